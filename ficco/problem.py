@@ -10,7 +10,17 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count, name_of
+from ficco.scaling import (
+    CAST,
+    CASTS,
+    FAMILIES,
+    MULTIPLE,
+    RECIPES,
+    RESULTS,
+    Scaling,
+    factor_count,
+    name_of,
+)
 from ficco.specification import (
     ITEMSIZES,
     Buffer,
@@ -155,6 +165,8 @@ class Problem:
         if self.kind.inner or scaling.replicated and self.kind.collective != "all-gather":
             what = "factors of all ranks' rows on each" if scaling.replicated else "float8 operands"
             raise NotImplementedError(f"{self.operator} does not take {what}")
+        if scaling.source:
+            self._check_cast(scaling)
         for name, size in (("n", self.n), ("k", self.k)):
             if size % MULTIPLE:
                 raise InvalidArgument(
@@ -162,6 +174,24 @@ class Problem:
                     f"required a multiple of {MULTIPLE} for float8 operands, got {size}; pad with "
                     "zeros",
                 )
+
+    def _check_cast(self, scaling: Scaling) -> None:
+        if scaling.source not in RESULTS:
+            raise InvalidArgument(
+                "source", f"required one of {', '.join(RESULTS)}, got {scaling.source}"
+            )
+        if scaling.recipe not in CASTS:
+            raise NotImplementedError(
+                f"quantise: required one of {', '.join(CASTS)}, got {scaling.recipe!r}: one factor "
+                "for all rows is known only when all have been read; cast them yourself and pass "
+                "scale_a"
+            )
+        if scaling.replicated or self.return_gathered or self.symmetric:
+            what = "return_gathered" if self.return_gathered else "rows that are float8 already"
+            raise NotImplementedError(
+                f"{self.operator}: quantise does not serve {what}; cast them yourself and pass "
+                "scale_a"
+            )
 
     @classmethod
     def of_blocks(
@@ -325,12 +355,15 @@ class Problem:
             )
             return Buffer(name, holds, "float32", counts, "operand")
 
-        added = [
-            buffer("scale_a", names[0], held, rules.a)._replace(leaves=travels),
-            buffer("scale_b", names[1], b.shapes, rules.b),
-        ]
+        factors_of_a = buffer("scale_a", names[0], held, rules.a)._replace(leaves=travels)
+        operands = [a, b, factors_of_a, buffer("scale_b", names[1], b.shapes, rules.b)]
+        functions = {}
+        if scaling.source:
+            wide = a._replace(name="wide", holds="wide A", dtype=scaling.source)
+            operands = [wide, b, operands[3]]
+            functions[CAST, wide.holds] = a.holds
         if scaling.bias:
-            added.append(
+            operands.append(
                 Buffer("bias", "bias", scaling.out, ((1, self.n),) * self.world, "operand")
             )
         exchanges = dict(asked.exchanges)
@@ -341,7 +374,8 @@ class Problem:
         bias = "bias" if scaling.bias else ""
         return replace(
             asked,
-            operands=(a, b, *added),
+            operands=tuple(operands),
+            functions=functions,
             contractions=(contraction._replace(scales=factors, bias=bias),),
             exchanges=exchanges,
         )
@@ -357,6 +391,26 @@ class Problem:
 
     def _sender(self, src: int, dst: int) -> int:
         return src
+
+    @cached_property
+    def given(self) -> Problem:
+        """The same where the caller has cast A, or need not."""
+        if not (self.scaling and self.scaling.source):
+            return self
+        return replace(self, scaling=replace(self.scaling, source=""))
+
+    @cached_property
+    def left(self) -> Buffer:
+        """A as it travels, or is multiplied: an operand, or what the call casts."""
+        return self._made(self.given.specification.operands[0])
+
+    @cached_property
+    def factors(self) -> Buffer:
+        """The factors of :attr:`left`."""
+        return self._made(self.given.specification.operands[2])
+
+    def _made(self, buffer: Buffer) -> Buffer:
+        return buffer if self.given is self else buffer._replace(memory="local")
 
     def gathered(self, memory: str) -> Buffer:
         """The buffer of the gathered A."""
@@ -376,7 +430,7 @@ class Problem:
 
     def gathered_factors(self, name: str, memory: str) -> Buffer:
         """A buffer of the factors of the gathered A: of its rows, or of each rank's."""
-        factors, by_rank = self.specification.operands[2], self.scaling and self.scaling.by_rank
+        factors, by_rank = self.factors, self.scaling and self.scaling.by_rank
         rows = (self.world if by_rank else self.product_rows(rank) for rank in range(self.world))
         shapes = tuple((count, factors.shapes[0][1]) for count in rows)
         return factors._replace(name=name, shapes=shapes, memory=memory, leaves=False)

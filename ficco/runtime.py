@@ -59,7 +59,7 @@ def _operations(
         if step.transfer and step.transfer.src.elements:
             yield engine.copy(program, index, step.transfer, step.mover)
     elif step.op == "place":
-        if step.transfer and step.transfer.src.elements:
+        if step.transfer and (step.transfer.src.elements or step.transfer.factors):
             yield engine.place(program, index, step.transfer)
     elif step.op == "network":
         yield engine.network(program, index)

@@ -6,7 +6,7 @@ travel with the rows of A; results are of a wider dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 #: Dtypes of scaled operands, by family. An e4m3fn and an e4m3fnuz of the same bits differ by two.
@@ -17,6 +17,10 @@ FAMILIES = {
 }
 #: Dtypes of the product of scaled operands.
 RESULTS = ("bfloat16", "float16", "float32")
+
+#: The function of a Plan by which A is cast to float8, and the recipes that it serves, whose
+#: factors are known before all rows of a rank have been read.
+CAST, CASTS = "cast", ("row", "block")
 
 #: n and k are multiples of this: 16 bytes of a row, as the libraries ask for.
 MULTIPLE = 16
@@ -70,6 +74,8 @@ class Scaling:
         bias: a row is added to every product, on the rank that makes it.
         fast_accum: the library may add up in less than float32, where it offers that.
         replicated: every rank has the factors of all rows of A, which do not travel.
+        source: name of the dtype in which the caller has A, where the call itself casts it and
+            makes its factors; empty: the caller has A in float8.
     """
 
     recipe: str
@@ -78,6 +84,7 @@ class Scaling:
     bias: bool = False
     fast_accum: bool = False
     replicated: bool = False
+    source: str = ""
 
     @property
     def rules(self) -> Recipe:
@@ -91,6 +98,7 @@ class Scaling:
 
     def __str__(self) -> str:
         flags = [name for name in ("bias", "fast_accum", "replicated") if getattr(self, name)]
+        flags += [f"cast from {self.source}"] * bool(self.source)
         return " ".join([f"x {self.right} by {self.recipe}, {self.out}", *flags])
 
 
@@ -104,21 +112,31 @@ SCALED = {
 }
 
 
+#: The same for plans and predictions of calls that cast A themselves, from bfloat16.
+_CAST_KINDS = {
+    f"{name}-cast": (dtype, replace(scaling, source="bfloat16"))
+    for name, (dtype, scaling) in SCALED.items()
+    if scaling.recipe in CASTS
+}
+
+
 def operands_of(name: str) -> tuple[str, Scaling | None]:
     """The dtype of a kind of operands, and how they are scaled.
 
-    >>> operands_of("bfloat16"), operands_of("fp8-row")[0]
-    (('bfloat16', None), 'float8_e4m3fn')
+    >>> operands_of("bfloat16"), operands_of("fp8-row")[0], str(operands_of("fp8-row-cast")[1])
+    (('bfloat16', None), 'float8_e4m3fn', 'x float8_e4m3fn by row, bfloat16 cast from bfloat16')
     """
-    return SCALED.get(name, (name, None))
+    return (SCALED | _CAST_KINDS).get(name, (name, None))
 
 
 def name_of(dtype: str, scaling: Scaling | None) -> str:
-    """The name of a kind of operands: of :data:`SCALED`, or else in words.
+    """The name of a kind of operands: of :data:`SCALED`, whoever casts A, or else in words.
 
-    >>> name_of(*operands_of("fp8-row"))
-    'fp8-row'
+    >>> name_of(*operands_of("fp8-row")), name_of(*operands_of("fp8-row-cast"))
+    ('fp8-row', 'fp8-row')
     """
+    if scaling is not None:
+        scaling = replace(scaling, source="")
     named = (name for name, kind in SCALED.items() if kind == (dtype, scaling))
     return next(named, f"{dtype} {scaling}" if scaling else dtype)
 

@@ -142,7 +142,8 @@ class Specification:
         operands, results: buffers of the caller.
         contractions: the products that make one matrix of others.
         exchanges: by matrix, how its rows travel; the others stay on their rank.
-        functions: ``functions[name, x]`` is the matrix that an elementwise function makes of x.
+        functions: ``functions[name, x]`` is the matrix that a function makes of x, elementwise or,
+            where it is a scaled operand, by casting: it then makes the factors, too.
     """
 
     operands: tuple[Buffer, ...]

@@ -42,6 +42,7 @@ from ficco.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
 from ficco.bench.series import Stopwatch, slowest
+from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.cli import bench as command
 from ficco.errors import ConfigError
@@ -49,6 +50,7 @@ from ficco.heuristics import candidates, problem_of_sizes
 from ficco.problem import OPERATORS, Problem
 from ficco.scaling import SCALED
 from ficco.schedules import NAMED, Schedule, plans
+from ficco.timeline import Timeline
 
 # Figures.
 
@@ -799,6 +801,27 @@ def test_shapes_of_the_command_line() -> None:
     assert len(found) == 3 * len(OPERATORS)
     found, _ = shapes("--set", "scenarios", "experts", "--only", "g14", "g2")
     assert [name for _, name in found] == ["g2", "g14", "g14"]
+
+
+def _traced(at: ranks.Rank, dtype: str) -> list[Timeline]:
+    operands = Operands(
+        problem_of_sizes(OPERATOR, 64, 32, 128, dtype, at.world), at.rank, at.device
+    )
+    operands.exact(0)
+    operands.exact_b()
+    return trace_all(["serial", "growing"], operands, torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("dtype", ["fp8-row", "fp8-block"])
+def test_calls_of_float8_are_traced(dtype: str) -> None:
+    found, other = ranks.run(2, _traced, dtype)
+    assert found == other
+    assert [one.title for one in found[:2]] == ["serial: planned", "serial: measured"]
+    for one in found:
+        kinds = {bar.kind for bars in one.ranks for bar in bars}
+        labels = {bar.label for bars in one.ranks for bar in bars}
+        assert {"matmul", "copy"} <= kinds and any("scale" in label for label in labels)
+        assert dtype.split("-")[1] in str(one.problem)
 
 
 def _filled(row: dict[str, Any]) -> dict[str, Any]:

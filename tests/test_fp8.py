@@ -25,9 +25,10 @@ from ranks import Rank, caught, ranks, run
 from test_operators import BLOCKS, SUMS, TERMS, rows_for, schedules_of
 
 import ficco
-from ficco.dma.scaled import lacking_on_cuda, lacking_on_hip
+from ficco.dma.scaled import _padded, lacking_on_cuda, lacking_on_hip
 from ficco.heuristics import decide
 from ficco.machine import find
+from ficco.ops.operands import Scales, plain_scales
 from ficco.plan import check
 from ficco.problem import Problem
 from ficco.scaling import RECIPES, Scaling, factor_count
@@ -538,6 +539,24 @@ def test_transposed_products_take_no_float8() -> None:
                 Problem.of_blocks(
                     operator, ((4, 4), (4, 4)), 16, 32, "float8_e4m3fn", scaling=scaling
                 )
+
+
+def test_scales_of_blocks_are_padded_once() -> None:
+    """By the call; each product then reads them where they are, but for a part of k."""
+    scaling = Scaling("block", "float8_e4m3fn")
+    for k, n in ((640, 272), (640, 16), (512, 272), (128, 272)):
+        problem = Problem("all_gather_matmul", (8,), n, k, "float8_e4m3fn", scaling=scaling)
+        (plan,) = plans(problem, Schedule.parse("serial"))
+        given = torch.rand(-(-k // 128), -(-n // 128))
+        found = plain_scales(Scales(torch.rand(8, -(-k // 128)), given), plan)["scale_b"]
+        padded = _padded(found)
+        assert torch.equal(found, given) and padded.stride() == (1, padded.shape[0])
+        assert padded.shape[0] % 4 == 0 and not padded[len(given) :].any()
+        if k > 128:
+            assert padded.data_ptr() == found.data_ptr()
+        assert torch.equal(_padded(given)[: len(given)], given)
+        part = _padded(found[1:])  # of other columns of A
+        assert part.shape[0] % 4 == 0 and torch.equal(part[: len(given) - 1], given[1:])
 
 
 # What libraries lack.

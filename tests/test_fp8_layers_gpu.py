@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from test_fp8_layers import (  # noqa: F401  collected here, with this module's device
     test_functions_are_exact,
+    test_gradients_have_a_scaling_of_their_own,
     test_layers_are_exact,
     test_losses_follow_those_of_the_unsharded,
 )

@@ -446,10 +446,28 @@ class HostBinding:
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
         self.launches.append((kernel.__name__, blocks))
+        if "cast" in kernel.__name__:  # whose threads meet
+            return self.together(kernel, blocks, threads, arguments)
         for block in range(blocks):
             for thread in range(threads):
                 self.library.become(block, thread)
                 kernel(*arguments.arguments)
+
+    def together(self, kernel: Any, blocks: int, threads: int, arguments: Any) -> None:
+        """All threads of a block at a time."""
+
+        def run(block: int, thread: int) -> None:
+            self.library.become(block, thread)
+            kernel(*arguments.arguments)
+
+        self.library.meet(threads)
+        for block in range(blocks):
+            each = [threading.Thread(target=run, args=(block, i)) for i in range(threads)]
+            for one in each:
+                one.start()
+            for one in each:
+                one.join()
+        self.library.meet(0)
 
 
 def for_this_cpu() -> Compiler:
@@ -1201,3 +1219,110 @@ def test_import_looks_for_nothing(tmp_path: Path) -> None:
     )
     ended = Program(tmp_path, "imports", program, (), {}).end(time.monotonic() + 60)
     assert ended.code == 0, ended.err
+
+
+# Casts.
+
+E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+#: Rows, columns, and elements in front of the first: rows in registers, by one warp and by several,
+#: and rows that are too long for that; blocks, the last of which is short.
+CAST_SHAPES = (
+    *((5, 48, 0, 48), (3, 4112, 0, 4112), (2, 16400, 0, 16400), (3, 96, 3, 96)),
+    *((5, 400, 0, 128), (2, 128, 5, 128)),
+)
+
+
+def powers(matrix: torch.Tensor, length: int, most: float) -> torch.Tensor:
+    """By the definition: of all powers of two by which nothing overflows the smallest."""
+    rows, cols = matrix.shape
+    found = torch.empty(rows, -(-cols // length))
+    for row in range(rows):
+        for part in range(found.shape[1]):
+            largest = matrix[row, part * length : (part + 1) * length].abs().max().item()
+            exponent = -126
+            while 2.0**exponent * most < largest:
+                exponent += 1
+            found[row, part] = 2.0**exponent
+    return found
+
+
+def check_casts(
+    kernels: Kernels, to: torch.dtype, dtype: torch.dtype, device: str = "cpu", stream: Any = None
+) -> None:
+    """Bit by bit as PyTorch, sizes that are as large as may be, ties and what is below the normal
+    numbers among them; and nothing else is written."""
+    most, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)
+    for rows, cols, ahead, length in CAST_SHAPES:
+        wide = torch.randn(rows, cols + 8, generator=random_)
+        wide *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=random_)
+        wide[0, ahead : ahead + 16] = torch.arange(16) * 2.0**-10  # ties
+        wide[0, ahead + 16] = most * 2.0**-4
+        wide[1] = 0
+        wide[1, -1] = most  # of no part
+        wide[-1, ahead + cols - 1] = 3 * most  # what is read last
+        matrix = wide.to(device, dtype)[:, ahead : ahead + cols]
+        out = torch.zeros(rows + 1, cols + 16, device=device).to(to)
+        factors = torch.full((rows + 1, -(-cols // length)), 99.0, device=device)
+        into, by = out[:rows, :cols], factors[:rows]
+        kernels.cast(into, by, matrix, stream)
+        wanted = powers(matrix.cpu().float(), length, most).to(device)
+        assert torch.equal(by, wanted), (rows, cols)
+        shared = wanted.repeat_interleave(length, 1)[:, :cols]
+        right = (matrix.float() / shared).to(to)
+        assert torch.equal(into.view(torch.uint8), right.view(torch.uint8)), (rows, cols)
+        assert (factors[rows:] == 99).all()
+        assert not out[rows:].float().any() and not out[:, cols:].float().any()
+
+
+@pytest.mark.parametrize("dtype", launch.CASTS)
+@pytest.mark.parametrize("to", E4M3)
+def test_casts_are_those_of_pytorch(on_host: Kernels, to: torch.dtype, dtype: torch.dtype) -> None:
+    check_casts(on_host, to, dtype)
+
+
+@pytest.mark.parametrize("to", E4M3)
+def test_a_cast_of_nan_or_infinity_is_nan(on_host: Kernels, to: torch.dtype) -> None:
+    for value in (float("nan"), float("inf"), -float("inf")):
+        matrix = torch.ones(3, 256).bfloat16()
+        matrix[1, 200] = value
+        out, factors = torch.zeros(3, 256).to(to), torch.zeros(3, 2)
+        on_host.cast(out, factors, matrix, None)
+        back = out.float() * factors.repeat_interleave(128, 1)
+        assert back[1, 128:].isnan().all()
+        assert (back[[0, 2]] == 1).all() and (back[1, :128] == 1).all()
+
+
+def test_casts_that_cannot_be_are_refused(on_host: Kernels) -> None:
+    out, factors = torch.zeros(4, 32).to(E4M3[0]), torch.zeros(4, 1)
+    matrix = torch.zeros(4, 32)
+    for wrong, words in (
+        ((out, torch.zeros(4, 2), matrix), "factors of one of the shapes"),
+        ((out, factors, torch.zeros(4, 16)), "a result of 4 x 16"),
+        ((out, factors, matrix.double()), "16 columns"),
+        ((out, factors, torch.zeros(32, 4).t()), "contiguous rows"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            on_host.cast(*wrong, None)
+
+
+def test_amd_cast_is_by_16_bytes_and_by_the_instruction(isa: tuple[str, str]) -> None:
+    """All loads of what stays in registers before the first wait; e4m3 by gfx942's own."""
+    arch, text = isa
+    for dtype in launch.CASTS:
+        lines = body(text, f"ficco_cast_{launch._text(dtype)}")
+        loads = places(lines, LOAD)
+        assert len(loads) >= 2 * launch.CAST_HELD, "they are not by 16 bytes"
+        assert places(lines, "ds_bpermute"), "warps do not exchange what is largest"
+        # Before the largest of warps are written, and before they are read.
+        assert len(places(lines, "s_barrier")) == 2
+        assert bool(places(lines, "v_cvt_pk_fp8_f32")) == (arch == "gfx942")
+
+
+def test_nvidia_cast_is_by_the_instruction(tmp_path: Path) -> None:
+    """From compute capability 8.9 on; what is older has none."""
+    compiler(build.nvcc)
+    source = str(build.HERE / "kernels.cpp")
+    for arch, has in (("sm_90", True), ("sm_80", False)):
+        to = tmp_path / f"{arch}.ptx"
+        output(build.nvcc_program(), *build.NVCC, "-ptx", f"-arch={arch}", source, "-o", str(to))
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in to.read_text()) == has

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from test_kernels import (
     ALIKE,
     RECTANGLES,
     at_peers,
+    check_casts,
     check_halves,
     check_place,
     check_reduce,
@@ -27,13 +29,15 @@ from test_kernels import (
 import ficco
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.hip_kernels import kernels
-from ficco.hip_kernels.launch import REDUCTIONS, Kernels
+from ficco.hip_kernels.launch import CASTS, E4M3, REDUCTIONS, Kernels
 from ficco.workspace import workspaces
 
 pytestmark = pytest.mark.gpu
 
 #: Part of the bandwidth of PyTorch's copy that placement and reduction reach at least.
 SHARE = 0.8
+#: The same of casts: they take at most 1.1 times one pass over what they read and write.
+CAST_SHARE = 1 / 1.1
 #: Dtypes of sums, by name.
 SUMS = {
     f"{part} to {out}".replace("torch.", ""): (part, out)
@@ -93,6 +97,16 @@ def _reduce(at: Rank) -> None:
 
 def test_reduction_is_exact() -> None:
     run(1, _reduce, device="cuda")
+
+
+def _casts(at: Rank) -> None:
+    mine, stream = loaded(at)
+    for to, dtype in product(E4M3, CASTS):
+        check_casts(mine, to, dtype, "cuda", stream)
+
+
+def test_casts_are_exact() -> None:
+    run(1, _casts, device="cuda")
 
 
 def _error(at: Rank) -> None:
@@ -277,6 +291,20 @@ def _bandwidth(at: Rank) -> dict[str, float]:
             blocks.numel() * blocks.element_size() + total.numel() * total.element_size(),
             lambda total=total, parts=[*blocks]: mine.reduce(total, parts, stream),
         )
+    for name, length, pieces in (
+        ("rows", cols, 1),
+        ("rows in 4 pieces", cols, 4),
+        ("blocks", 128, 1),
+    ):
+        out = torch.empty(rows, cols, dtype=E4M3[0], device="cuda")
+        factors = torch.empty(rows, cols // length, device="cuda")
+        parts = [each.chunk(pieces) for each in (out, factors, a)]
+
+        def cast(parts: Any = parts) -> None:
+            for part in zip(*parts, strict=True):
+                mine.cast(*part, stream)
+
+        candidates[f"cast {name}"] = size + out.nbytes + factors.nbytes, cast
     times = seconds({name: run_it for name, (_, run_it) in candidates.items()})
     rates = {name: [candidates[name][0] / t for t in found] for name, found in times.items()}
     parts_of = {
@@ -293,6 +321,7 @@ def test_bandwidth_is_that_of_a_copy(capsys: pytest.CaptureFixture[str]) -> None
         print(f"\ncopy_ moves {whole / 1e9:.0f} GB/s read and written; parts of that:")
         print("".join(f"  {name:28} {part:.3f}\n" for name, part in found.items()))
     assert min(found.values()) >= SHARE, found
+    assert min(part for name, part in found.items() if "cast" in name) >= CAST_SHARE, found
 
 
 def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:

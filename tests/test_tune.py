@@ -852,8 +852,8 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert "ficco tune --only gemm" in check.report(points, generous)
 
 
-def measure_scaled(at: ranks.Rank) -> dict[str, Gemm]:
-    """Blocks of products of float8 operands, from few of them."""
+def measure_scaled(at: ranks.Rank) -> tuple[dict[str, Gemm], list[check.Point]]:
+    """Blocks of products of float8 operands, from few of them; and these, measured again."""
     quick = effort.EFFORTS["cpu", True]
     shapes = tuple(
         effort.Shape(m, 128, k, wide=wide)
@@ -865,12 +865,19 @@ def measure_scaled(at: ranks.Rank) -> dict[str, Gemm]:
     machine = Machine("m", "cpu", at.world)
     site = Site(watch, little, machine, lambda kind, note: Provenance(kind, note=note))
     blocks = {one: products.scaled(site, one) for one in SCALED_PRODUCTS}
+    site.machine = replace(machine, **{SCALED_PRODUCTS[one]: blocks[one] for one in blocks})
+    points = list(check._scaled(site))
     watch.close()
-    return blocks  # type: ignore[return-value]
+    return blocks, points  # type: ignore[return-value]
 
 
 def test_products_by_recipe_are_measured() -> None:
-    for recipe, block in ranks.run(1, measure_scaled)[0].items():
+    blocks, points = ranks.run(1, measure_scaled)[0]
+    assert {point.block for point in points} == set(SCALED_PRODUCTS.values())
+    assert all(point.holds(30.0) for point in points), check.report(points, 30.0)
+    slow = [replace(one, stored=1e4 * one.stored) for one in points]
+    assert "ficco tune --only fp8_tensor fp8_row fp8_block" in check.report(slow, 30.0)
+    for recipe, block in blocks.items():
         assert block.shares == ((1, 1.0),) and block.seconds(64, 128, 256, itemsize=1) > 0
         assert block.provenance.note.startswith(f"3 products of fp8-{recipe}, errors")
         machine = Machine("m", "cpu", 2, gemm=BLOCKS["gemm"], **{SCALED_PRODUCTS[recipe]: block})

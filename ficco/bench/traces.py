@@ -17,6 +17,7 @@ from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
 from ficco.machine.flat import flat
 from ficco.ops.call import run_traced
+from ficco.ops.operands import Scales
 from ficco.plan import Plan
 from ficco.simulate import simulate
 from ficco.timeline import Timeline, assemble, work
@@ -39,11 +40,12 @@ def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup)
         with suppress(NotImplementedError):
             operator = operands.problem.operator
             a, b = operands.a_LK, operands.b_KN
-            run_traced(operator, a, b, group, schedule)  # first use is slow
+            how = {"scales": Scales(**operands.scales) if operands.scales else None}
+            run_traced(operator, a, b, group, schedule, **how)  # first use is slow
             if a.device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
                 dist.all_reduce(torch.zeros(1, device=a.device), group=group)
-            _, plan, spans = run_traced(operator, a, b, group, schedule)
+            _, plan, spans = run_traced(operator, a, b, group, schedule, **how)
             everyone: list[Any] = [None] * group.size()
             dist.all_gather_object(everyone, (plan, spans), group=group)
             plans = [plan for plan, _ in everyone]

@@ -323,8 +323,6 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
             raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
     kept = [case for case in found if not arguments.only or case.name in arguments.only]
     kept = cases.of_dtypes(kept, arguments.dtype or ())
-    if arguments.timelines and any(case.dtype in SCALED for case in kept):
-        raise ValueError("--timelines: required operands without scales, got float8")
     return kept, "-".join([*what, *(arguments.dtype or ())])
 
 

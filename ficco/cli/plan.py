@@ -108,6 +108,7 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                     for key, signals in (("gates", step.gates), ("announces", step.announces))
                 },
                 "transfer": step.transfer and _plain(step.transfer[:2]),
+                "factors": step.transfer and _plain(step.transfer.factors),
                 "products": _plain(step.products),
                 "reduction": _plain(step.reduction),
                 "moves": _plain(tuple(move[:2] for move in step.moves)),

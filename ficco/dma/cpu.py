@@ -41,6 +41,7 @@ from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
 from ficco.plan import Product, Reduction, Signal, Transfer
+from ficco.scaling import CAST
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -334,7 +335,7 @@ class CpuEngine(Engine):
             capture=False,
             partial_signals=True,
             scaled=True,
-            functions=tuple(FUNCTIONS),
+            functions=(*FUNCTIONS, CAST),
         )
 
     def copy_engines(self) -> int:

@@ -46,7 +46,7 @@ class Capabilities:
         partial_signals: whether signals may gate or announce rows of a product.
         tiles: whether such a product is one launch, whose tiles wait and tell.
         scaled: whether products may be scaled.
-        functions: elementwise functions that a place may apply.
+        functions: functions that a place may apply.
     """
 
     engine: str

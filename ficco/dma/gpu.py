@@ -82,7 +82,7 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.scaling import CAST, Scaling
 from ficco.schedules import Schedule
 from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
@@ -460,7 +460,13 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        return self._on_lane(program, step, place_op(program, transfer))
+        casts = transfer.factors is not None and transfer.src.elements
+        kernels = self._kernels_or_none if casts else None
+        if kernels is None or transfer.factors is None:
+            return self._on_lane(program, step, place_op(program, transfer))
+        lane, view = program.plan.steps[step].lane, buffers_of(program).view
+        src, dst, factors = view(transfer.src), view(transfer.dst), view(transfer.factors)
+        return lambda call: kernels.cast(dst(call), factors(call), src(call), call.state[lane])
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
@@ -868,6 +874,7 @@ class GpuEngine(StreamEngine):
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
             scaled=True,
+            functions=(CAST,),
         )
 
     def unscaled(self, problem: Problem, scaling: Scaling) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
-from ficco.dma.scaled import multiply_scaled
+from ficco.dma.scaled import BLOCK, multiply_scaled, quantise_into
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
 
@@ -107,6 +107,9 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 def place_op(program: Program, transfer: Transfer) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
     src, dst = map(buffers_of(program).view, transfer[:2])
+    if transfer.factors is not None:
+        factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
+        return lambda call: quantise_into(dst(call), factors(call), src(call), share)
     function = FUNCTIONS.get(transfer.function)
 
     def op(call: Call) -> None:
@@ -114,6 +117,12 @@ def place_op(program: Program, transfer: Transfer) -> Op:
         dst(call).copy_(function(placed) if function else placed)
 
     return op
+
+
+def shared_by(transfer: Transfer) -> tuple[int, int]:
+    """How many rows and columns of what is cast share a factor."""
+    assert transfer.factors is not None
+    return 1, transfer.dst.cols if transfer.factors.cols == 1 else BLOCK
 
 
 def matmul_op(

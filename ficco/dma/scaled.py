@@ -6,9 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ficco.problem import Problem
-from ficco.scaling import FAMILIES, RECIPES, Scaling
+from ficco.scaling import ALL, FAMILIES, RECIPES, Scaling, factor_count
 
 #: Rows or columns that share a factor of blocks.
 BLOCK = 128
@@ -30,6 +31,10 @@ def float8_of(device: torch.device) -> torch.dtype:
         if ARCHITECTURES.get(name) == "fnuz":
             return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler at once.
+float8_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def multiply_scaled(
@@ -65,6 +70,42 @@ def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         if factors.shape[dim] not in (1, size):
             factors = factors.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
     return matrix.float() * factors
+
+
+def quantised(
+    matrix: torch.Tensor, share: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in float8, and its scales in float32: so many rows and columns share one.
+
+    Zeros get a scale that is not zero. What shares a scale with NaN or infinity is dequantised to
+    NaN.
+    """
+    sizes = matrix.shape
+    counts = [factor_count(size, one) for size, one in zip(sizes, share, strict=True)]
+    each = [max(size, 1) if one == ALL else one for size, one in zip(sizes, share, strict=True)]
+    spare = [count * one - size for count, one, size in zip(counts, each, sizes, strict=True)]
+    padded = F.pad(matrix, (0, spare[1], 0, spare[0])) if any(spare) else matrix
+    blocks = padded.reshape(counts[0], each[0], counts[1], each[1])
+    largest = torch.linalg.vector_norm(blocks, torch.inf, (1, 3)).float() / torch.finfo(dtype).max
+    # Up to a power of two: with any bit of the significand set, the addition carries into the
+    # exponent, and the mask takes the significand off.
+    bits = largest.clamp(min=torch.finfo(torch.float32).tiny).view(torch.int32)
+    scale = (bits + 0x7FFFFF & 0x7F800000).view(torch.float32)
+    # A power of two is exact in all dtypes but one with few exponents.
+    inverse = scale.reciprocal()[:, None, :, None]
+    if blocks.dtype != torch.float16:
+        inverse = inverse.to(blocks.dtype)
+    cast = (blocks * inverse).to(dtype).view(padded.shape)
+    return cast[: sizes[0], : sizes[1]].contiguous(), scale
+
+
+def quantise_into(
+    out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, share: tuple[int, int]
+) -> None:
+    """:func:`quantised`, to where it is wanted."""
+    cast, scale = quantised(matrix, share, out.dtype)
+    out.copy_(cast)
+    factors.copy_(scale)
 
 
 @cache
@@ -111,15 +152,25 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone() if scale.data_ptr() % 16 else scale
 
 
-def _padded(scale: torch.Tensor) -> torch.Tensor:
-    """The scale of blocks of B column by column, each padded to four (cuBLAS, "1D and 2D Block
-    Scaling for FP8 Data Types")."""
+def in_columns(scale: torch.Tensor) -> torch.Tensor:
+    """A scale column by column, each with room for a multiple of four, as the library reads those
+    of blocks of B (cuBLAS, "1D and 2D Block Scaling for FP8 Data Types")."""
     rows, cols = scale.shape
     if rows % 4 == 0:
         return scale.t().contiguous().t()
     padded = scale.new_zeros((cols, -(-rows // 4) * 4))
     padded[:, :rows] = scale.t()
-    return padded.t()
+    return padded.t()[:rows]
+
+
+def _padded(scale: torch.Tensor) -> torch.Tensor:
+    """A scale with what its columns have room for; a copy unless :func:`in_columns` made it."""
+    rows, cols = scale.shape
+    pitch = -(-rows // 4) * 4
+    needed = (scale.storage_offset() + pitch * cols) * scale.element_size()
+    if scale.stride() != (1, pitch) or scale.untyped_storage().nbytes() < needed:
+        scale = in_columns(scale)
+    return scale.as_strided((pitch, cols), (1, pitch))
 
 
 @cache

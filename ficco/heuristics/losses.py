@@ -118,7 +118,9 @@ def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
 def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> dict[str, float]:
     """Seconds of the parts of a call, with nothing else running: one whole product, ``"gemm"``;
     what travels by the copy engines, ``"copies"``, and by the vendor's collective,
-    ``"collective"``, where that is known. Sums and placement after the copies do not count."""
+    ``"collective"``, where that is known. Sums and placement after the copies do not count, nor
+    does a cast before them."""
+    problem = problem.given
     operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
     sizes = problem.n, problem.k, problem.dtype
     product = Problem(operator, (problem.m,), *sizes, scaling=problem.scaling)

@@ -95,6 +95,34 @@ INLINE void from_float(float value, f16& to) {
 INLINE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 INLINE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
+// Memory that the threads of a block share.
+#define SHARED static __attribute__((shared))
+constexpr u32 WARP = 64;
+
+// The value of the thread whose number differs in this bit, of the same warp.
+INLINE u32 exchanged(u32 value, u32 bit) {
+  const u32 lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
+  return __builtin_amdgcn_ds_bpermute((lane ^ bit) * 4, value);
+}
+
+// Four values as e4m3 by the device's instruction, where it has one of this kind: of fnuz on gfx942,
+// of OCP on gfx950. None is beyond the largest.
+#if defined(__gfx942__)
+constexpr bool HAS_E4M3 = false, HAS_FNUZ = true;
+#elif defined(__gfx950__)
+constexpr bool HAS_E4M3 = true, HAS_FNUZ = false;
+#else
+constexpr bool HAS_E4M3 = false, HAS_FNUZ = false;
+#endif
+INLINE u32 to_e4m3(const float (&values)[4]) {
+#if defined(__gfx942__) || defined(__gfx950__)
+  const int low = __builtin_amdgcn_cvt_pk_fp8_f32(values[0], values[1], 0, false);
+  return (u32)__builtin_amdgcn_cvt_pk_fp8_f32(values[2], values[3], low, true);
+#else
+  return 0;
+#endif
+}
+
 #else  // CUDA
 
 #define INLINE __device__ static __forceinline__
@@ -159,5 +187,26 @@ INLINE void from_float(float value, f16& to) {
 }
 INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE float float_of(u32 bits) { return __uint_as_float(bits); }
+
+#define SHARED __shared__
+constexpr u32 WARP = 32;
+
+INLINE u32 exchanged(u32 value, u32 bit) { return __shfl_xor_sync(0xffffffffu, value, bit); }
+
+#if __CUDA_ARCH__ >= 890
+constexpr bool HAS_E4M3 = true, HAS_FNUZ = false;
+#else
+constexpr bool HAS_E4M3 = false, HAS_FNUZ = false;
+#endif
+INLINE u32 to_e4m3(const float (&values)[4]) {
+#if __CUDA_ARCH__ >= 890
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(low) : "f"(values[0]), "f"(values[1]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(high) : "f"(values[2]), "f"(values[3]));
+  return (u32)high << 16 | low;
+#else
+  return 0;
+#endif
+}
 
 #endif

@@ -8,6 +8,7 @@ constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
+constexpr u32 CAST_THREADS = 256;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
 constexpr u32 MAX_SIGNALS = 48;
@@ -17,6 +18,7 @@ constexpr u32 MAX_SIGNALS = 48;
 constexpr u32 IN_FLIGHT = 8;
 constexpr u32 SHIFTED_IN_FLIGHT = 4;
 constexpr u32 ONE_SHOT_IN_FLIGHT = 4;  // of each part
+constexpr u32 CAST_HELD = 8;           // which stay in registers until their factor is known
 
 // Copies.
 
@@ -370,6 +372,168 @@ REDUCE(ficco_reduce_float32_float16, float, f16)
 ONE_SHOT(ficco_one_shot_bfloat16, bf16)
 ONE_SHOT(ficco_one_shot_float16, f16)
 ONE_SHOT(ficco_one_shot_float32, float)
+
+// Casts to e4m3 by factors that are powers of two, the smallest by which nothing overflows. What
+// shares a factor is a part of a row; so many threads, a power of two, are its team.
+
+// The largest of the team's. All threads of the block come here.
+INLINE u32 largest_of(u32 value, u32 team) {
+  for (u32 bit = 1; bit < team && bit < WARP; bit *= 2) {
+    const u32 other = exchanged(value, bit);
+    value = other > value ? other : value;
+  }
+  if (team <= WARP) return value;
+  SHARED u32 of_warps[CAST_THREADS / WARP];
+  barrier();  // who still reads those of the part before
+  if (thread_index() % WARP == 0) of_warps[thread_index() / WARP] = value;
+  barrier();
+  const u32 first = thread_index() / team * (team / WARP);
+  for (u32 n = 0; n < team / WARP; n++) {
+    const u32 other = of_warps[first + n];
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// Bits that order values by their size, NaN above all; and the value that they are of.
+INLINE u32 size_of(float value) { return bits_of(value) & 0x7fffffff; }
+INLINE u32 size_of(bf16 value) { return value.bits & 0x7fff; }
+INLINE u32 size_of(f16 value) { return value.bits & 0x7fff; }
+INLINE void of_size(u32 size, float& to) { to = float_of(size); }
+INLINE void of_size(u32 size, bf16& to) { to.bits = (u16)size; }
+INLINE void of_size(u32 size, f16& to) { to.bits = (u16)size; }
+
+// To the nearest, ties to even; none is beyond the largest. As PyTorch's conversion.
+INLINE u32 spelt_e4m3(float value, u32 fnuz) {
+  const u32 bias = 7 + fnuz, sign = bits_of(value) >> 24 & 0x80;
+  u32 size = size_of(value);
+  if (size >= 0x7f800000) return fnuz ? 0x80 : sign | 0x7f;
+  if (size < (128 - bias) << 23) {  // below the normal numbers, as a multiple of the smallest
+    const u32 unit = (148 - bias) << 23;
+    size = bits_of(float_of(size) + float_of(unit)) - unit;
+  } else {
+    size -= (127 - bias) << 23;
+    size = (size + 0x7ffff + (size >> 20 & 1)) >> 20;
+  }
+  return size || !fnuz ? sign | size : 0;  // fnuz has no zero with a sign
+}
+
+INLINE u32 e4m3(const float (&values)[4], u32 fnuz) {
+  if (fnuz ? HAS_FNUZ : HAS_E4M3) return to_e4m3(values);
+  u32 found = 0;
+#pragma unroll
+  for (u32 n = 0; n < 4; n++) found |= spelt_e4m3(values[n], fnuz) << 8 * n;
+  return found;
+}
+
+// The exponent of the factor by which `largest` does not overflow, biased as in a float.
+INLINE u32 exponent_of(float largest, u32 fnuz) {
+  const u32 most = bits_of(fnuz ? 240.0f : 448.0f), bits = bits_of(largest);
+  const u32 up = (bits & 0x7fffff) > (most & 0x7fffff), exponent = (bits >> 23) + up + 127;
+  return exponent > (most >> 23) + 1 ? exponent - (most >> 23) : 1;
+}
+
+template <typename In>
+INLINE Units<In, 16 / sizeof(In)> unit_at(const In* from, u32 aligned) {
+  Units<In, 16 / sizeof(In)> found;
+  if (aligned) {
+    found.units[0] = *(const u32x4*)from;
+  } else {
+#pragma unroll
+    for (u32 e = 0; e < 16 / sizeof(In); e++) found.elements[e] = from[e];
+  }
+  return found;
+}
+
+template <typename In>
+INLINE void store_cast(u8* to, const Units<In, 16 / sizeof(In)>& unit, float inverse, u32 fnuz) {
+  constexpr u32 WORDS = 4 / sizeof(In);
+  u32 words[WORDS];
+#pragma unroll
+  for (u32 w = 0; w < WORDS; w++) {
+    float values[4];
+#pragma unroll
+    for (u32 n = 0; n < 4; n++) values[n] = to_float(unit.elements[4 * w + n]) * inverse;
+    words[w] = e4m3(values, fnuz);
+  }
+  if (WORDS == 2)
+    *(u64*)to = (u64)words[WORDS - 1] << 32 | words[0];
+  else
+    *(u32*)to = words[0];
+}
+
+// Rows of `cols` elements lie `in_pitch` elements apart, those of the result `out_pitch` bytes, and
+// those of their factors `factor_pitch`. Parts have `length` elements, but for the last of a row,
+// and all of them whole units.
+template <typename In>
+INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const In* in,
+                 u64 in_pitch, u32 rows, u32 cols, u32 length, u32 team, u32 fnuz, u32 aligned,
+                 u32 blocks) {
+  constexpr u32 EACH = 16 / sizeof(In);
+  typedef Units<In, EACH> Unit;
+  const u32 teams = CAST_THREADS / team, member = thread_index() % team;
+  const u32 per_row = (cols + length - 1) / length;
+  const u64 parts = (u64)rows * per_row;
+  for (u64 first = (u64)block_index() * teams; first < parts; first += (u64)blocks * teams) {
+    const u64 part = first + thread_index() / team;
+    const u64 row = part / per_row, which = part % per_row;
+    const u64 begin = which * length;
+    u32 units = (u32)(cols - begin < length ? cols - begin : length) / EACH;
+    if (part >= parts) units = 0;
+    const In* const from = in + row * in_pitch + begin;
+    Unit held[CAST_HELD];
+    u32 size = 0;
+#pragma unroll
+    for (u32 n = 0; n < CAST_HELD; n++)
+      if (member + n * team < units) held[n] = unit_at(from + (member + n * team) * EACH, aligned);
+#pragma unroll
+    for (u32 n = 0; n < CAST_HELD; n++) {
+      if (member + n * team >= units) continue;
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) {
+        const u32 other = size_of(held[n].elements[e]);
+        size = other > size ? other : size;
+      }
+    }
+    for (u32 n = member + CAST_HELD * team; n < units; n += team) {  // of long rows, read twice
+      const Unit unit = unit_at(from + n * EACH, aligned);
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) {
+        const u32 other = size_of(unit.elements[e]);
+        size = other > size ? other : size;
+      }
+    }
+    In most;
+    of_size(largest_of(size, team), most);
+    const float largest = to_float(most);
+    const bool finite = size_of(largest) < 0x7f800000;
+    const u32 exponent = exponent_of(largest, fnuz);
+    // What shares a factor with NaN or infinity becomes NaN.
+    const float factor = finite ? float_of(exponent << 23) : largest;
+    const float inverse = finite ? float_of((254 - exponent) << 23) : float_of(0x7fc00000);
+    u8* const to = out + row * out_pitch + begin;
+#pragma unroll
+    for (u32 n = 0; n < CAST_HELD; n++) {
+      if (member + n * team >= units) continue;
+      store_cast(to + (member + n * team) * EACH, held[n], inverse, fnuz);
+    }
+    for (u32 n = member + CAST_HELD * team; n < units; n += team)
+      store_cast(to + n * EACH, unit_at(from + n * EACH, aligned), inverse, fnuz);
+    if (member == 0 && part < parts) factors[row * factor_pitch + which] = factor;
+  }
+}
+
+#define CAST(name, In)                                                                           \
+  KERNEL(CAST_THREADS)                                                                           \
+  name(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const In* in, u64 in_pitch,     \
+       u32 rows, u32 cols, u32 length, u32 team, u32 fnuz, u32 aligned, u32 blocks) {            \
+    cast(out, out_pitch, factors, factor_pitch, in, in_pitch, rows, cols, length, team, fnuz,    \
+         aligned, blocks);                                                                       \
+  }
+
+CAST(ficco_cast_bfloat16, bf16)
+CAST(ficco_cast_float16, f16)
+CAST(ficco_cast_float32, float)
 
 // Signals. One block, a thread for each word.
 

@@ -21,6 +21,7 @@ COPY_THREADS = 512
 REDUCE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
+CAST_THREADS, CAST_HELD = 256, 8
 MAX_PARTS = 16
 MAX_ENDS = 16
 MAX_SIGNALS = 48
@@ -38,6 +39,9 @@ BLOCKS_PER_PROCESSOR = 4
 #: Units of 16 bytes in one launch of a copy, so that 32 bits count them.
 MAX_UNITS = 1 << 30
 
+#: Elements that share a factor, where not all of a row do.
+BLOCK = 128
+
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
 
 #: Sums: dtype of the parts and of the result.
@@ -48,6 +52,13 @@ REDUCTIONS = {
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
 }
+
+
+#: Casts: dtypes that are cast, and those of the result.
+CASTS = (torch.bfloat16, torch.float16, torch.float32)
+E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+#: The fewest threads that cast what shares a factor: as many bytes as they read are read at once.
+LEAST_TEAM = 4
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -62,6 +73,7 @@ NAMES = (
     "ficco_exchange_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
     *(f"ficco_one_shot_{_text(part)}" for part, out in REDUCTIONS if part == out),
+    *(f"ficco_cast_{_text(dtype)}" for dtype in CASTS),
     "ficco_post",
     "ficco_wait",
     "ficco_script",
@@ -296,6 +308,27 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             )
 
 
+def check_cast(out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor) -> None:
+    """``ValueError`` unless a matrix can be cast to where it is wanted."""
+    rows, cols = matrix.shape
+    shapes = (rows, 1), (rows, -(-cols // BLOCK))
+    right = out.shape == matrix.shape and tuple(factors.shape) in shapes
+    if not right or factors.dtype != torch.float32:
+        raise ValueError(
+            f"required a result of {rows} x {cols} and float32 factors of one of the shapes "
+            f"{shapes}, got {tuple(out.shape)}, and {tuple(factors.shape)} of {factors.dtype}"
+        )
+    if matrix.dtype not in CASTS or out.dtype not in E4M3 or cols % 16:
+        raise ValueError(
+            f"required a multiple of 16 columns of {CASTS} to be cast to one of {E4M3}, got {cols} "
+            f"of {matrix.dtype} and {out.dtype}"
+        )
+    if any(one.shape[1] > 1 and one.stride(1) != 1 for one in (out, factors, matrix)):
+        raise ValueError("required contiguous rows, got others; call contiguous() on them")
+    if out.data_ptr() % 8 or out.stride(0) % 8 and rows > 1:
+        raise ValueError("required rows of the result at multiples of 8 bytes, got others")
+
+
 class Kernels:
     """The kernels, loaded for the device of a binding, which must be current."""
 
@@ -423,6 +456,33 @@ class Kernels:
         ends = _U64(out.data_ptr()), packed, _U32(len(parts))
         sizes = tuple(map(_U64, (vectors, elements, width, pitch, out_pitch)))
         return lambda blocks: (*ends, _U32(blocks), *sizes), max(vectors, elements - vectors * each)
+
+    def cast(
+        self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any
+    ) -> None:
+        """``matrix`` [m, k] to e4m3, and its factors [m, 1] or [m, k/128], float32, by which it is
+        to be multiplied: powers of two, the smallest by which nothing overflows. k is a multiple
+        of 16; rows may be strided."""
+        check_cast(out, factors, matrix)
+        (rows, cols), size = matrix.shape, matrix.element_size()
+        if not rows or not cols:
+            return
+        length = cols if factors.shape[1] == 1 else BLOCK
+        units = -(-length * size // 16)
+        team = 1 << max(-(-units // CAST_HELD) - 1, 0).bit_length()
+        team = min(max(team, LEAST_TEAM), CAST_THREADS)
+        parts, teams = rows * factors.shape[1], CAST_THREADS // team
+        blocks = min(8 * self.binding.processors, -(-parts // teams))
+        aligned = not (matrix.data_ptr() % 16 or matrix.stride(0) * size % 16)
+        ends = (
+            *(_U64(out.data_ptr()), _U64(out.stride(0))),
+            *(_U64(factors.data_ptr()), _U64(factors.stride(0))),
+            *(_U64(matrix.data_ptr()), _U64(matrix.stride(0))),
+        )
+        fnuz = out.dtype == torch.float8_e4m3fnuz
+        numbers = map(_U32, (rows, cols, length, team, fnuz, aligned, blocks))
+        name = f"ficco_cast_{_text(matrix.dtype)}"
+        self._launch(name, blocks, CAST_THREADS, (*ends, *numbers), stream)
 
     def script(self, script: Script, stream: Any) -> None:
         """Execute a script after all earlier work of the stream. While it waits, one block spins on

@@ -7,7 +7,7 @@ activations that is a small copy, for a result it is a view.
 
 ``group`` is a ProcessGroup, a DeviceMesh of one dimension, or None for WORLD. With ``recipe=``, a
 :class:`Float8Recipe` or its name, products are of float8 operands, cast here; weights that share an
-input are cast as one. Such calls break the graph of ``torch.compile``. All functions raise
+input are cast as one. All functions raise
 ``ValueError`` for operands that are DTensors or whose shapes do not fit, and for a group that this
 rank is not in.
 """
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.ops import library
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     OperatorCall,
@@ -32,10 +33,17 @@ from ficco.ops.gradients import (
     refusing_second,
 )
 from ficco.ops.operands import frozen, process_group
-from ficco.ops.operate import cast, refuse_derivatives, refuse_sharded, watched
+from ficco.ops.operate import (
+    cast,
+    name_of_schedule,
+    operate,
+    refuse_derivatives,
+    refuse_sharded,
+    watched,
+)
 from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ficco.ops.recipes import Float8Recipe, recipe_of
-from ficco.options import carried, current
+from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 
 
@@ -72,7 +80,7 @@ def gathered_linears(
     # and dispatch modes and tensor wrappers see the backward of operators only.
     if recipe is not None:
         call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
-        y = _of_float8(_Joined, flat, call, *weights)[0]
+        y = _of_float8(flat, call, *weights)
     elif len(weights) == 1 or watched(x, *weights):
         y = all_gather_matmul(flat, _cat(weights).t(), group=group, schedule=schedule, rows=cut)
     else:
@@ -122,7 +130,7 @@ def scattered_linear(
     flat = x.flatten(0, -2)
     if recipe is not None:
         call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
-        y = _of_float8(_Joined, flat, call, weight)[0]
+        y = _of_float8(flat, call, weight)
     else:
         y = matmul_reduce_scatter(flat, weight.t(), group=group, schedule=schedule, rows=cut)
     y = y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim)
@@ -149,8 +157,7 @@ def reduced_linear(
     group = process_group(group)
     if recipe is not None:
         call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
-        with carried(replace(current(), all_reduce_gradients="equal")):
-            y = _of_float8(_Joined, _rows(x), call, weight)[0]
+        y = _of_float8(_rows(x), call, weight, equal=True)
     else:
         y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
@@ -176,11 +183,8 @@ def copied_linears(
     call = OperatorCall(
         "matmul_all_reduce", process_group(group), schedule, None, recipe=recipe_of(recipe)
     )
-    if call.recipe is not None:
-        outs = _of_float8(_Copied, _rows(x), call, *weights)
-    else:
-        first, *rest = _autocast(_rows(x), *weights)
-        outs = _Copied.apply(first, call, *rest)
+    first, *rest = _autocast(_rows(x), *weights)
+    outs = _Copied.apply(first, call, *rest)
     return tuple(
         _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
         for y, bias in zip(outs, biases, strict=True)
@@ -210,7 +214,10 @@ def partial_linear(
     """Linear layer without communication: [..., k] -> [..., n]."""
     if recipe is None:
         return torch.nn.functional.linear(x, weight, bias)
-    y = _of_float8(_Partial, _rows(x), recipe, weight)
+    refuse_derivatives()
+    refuse_sharded(x=x, weight=weight)
+    first, right = _autocast(_rows(x), weight)
+    y = _Partial.apply(first, recipe, right)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -276,19 +283,28 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(cast(tensor, kind) for tensor in tensors)
 
 
-@torch._disable_dynamo
-def _of_float8(function: Any, x: torch.Tensor, how: Any, *weights: torch.Tensor) -> Any:
-    """Apply a Function whose products are of float8, which are not traced yet."""
+def _of_float8(
+    x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor, equal: bool = False
+) -> torch.Tensor:
+    """A call by a recipe, of several weights as one. ``equal``: of a sum all ranks do the same with
+    it (``options(all_reduce_gradients="equal")``)."""
     refuse_derivatives()
-    tensors = {"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}}
-    refuse_sharded(**tensors)
-    if watched(*tensors.values()):
-        raise NotImplementedError(
-            "recipe: layers of float8 are not traced yet; keep the call out of dispatch modes, "
-            "fake tensors and transforms, or leave the recipe out"
-        )
+    refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     x, *rest = _autocast(x, *weights)
-    return function.apply(x, how, *rest)
+    if watched(x, *rest):
+        schedule, text, recipe = call.schedule, current_text(), call.recipe
+        assert recipe is not None
+        if equal:  # in words that a compiler can trace
+            text = (f"{text[:-1]}, " if text else "{") + '"all_reduce_gradients": "equal"}'
+        name = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
+        where = call.group.group_name, name, call.rows, text, False
+        return library.call(call.operator, x, _cat(rest).t(), *where, recipe=recipe.text)[0]
+    options = current()
+    if equal:
+        options = replace(options, all_reduce_gradients="equal")
+    with carried(options):
+        out: torch.Tensor = _Joined.apply(x, call, *rest)[0]
+    return out
 
 
 def _cat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -430,17 +446,16 @@ class _Copied(torch.autograd.Function):
         ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x, *weights = tensors
-        call, scales = ctx.call, {}
+        call, scales = ctx.call, None
         to_x, _, *to_weights = ctx.needs_input_grad
         of_x = None
         if to_x:
             joined = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
             weight = _cat(weights)
             if call.recipe is not None and call.recipe.gradient:
-                joined, weight, given = call.recipe.operands(joined, weight.t(), backward=True)
-                scales = given._asdict()
-            where: dict[str, Any] = {"group": call.group, "schedule": call.schedule}
+                joined, weight, scales = call.recipe.operands(joined, weight.t(), backward=True)
+            where = joined, weight, call.group, call.schedule, None
             with nullcontext() if ctx.options is None else carried(ctx.options):
-                of_x = matmul_all_reduce(joined, weight, **where, **scales)
+                of_x = operate("matmul_all_reduce", *where, scales=scales)[0]
         pairs = zip(grads, to_weights, strict=True)
         return of_x, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)

@@ -67,7 +67,7 @@ def run(
             for first in range(0, b.shape[1], cached.columns):
                 some = slice(first, first + cached.columns)
                 right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
-                left, last = call.tensors["a"], first + right.shape[1]
+                left, last = call.tensors[cached.plan.buffers[0].name], first + right.shape[1]
                 of = scales.columns(first, last, b.shape[1]) if scales else None
                 run(operator, left, right, group, schedule, cached.rows, False, into, purpose, of)
             return call.tensors["out"], None
@@ -91,12 +91,13 @@ def run_traced(
     group: ProcessGroup | None,
     schedule: str | Schedule,
     rows: Rows = None,
+    scales: Scales | None = None,
 ) -> tuple[torch.Tensor, Plan, list[Span]]:
     """One call that records when each step ran on this rank; waits for its end. The Plan is as the
     engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
     workspace = _workspace(group, a, b, operator)
     try:
-        cached, call = _begin(workspace, operator, a, b, schedule, rows, False)
+        cached, call = _begin(workspace, operator, a, b, schedule, rows, False, scales=scales)
         if cached.columns:
             raise NotImplementedError(
                 f"a call that goes by {cached.columns} columns at a time, to keep to "
@@ -147,7 +148,8 @@ def _operands(
 ) -> Call:
     """A call with its results and local buffers allocated."""
     out = a.new_empty(cached.out, dtype=cached.dtype) if out is None else out
-    tensors = {"a": a, "b": b, "out": out}
+    given = cached.plan.buffers[0].name  # of A: ``a``, or what the call casts to that
+    tensors = {given: a, "b": b, "out": out}
     if not cached.columns:  # else its parts allocate the rest
         for name, shape, dtype in cached.allocated:
             if dtype != a.dtype and out.stride(0) == 1 and not out.is_contiguous():
@@ -180,7 +182,8 @@ def _begin(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
         )
     a, b, source = flat(plain(a)), plain(b), None
-    if not kind.scatters:
+    casts = scales is not None and scales.quantise is not None
+    if not kind.scatters and not casts:
         a, source = readable(workspace, a)
     elif scales is not None:
         a = row_major(a)

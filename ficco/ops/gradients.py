@@ -53,6 +53,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
+from ficco.dma.scaled import dequantised
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import Scales, left_of
@@ -451,3 +452,27 @@ class Differentiable(torch.autograd.Function):
         saved = SavedTensors(a, b, gathered, ctx.shape, ctx.columns)
         needed = ctx.needs_input_grad[:2]
         return *backward(ctx.call, ctx.options, grad, grad_gathered, saved, needed), None, None
+
+
+class Casting(torch.autograd.Function):
+    """A call that casts A itself. Its gradient is that of A without the cast: a product of the
+    dtype of the result with B as float8 has it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, call: OperatorCall, scales: Scales
+    ) -> torch.Tensor:
+        ctx.call, ctx.options, ctx.shape, ctx.dtype = call, current(), a.shape, a.dtype
+        ctx.save_for_backward(b, scales.scale_b)
+        operator, group, schedule, rows, *_ = call
+        return run(operator, a, b, group, schedule, rows, scales=scales)[0]
+
+    @staticmethod
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        wide = dequantised(*tensors).to(grad.dtype)
+        saved = SavedTensors(None, wide, None, ctx.shape, columns=True)
+        grad_a, _ = backward(ctx.call, ctx.options, grad, None, saved, (True, False))
+        return _there(grad_a).to(ctx.dtype), None, None, None

@@ -2,7 +2,8 @@
 
 For each operator there are, in the namespace ``ficco``:
 
-- ``<name>``: the product;
+- ``<name>``: the product; with ``recipe``, the text of a :class:`ficco.ops.recipes.Float8Recipe`,
+  of operands that the call casts to float8, its gradients accordingly;
 - ``<name>_gathered``: the product and the gathered A, for ``all_gather_matmul`` and
   ``all_to_all_matmul``;
 - ``<name>_scaled`` and ``<name>_scaled_gathered``: the same of float8 operands, without gradients;
@@ -45,18 +46,20 @@ from ficco.ops.gradients import (
     save,
 )
 from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
+from ficco.ops.recipes import check_operands_of, recipe_from
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problem import OPERATORS
 
 _CALL = 'str group, str schedule="auto", SymInt[]? rows=None, str options=""'
-_FORWARD = f"(Tensor a, Tensor b, {_CALL}) -> "
+_CAST = f'{_CALL}, str recipe=""'
+_FORWARD = f"(Tensor a, Tensor b, {_CAST}) -> "
 _SCALED = (
-    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType? out_dtype, "
-    f"bool use_fast_accum, {_CALL}) -> "
+    "(Tensor a, Tensor b, Tensor? scale_a, Tensor scale_b, Tensor? bias, ScalarType? out_dtype, "
+    f"bool use_fast_accum, {_CALL}, str? quantise=None) -> "
 )
 _BACKWARD = (
     "(Tensor? grad, Tensor? grad_gathered, Tensor? a, Tensor? b, Tensor? gathered, "
-    f"SymInt[] shape, bool columns, bool needs_a, bool needs_b, {_CALL}) -> Tensor[]"
+    f"SymInt[] shape, bool columns, bool needs_a, bool needs_b, {_CAST}) -> Tensor[]"
 )
 
 Rows = Sequence[int] | None
@@ -71,6 +74,7 @@ class _Forward(NamedTuple):
     schedule: str = "auto"
     rows: Rows = None
     options: str = ""
+    recipe: str = ""
 
 
 class _Scaled(NamedTuple):
@@ -78,7 +82,7 @@ class _Scaled(NamedTuple):
 
     a: torch.Tensor
     b: torch.Tensor
-    scale_a: torch.Tensor
+    scale_a: torch.Tensor | None
     scale_b: torch.Tensor
     bias: torch.Tensor | None
     out_dtype: torch.dtype | None
@@ -87,10 +91,11 @@ class _Scaled(NamedTuple):
     schedule: str = "auto"
     rows: Rows = None
     options: str = ""
+    quantise: str | None = None
 
     @property
     def scales(self) -> Scales:
-        return Scales(*self[2:7])
+        return Scales(*self[2:7], self.quantise)
 
 
 class _Backward(NamedTuple):
@@ -109,6 +114,7 @@ class _Backward(NamedTuple):
     schedule: str = "auto"
     rows: Rows = None
     options: str = ""
+    recipe: str = ""
 
 
 class Registered(NamedTuple):
@@ -131,6 +137,7 @@ def call(
     options: str,
     return_gathered: bool,
     scales: Scales | None = None,
+    recipe: str = "",
 ) -> Result:
     """A call through the ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
@@ -142,10 +149,11 @@ def call(
     if scales is not None:
         return _call_scaled(ops, a, b, scales, (group, schedule, flat, options), return_gathered)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
-    if ops.gathered and (return_gathered or saves):
+    # What is gathered in float8 is not what the gradient of b is made of.
+    if ops.gathered and (return_gathered or saves) and not recipe:
         out, gathered = ops.gathered(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
-    return ops.product(a, b, group, schedule, flat, options), None
+    return ops.product(a, b, group, schedule, flat, options, recipe), None
 
 
 def _call_scaled(
@@ -156,14 +164,16 @@ def _call_scaled(
     where: tuple[Any, ...],
     return_gathered: bool,
 ) -> Result:
+    *others, quantise = scales
+    given = *others, *where, quantise
     if return_gathered and ops.scaled_gathered:
-        both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *scales, *where)
+        both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *given)
         return both
     if ops.scaled is None:
         raise NotImplementedError(
             f"{ops.product.name().partition('::')[2]} does not take float8 operands; pass bfloat16"
         )
-    return ops.scaled(a, b, *scales, *where), None
+    return ops.scaled(a, b, *given), None
 
 
 def _called(operator: str, given: _Forward | _Scaled | _Backward) -> OperatorCall:
@@ -172,7 +182,9 @@ def _called(operator: str, given: _Forward | _Scaled | _Backward) -> OperatorCal
     table: tuple[Any, ...] | None = None if rows is None else tuple(rows)
     if table is not None and OPERATORS[operator].blocks and len(table) == world * world:
         table = tuple(table[i : i + world] for i in range(0, world * world, world))
-    return OperatorCall(operator, ranks, given.schedule, table)  # checked by the call path
+    recipe = None if isinstance(given, _Scaled) else recipe_from(given.recipe)
+    # The rest is checked by the call path.
+    return OperatorCall(operator, ranks, given.schedule, table, recipe=recipe)
 
 
 def _forward(
@@ -184,8 +196,10 @@ def _forward(
 ) -> Any:
     given = form(*args, **kwargs)
     called = _called(operator, given)
-    where = given.a, given.b, called.group, given.schedule, called.rows, return_gathered
-    scales = given.scales if isinstance(given, _Scaled) else None
+    a, b, scales = given.a, given.b, given.scales if isinstance(given, _Scaled) else None
+    if called.recipe is not None:
+        a, b, scales = called.operands(a if a.dim() == 2 else a.flatten(0, -2), b.t())
+    where = a, b, called.group, given.schedule, called.rows, return_gathered
     with carried(from_text(given.options)) if given.options else nullcontext():
         result = run(operator, *where, scales=scales)
     return result if return_gathered else result[0]
@@ -210,15 +224,17 @@ def _fake_forward(
         shared = not (kind.scatters or kind.blocks)
         each = tuple(called.rows or (held,) * called.group.size()) if shared else ()
         check_scaled(operator, a, b, scales, each)
+    if called.recipe is not None:
+        check_operands_of(a, b.t())
     multiplied = rows_multiplied(called, held)
     out = a.new_empty((k if kind.inner else multiplied, n), dtype=dtype)
     return (out, a.new_empty((multiplied, k))) if return_gathered else out
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, b, *call, text = inputs
+    a, b, *call, text, recipe = inputs
     text = text or to_text(current())
-    ctx.call = *call, text
+    ctx.call = *call, text, recipe
     saves = isinstance(output, tuple) and from_text(text).save_gathered
     save(ctx, a, b, output[1] if saves else None)
 
@@ -233,7 +249,7 @@ def _autograd(
         which = ctx.shape, ctx.columns, needs_a, needs_b
         grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *which, *ctx.call)
     rest = iter(grads)
-    return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 4
+    return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 5
 
 
 def _backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Symmetric
+from ficco.dma.scaled import in_columns
 from ficco.plan import Plan
 from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
-from ficco.scaling import FAMILIES, MULTIPLE, RECIPES, Scaling, factor_count
+from ficco.scaling import CASTS, FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count
 from ficco.workspace import Workspace
 
 
@@ -122,12 +123,14 @@ class Scales(NamedTuple):
     bias: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
+    quantise: str | None = None
 
     @property
     def given(self) -> bool:
         """Whether the caller gave any."""
         tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
-        return tensors or self.out_dtype is not None or self.use_fast_accum is not False
+        rest = self.out_dtype is not None or self.quantise is not None
+        return tensors or rest or self.use_fast_accum is not False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -138,7 +141,7 @@ class Scales(NamedTuple):
     def key(self, b: torch.Tensor) -> tuple[Any, ...]:
         """What distinguishes kinds of calls. That of a ``b`` in another order must be refused."""
         tensors = [one is not None and (one.shape, one.dtype, one.device) for one in self[:3]]
-        return *tensors, self.out_dtype, self.use_fast_accum, b.stride()
+        return *tensors, *self[3:], b.stride()
 
     def columns(self, first: int, last: int, n: int) -> Scales:
         """Those of some columns of b; the first is one at which a piece may begin."""
@@ -153,8 +156,21 @@ class Scales(NamedTuple):
 
 def check_types(scales: Scales) -> None:
     """Refuse what no call can have, before it counts as one."""
+    if scales.quantise is not None:
+        if scales.quantise not in CASTS:
+            raise ValueError(
+                f"quantise: required None or one of {', '.join(map(repr, CASTS))}, got "
+                f"{scales.quantise!r}; one scale for all rows is known only when all have been "
+                "read: cast them yourself and pass scale_a"
+            )
+        if scales.scale_a is not None:
+            raise ValueError(
+                "scale_a: required none with quantise, which makes the scales of the rows that it "
+                "casts, got one; leave out one of both"
+            )
     for which, value in enumerate(scales[:3]):
-        if not isinstance(value, torch.Tensor) and (value is not None or which < 2):
+        required = which == 1 or which == 0 and scales.quantise is None
+        if not isinstance(value, torch.Tensor) and (value is not None or required):
             raise ValueError(
                 f"{scales._fields[which]}: required a torch.Tensor, got {type(value).__name__}; "
                 "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
@@ -191,23 +207,29 @@ def scaling_of(
     """How a call's operands are scaled, told by the shapes of the scales. ``each``: rows by rank,
     of which every rank may have all scales; empty where it cannot."""
     of_a, of_b = scales.scale_a, scales.scale_b
-    assert of_a is not None and of_b is not None
+    assert of_b is not None
     dtype, right = (str(one.dtype).removeprefix("torch.") for one in (a, b))
     out = str(scales.out_dtype or torch.bfloat16).removeprefix("torch.")
-    kinds = {str(one.dtype).removeprefix("torch.") for one in (of_a, of_b)}
+    source = dtype if scales.quantise is not None else ""
+    if source and (source not in RESULTS or right not in FAMILIES):
+        raise ValueError(
+            f"quantise: required {left} of {', '.join(RESULTS)} and b of float8, got {a.dtype} and "
+            f"{b.dtype}; quantise casts {left} alone"
+        )
+    kinds = {str(one.dtype).removeprefix("torch.") for one in (of_a, of_b) if one is not None}
 
     def scaling(recipe: str, replicated: bool = False) -> Scaling:
         biased = scales.bias is not None
-        return Scaling(recipe, right, out, biased, scales.use_fast_accum, replicated)
+        return Scaling(recipe, right, out, biased, scales.use_fast_accum, replicated, source)
 
     if dtype.startswith("float4"):
         return scaling("mxfp4" if "float8_e8m0fnu" in kinds else "nvfp4")
     if "float8_e8m0fnu" in kinds:
         return scaling("mxfp8")
     if kinds != {"float32"}:
+        dtypes = " and ".join(f"torch.{one}" for one in sorted(kinds))
         raise ValueError(
-            f"scale_a, scale_b: required torch.float32, got {of_a.dtype} and {of_b.dtype}; convert "
-            "them with .float()"
+            f"scale_a, scale_b: required torch.float32, got {dtypes}; convert them with .float()"
         )
     if scales.bias is not None and out != "float32":
         expected = getattr(torch, out, None), (b.shape[1],)
@@ -216,6 +238,16 @@ def scaling_of(
                 f"bias: required [{b.shape[1]}] of out_dtype torch.{out}, got "
                 f"{list(scales.bias.shape)} of {scales.bias.dtype}; convert it"
             )
+    if of_a is None:
+        assert scales.quantise is not None
+        rules = RECIPES[scales.quantise]
+        shape = factor_count(b.shape[0], rules.b[0]), factor_count(b.shape[1], rules.b[1])
+        if tuple(of_b.shape) != shape:
+            raise ValueError(
+                f"scale_b: required {list(shape)} with quantise={scales.quantise!r}, got "
+                f"{list(of_b.shape)}; scale b alike"
+            )
+        return scaling(scales.quantise)
     got = tuple(flat(of_a).shape), tuple(of_b.shape)
     counts = {False: a.shape[0], **({True: sum(each)} if each else {})}
     wanted = []
@@ -244,22 +276,30 @@ def check_scaled(
     scaling = scaling_of(scales, flat(a), b, each, left_of(operator))
     sizes = b.shape[1], b.shape[0]
     if all(isinstance(size, int) for size in sizes):
-        rows, dtype = (RECIPES[scaling.recipe].rows,), str(a.dtype).removeprefix("torch.")
-        own = replace(scaling, replicated=False)  # any operator refuses the rest
+        rows, dtype = (RECIPES[scaling.recipe].rows,), travelling(a, b, scales)
+        own = replace(scaling, replicated=False, source="")  # any operator refuses the rest
         Problem("matmul_reduce_scatter", rows, *sizes, dtype, scaling=own)
+
+
+def travelling(a: torch.Tensor, b: torch.Tensor, scales: Scales | None) -> str:
+    """Name of the dtype in which A travels, or is multiplied."""
+    if scales is None or scales.quantise is None:
+        return str(a.dtype).removeprefix("torch.")
+    family = FAMILIES.get(str(b.dtype).removeprefix("torch."), "OCP")
+    return next(name for name, one in FAMILIES.items() if one == family)
 
 
 def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
     """The operands of a Plan that scales and bias make: row by row if copies move them, else column
-    by column, as libraries read those of blocks."""
+    by column, with what pads these, as libraries read those of blocks."""
     found, buffers, rank = {}, plan.buffer, plan.rank
     for name, tensor in scales.tensors.items():
         buffer = buffers[name]
         rows, cols = shape = buffer.shapes[rank]
         if tensor.shape != shape:
             tensor = tensor.reshape(-1 if cols else rows, cols)[:rows]
-        by_rows = buffer.leaves or rows < 2 or cols < 2
-        found[name] = tensor.contiguous() if by_rows else tensor.t().contiguous().t()
+        by_rows = buffer.leaves or rows < 2 or (cols < 2 and name != "scale_b")
+        found[name] = tensor.contiguous() if by_rows else in_columns(tensor)
     return found
 
 
@@ -335,7 +375,7 @@ def problem_of_operands(
             ".tolist(), which waits for the device"
         )
     check_operands(operator, a, b, scales)
-    sizes = b.shape[1], a.shape[1], str(a.dtype).removeprefix("torch.")
+    sizes = b.shape[1], a.shape[1], travelling(a, b, scales)
     held, rank, world = a.shape[0], group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)

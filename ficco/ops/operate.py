@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
 from ficco.ops.call import Result, run
-from ficco.ops.gradients import Differentiable, OperatorCall
+from ficco.ops.gradients import Casting, Differentiable, OperatorCall
 from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
@@ -59,7 +59,7 @@ def operate(
         refuse_derivatives()
         refuse_sharded(a=a, b=b)
         name = process_group(group).group_name
-        text = schedule if isinstance(schedule, str) else _name(schedule)
+        text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
@@ -86,17 +86,22 @@ def _scaled(
     if traced:
         refuse_sharded(**tensors)
     if torch.is_grad_enabled():
+        casts = scales.quantise is not None and not traced
         for name, tensor in tensors.items():
-            if tensor.requires_grad:
+            if tensor.requires_grad and not (tensor is a and casts):
                 raise NotImplementedError(
                     f"{name}: products of float8 operands have no gradient yet; pass "
                     f"{name}.detach(), or call under torch.no_grad()"
                 )
     if traced:
         name = process_group(group).group_name
-        text = schedule if isinstance(schedule, str) else _name(schedule)
+        text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         where = operator, a, b, name, text, rows, current_text(), return_gathered
         return library.call(*where, scales=scales)
+    if torch.is_grad_enabled() and a.requires_grad:
+        casting = OperatorCall(operator, process_group(group), schedule, frozen(rows))
+        out: torch.Tensor = Casting.apply(a, b, casting, scales)
+        return out, None
     ranks: Any = group  # the call path takes the group of a mesh by itself
     return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)
 
@@ -151,9 +156,9 @@ def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
     return operand.to(torch.get_autocast_dtype(kind))
 
 
-def _name(schedule: Schedule) -> str:
+def name_of_schedule(schedule: Schedule) -> str:
     return str(schedule)
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler at once.
-_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+name_of_schedule._dynamo_marked_constant = True  # type: ignore[attr-defined]

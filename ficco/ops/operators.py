@@ -28,6 +28,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -45,6 +46,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -73,6 +75,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply the gathered rows of all ranks by a local matrix, while they travel.
 
@@ -128,13 +131,18 @@ def all_gather_matmul(
         bias: [n] of the result's dtype, added to each row; for float8 only.
         out_dtype: of the result: bfloat16 (default), float16 or float32; for float8 only.
         use_fast_accum: let the library add up in less than float32; for float8 only.
+        quantise: ``"row"`` or ``"block"``: cast ``a_shard`` of bfloat16, float16 or float32 to
+            float8, each piece in front of its copies, instead of passing ``scale_a``. Scales are
+            powers of two, the smallest by which nothing overflows. ``b`` is float8 with
+            ``scale_b`` alike. Eager calls have a gradient for ``a_shard``: that of the product with
+            b as it was cast.
 
     Raises:
         ValueError: an argument is wrong. The text says what is required, what was given and what
             to do.
         NotImplementedError: the dtype is not bfloat16, float16, float32, float8 with scales or, on
             CPUs, float64; the library or the device lacks the dtype or the scales; operands of
-            float8 need a gradient or are traced; an operand is sparse; the device has no engine;
+            float8 need a gradient; an operand is sparse; the device has no engine;
             the call is under forward-mode differentiation, ``torch.func.grad`` or
             ``torch.jit.trace``.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
@@ -146,7 +154,7 @@ def all_gather_matmul(
 
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
     given = group, schedule, rows, return_gathered, scales
     out, gathered = operate("all_gather_matmul", a_shard, b, *given)
     return out if gathered is None else (out, gathered)
@@ -164,6 +172,7 @@ def all_to_all_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor:
     """Exchange row blocks with all ranks, and multiply them as they arrive.
 
@@ -192,7 +201,7 @@ def all_to_all_matmul(
         rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
             rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
             has as many as column ``rank`` of the table sums to.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
             :func:`ficco.all_gather_matmul`; each rank passes the scales of its own rows.
 
     Raises:
@@ -202,7 +211,7 @@ def all_to_all_matmul(
 
         y = ficco.all_to_all_matmul(tokens, expert.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
     return operate("all_to_all_matmul", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -218,6 +227,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor:
     """Multiply over a shard of k, sum the products of all ranks while they travel, and keep this
     rank's rows of the sum.
@@ -263,7 +273,7 @@ def matmul_reduce_scatter(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
         rows: rows of the result on every rank, if they are not equal; the same on every rank.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
             :func:`ficco.all_gather_matmul`; each rank scales its own ``a``, and adds its bias to
             its own product, so that the sum has the biases of all ranks.
 
@@ -274,7 +284,7 @@ def matmul_reduce_scatter(
 
         y_shard = ficco.matmul_reduce_scatter(x, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
     return operate("matmul_reduce_scatter", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -290,6 +300,7 @@ def matmul_all_to_all(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor:
     """Multiply row blocks, and exchange the products with all ranks as they are made.
 
@@ -318,7 +329,7 @@ def matmul_all_to_all(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
         rows: as for :func:`ficco.all_to_all_matmul`.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
             :func:`ficco.all_gather_matmul`; each rank scales its own ``a``.
 
     Raises:
@@ -328,7 +339,7 @@ def matmul_all_to_all(
 
         tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
     return operate("matmul_all_to_all", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -343,6 +354,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
+    quantise: str | None = None,
 ) -> torch.Tensor:
     """Multiply over a shard of k, and sum the products of all ranks while they travel.
 
@@ -369,7 +381,7 @@ def matmul_all_reduce(
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
             :func:`ficco.all_gather_matmul`; as in :func:`ficco.matmul_reduce_scatter`.
 
     Raises:
@@ -379,7 +391,7 @@ def matmul_all_reduce(
 
         y = ficco.matmul_all_reduce(x, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
     return operate("matmul_all_reduce", a, b, group, schedule, None, scales=scales)[0]
 
 

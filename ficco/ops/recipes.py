@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ficco.dma.scaled import float8_of, multiply_scaled
+from ficco.dma.scaled import float8_of, multiply_scaled, quantised
 from ficco.ops.operands import Scales
-from ficco.scaling import ALL, MULTIPLE, RECIPES, RESULTS, factor_count
+from ficco.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
 #: Scalings that every engine may serve.
 _SERVED = tuple(name for name, rules in RECIPES.items() if not rules.needs)
@@ -51,35 +51,68 @@ class Float8Recipe:
             raise ValueError(f"use_fast_accum: required True or False, got {self.use_fast_accum!r}")
 
     def operands(
-        self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False
+        self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False, call: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-        """The operands of ``a [m, k] @ weight [n, k].t()`` in float8, and their scales."""
+        """The operands of ``a [m, k] @ weight [n, k].t()`` in float8, and their scales. It is left
+        to a ``call`` of an operator to cast ``a`` where it can."""
         scaling = self.gradient if backward else self.forward
         assert scaling is not None
-        if a.dtype != weight.dtype or str(a.dtype).removeprefix("torch.") not in RESULTS:
-            raise ValueError(
-                f"recipe: required x and weight of one dtype of {', '.join(RESULTS)}, got "
-                f"{a.dtype} and {weight.dtype}; convert them"
-            )
-        check_multiples(*weight.shape)
+        check_operands_of(a, weight)
         (of_k, of_n), dtype = RECIPES[scaling].b, float8_of(a.device)
         wide = backward and scaling == "tensor" and dtype == torch.float8_e4m3fn
-        left, scale_a = quantised(a, RECIPES[scaling].a, torch.float8_e5m2 if wide else dtype)
         right, scale_b = quantised(weight, (of_n, of_k), dtype)
         fast = self.use_fast_accum and not backward
+        if call and scaling in CASTS:
+            return a, right.t(), Scales(None, scale_b.t(), None, a.dtype, fast, scaling)
+        left, scale_a = quantised(a, RECIPES[scaling].a, torch.float8_e5m2 if wide else dtype)
         return left, right.t(), Scales(scale_a, scale_b.t(), None, a.dtype, fast)
 
     def product(
         self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False
     ) -> torch.Tensor:
-        """``a [m, k] @ weight [n, k].t()`` in float8, without communication."""
-        left, right, scales = self.operands(a, weight, backward)
-        assert scales.scale_a is not None and scales.scale_b is not None
-        out = a.new_empty((a.shape[0], weight.shape[0]))
-        scaling = self.gradient if backward else self.forward
-        factors, fast = (scales.scale_a, scales.scale_b), scales.use_fast_accum
-        multiply_scaled(left, right, out, factors, str(scaling), fast=fast)
+        """``a [m, k] @ weight [n, k].t()`` in float8, without communication; can be traced."""
+        out: torch.Tensor = torch.ops.ficco.float8_product(a, weight, self.text, backward)
         return out
+
+    @property
+    def text(self) -> str:
+        """It as a text, see :func:`recipe_from`, in words that ``torch.compile`` can trace."""
+        return f"{self.forward} {self.gradient} {self.use_fast_accum}"
+
+
+@cache
+def recipe_from(text: str) -> Float8Recipe | None:
+    """The recipe that a text stands for; None for an empty one."""
+    if not text:
+        return None
+    forward, gradient, fast = text.split()
+    return Float8Recipe(forward, None if gradient == "None" else gradient, fast == "True")
+
+
+def _product(a: torch.Tensor, weight: torch.Tensor, text: str, backward: bool) -> torch.Tensor:
+    recipe = recipe_from(text)
+    assert recipe is not None
+    left, right, scales = recipe.operands(a, weight, backward, call=False)
+    assert scales.scale_a is not None and scales.scale_b is not None
+    out = a.new_empty((a.shape[0], weight.shape[0]))
+    scaling = recipe.gradient if backward else recipe.forward
+    factors, fast = (scales.scale_a, scales.scale_b), scales.use_fast_accum
+    multiply_scaled(left, right, out, factors, str(scaling), fast=fast)
+    return out
+
+
+def _fake_product(a: torch.Tensor, weight: torch.Tensor, text: str, backward: bool) -> torch.Tensor:
+    check_operands_of(a, weight)
+    return a.new_empty((a.shape[0], weight.shape[0]))
+
+
+torch.library.define(
+    "ficco::float8_product",
+    "(Tensor a, Tensor weight, str recipe, bool backward) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.impl("ficco::float8_product", "CompositeExplicitAutograd", _product)
+torch.library.register_fake("ficco::float8_product", _fake_product)
 
 
 def recipe_of(given: Any) -> Float8Recipe | None:
@@ -98,6 +131,16 @@ def recipe_of(given: Any) -> Float8Recipe | None:
     return Float8Recipe(given, given)
 
 
+def check_operands_of(a: torch.Tensor, weight: torch.Tensor) -> None:
+    """``ValueError`` for operands of ``a @ weight.t()`` that no recipe casts."""
+    if a.dtype != weight.dtype or str(a.dtype).removeprefix("torch.") not in RESULTS:
+        raise ValueError(
+            f"recipe: required x and weight of one dtype of {', '.join(RESULTS)}, got "
+            f"{a.dtype} and {weight.dtype}; convert them"
+        )
+    check_multiples(*weight.shape)
+
+
 def check_multiples(outputs: int, inputs: int) -> None:
     """``ValueError`` if no library multiplies a weight of this rank's in float8."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
@@ -105,26 +148,3 @@ def check_multiples(outputs: int, inputs: int) -> None:
             f"recipe: required a multiple of {MULTIPLE} inputs and outputs on each rank, got "
             f"{inputs} and {outputs}; pad the layer or leave the recipe out"
         )
-
-
-def quantised(
-    matrix: torch.Tensor, share: tuple[int, int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in float8, and its scales in float32: so many rows and columns share one.
-
-    Zeros get a scale that is not zero. What shares a scale with NaN or infinity is dequantised to
-    NaN.
-    """
-    sizes = matrix.shape
-    counts = [factor_count(size, one) for size, one in zip(sizes, share, strict=True)]
-    each = [max(size, 1) if one == ALL else one for size, one in zip(sizes, share, strict=True)]
-    spare = [count * one - size for count, one, size in zip(counts, each, sizes, strict=True)]
-    padded = F.pad(matrix, (0, spare[1], 0, spare[0])) if any(spare) else matrix
-    blocks = padded.reshape(counts[0], each[0], counts[1], each[1])
-    largest = blocks.abs().amax((1, 3)).float() / torch.finfo(dtype).max
-    # Up to a power of two: with any bit of the significand set, the addition carries into the
-    # exponent, and the mask takes the significand off.
-    bits = largest.clamp(min=torch.finfo(torch.float32).tiny).view(torch.int32)
-    scale = (bits + 0x7FFFFF & 0x7F800000).view(torch.float32)
-    cast = (blocks / scale[:, None, :, None]).to(dtype).view(padded.shape)
-    return cast[: sizes[0], : sizes[1]].contiguous(), scale

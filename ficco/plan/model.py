@@ -17,6 +17,7 @@ staging    where pieces of peers land
 sum        float32 sums of pieces, if the dtype is narrower
 partial    the product before it travels (scattering operators)
 gathered   the gathered A that a collective makes
+a, scale_a A in float8 and its factors, where the caller's A, ``wide``, is cast by the call
 =========  ==========================================================================
 """
 
@@ -100,13 +101,15 @@ class Transfer(NamedTuple):
 
     Attributes:
         terms: the ranks whose products are summed in it, rank r as bit r; 0 if it moves operands.
-        function: name of an elementwise function to apply, empty for none; for a place only.
+        function: name of a function to apply, empty for none; for a place only.
+        factors: where a place that casts to float8 writes the factors of what it casts.
     """
 
     src: Region
     dst: Region
     terms: int = 0
     function: str = ""
+    factors: Region | None = None
 
 
 class Product(NamedTuple):
@@ -175,7 +178,7 @@ class Step(NamedTuple):
             first.
         announces: signals that are posted as soon as those rows of the product are complete, in
             this order; rows that none is about are multiplied last.
-        transfer: what a copy or place moves; a place may change the dtype.
+        transfer: what a copy or place moves; a place may change the dtype, or cast to float8.
         products: what a matmul computes. Of a call they stand for what the caller computes: a
             column of which each row is made of one row of A, once.
         reduction: what a reduce adds up.

@@ -170,8 +170,8 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     """The library's collective and one product: the baseline."""
     asked, kind = problem.specification, problem.kind
-    (a, b, *rest), out, added = asked.operands, asked.results[0], list[Buffer]()
-    factors = rest[0] if rest else a
+    a, b, out, added = problem.left, asked.operands[1], asked.results[0], list[Buffer]()
+    factors, builder = problem.factors if problem.scaling else a, Builder(problem, rank)
 
     def whole(buffer: Buffer) -> Region:
         rows, cols = buffer.shapes[rank]
@@ -203,6 +203,10 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     ]
     if kind.scatters:
         steps.reverse()
+    if problem.given is not problem:
+        added += [a, problem.factors]
+        builder.cast(problem, whole(a))
+    steps = [*builder.steps, *steps]
     buffers = (*asked.operands, *asked.results, *added)
     return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)
 

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ficco.plan.model import Plan, Planned, Product, Region, Signal, Step, Transfer
 from ficco.problem import Problem
-from ficco.scaling import factors_of
+from ficco.scaling import ALL, CAST, factors_of
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
 
@@ -106,9 +106,15 @@ class World:
         self.problem, self.schedule, self.words = problem, schedule, words
         self.world = problem.world
         asked = problem.specification
-        self.a, self.b, self.out = operands or (*asked.operands[:2], asked.results[0])
+        self.a, self.b, self.out = operands or (problem.left, asked.operands[1], asked.results[0])
         self.suffix = suffix
         self.buffers: list[Buffer] = []
+        if problem.given is not problem and operands is None:  # the caller's A is cast to what is
+            read = schedule.pull and self.world > 1 and not problem.kind.scatters
+            for made in (problem.left, problem.factors):
+                memory = "slot" if read else "local"
+                self.buffer(made.name, made, made.shapes, memory, leaves=made.leaves)
+            self.a = self.buffers[0]
 
     def buffer(
         self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
@@ -168,6 +174,19 @@ class Builder:
         after = () if self.steps[-1].lane == "sync" else self.lasts()
         self.add(Step("sync", "sync", "retire", waits, posts, (*waited, *waits), after))
 
+    def cast(self, problem: Problem, a: Region, lane: str = "compute0", label: str = "cast") -> int:
+        """Cast a part of A to float8, with its factors: whole rows, or columns that share none with
+        others."""
+        assert problem.scaling is not None
+        share, wide = (
+            problem.scaling.rules.a,
+            a._replace(buffer=problem.specification.operands[0].name),
+        )
+        spans = factors_of(a[2:4], share[0]), factors_of(a[4:], share[1])
+        factors = Region("scale_a", a.rank, *spans[0], *spans[1])
+        move = Transfer(wide, a, function=CAST, factors=factors)
+        return self.add(Step("place", lane, label, transfer=move))
+
     def lasts(self) -> tuple[int, ...]:
         """The last step of each lane."""
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
@@ -178,7 +197,8 @@ class Builder:
         """The Plan of the steps so far. Of the local buffers it lists those that are used."""
         problem, asked = self.problem, self.problem.specification
         written = {product.out.buffer for step in self.steps for product in step.products}
-        written |= {step.transfer.dst.buffer for step in self.steps if step.transfer}
+        moves = [step.transfer for step in self.steps if step.transfer]
+        written |= {one.buffer for move in moves for one in (move.dst, move.factors) if one}
         written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
@@ -222,6 +242,7 @@ class Stage:
         self.builder, self.steps, self.add = builder, builder.steps, builder.add
         self.me, self.peers = builder.me, builder.peers
         self.a, self.b = world.a.name, world.b.name
+        self.casts: list[tuple[Region, int]] = []  # of A, where the call casts it, with their steps
 
     def assign_lanes(self, peers: list[int]) -> None:
         """Give each peer a copy lane, unless an earlier stage has done so."""
@@ -253,6 +274,20 @@ class Stage:
         product = Product(a, b, out, accumulate, terms=terms)
         return scaled(self.problem, product, factors) if self.problem.scaling else product
 
+    def _cast(self, wanted: Region, lane: str) -> tuple[int, ...]:
+        """Cast on a lane what is not cast yet of a region of A, if the call casts it: whole rows
+        where they have one factor. Returns the steps on other lanes that cast some of it."""
+        if self.problem.given is self.problem:
+            return ()
+        assert self.problem.scaling is not None
+        if self.problem.scaling.rules.a[1] == ALL:
+            wanted = wanted._replace(col=0, col_stop=self.problem.k)
+        for rest in _without(wanted, [region for region, _ in self.casts]):
+            index = self.builder.cast(self.problem, rest, lane, f"cast {len(self.casts)}")
+            self.casts.append((rest, index))
+        found = [i for region, i in self.casts if _meet(region, wanted)]
+        return tuple(i for i in found if self.steps[i].lane != lane)
+
     def _place(
         self,
         lane: str,
@@ -269,3 +304,28 @@ class Stage:
         by_kernel = self.schedule.mover == "kernel" and src.buffer == self.a
         step = Step("place", lane, label, waits, posts, after=after, transfer=move)
         return self.add(step._replace(mover="kernel") if by_kernel else step)
+
+
+def _meet(one: Region, two: Region) -> bool:
+    """Whether two regions of a buffer overlap; rows without columns do, too."""
+    rows = one.row < two.row_stop and two.row < one.row_stop
+    bare = one.cols == two.cols == 0
+    return rows and (bare or (one.col < two.col_stop and two.col < one.col_stop))
+
+
+def _without(region: Region, others: Iterable[Region]) -> list[Region]:
+    """What is left of a region without some others, as regions."""
+    parts = [region]
+    for other in others:
+        parts = [rest for part in parts for rest in _rest(part, other)]
+    return parts
+
+
+def _rest(part: Region, other: Region) -> list[Region]:
+    if not _meet(part, other):
+        return [part]
+    row, row_stop = max(part.row, other.row), min(part.row_stop, other.row_stop)
+    middle = part._replace(row=row, row_stop=row_stop)
+    ends = part._replace(row_stop=row), part._replace(row=row_stop)
+    sides = middle._replace(col_stop=other.col), middle._replace(col=other.col_stop)
+    return [*(one for one in ends if one.rows > 0), *(one for one in sides if one.cols > 0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 
 from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
@@ -175,16 +176,16 @@ class GatherWorld(World):
         packs = packs and schedule.tail == 1 and not self.landing[0].stages
         shapes = tuple((staging.rows, pitch) for staging in self.landing)
         self.buffer("staging", self.a, shapes, layout="columns" if packs else "rows")
-        if schedule.pull and not self.a.symmetric:
+        if schedule.pull and not self.a.reachable:
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
 
     def _add_factors(self) -> None:
         if not self.problem.sends_factors:
             return
-        factors = self.problem.specification.operands[2]
+        factors = self.problem.factors
         landing = self.problem.gathered_factors("", "slot").shapes
         self.factors_at = self.buffer("staging scale", factors, landing).name
-        if self.schedule.pull:
+        if self.schedule.pull and not self.a.memory == "slot":
             shapes = factors.shapes
             self.factors_from = self.buffer("publish scale", factors, shapes, leaves=True).name
 
@@ -261,6 +262,7 @@ class GatherStage(Stage):
         self.brought: dict[tuple[int, int], int] = {}  # peer and unit -> its network step
         self.sources: dict[tuple[int, int, int, int], list[Region]] = {}
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
+        self.after_casts = {"compute0"}  # where the call casts A: lanes that run after all of it
         lanes = min(self.schedule.compute, len(self.groups) + 1)
         self.compute_lanes = [f"compute{i}" for i in range(lanes)]
         in_turn = sorted(self.peers, key=self._turn)
@@ -344,18 +346,25 @@ class GatherStage(Stage):
         groups = max(arrivals.group_count for arrivals in world.arrivals)
         copies: list[list[Step]] = [[] for _ in range(groups)]
         factors: list[list[Step]] = [[] for _ in range(groups)]
-        for target in sorted(self.peers, key=lambda peer: self._turn(peer)[1:]):
+        for target in self._in_turn():
             lane, landing = self.lane_of[target], world.landing[target]
             units, sources = landing.arrivals.units(me), self._sources(me, landing.arrivals)
             ready, regions = world.of_units("ready", me, target), landing.regions(me)
             called = names(me, len(units))
             pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
             for unit, name, room, signal, source, region in pieces:
-                move, label = new(Transfer, (source, region, 0, "")), f"{name}>{target}"
+                move, label = new(Transfer, (source, region, 0, "", None)), f"{name}>{target}"
                 copy = Step("copy", lane, label, room, (signal,), transfer=move, mover=mover)
-                factors[unit.group] += self._factor_copies(copy, landing.arrivals, unit)
-                copies[unit.group].append(copy)
+                if self.casts:
+                    copy = copy._replace(after=self._cast(source, lane)[-1:])
+                ahead = self._factor_copies(copy, landing.arrivals, unit)
+                factors[unit.group] += ahead
+                copies[unit.group].append(copy._replace(after=()) if ahead else copy)
         return [some + others for some, others in zip(factors, copies, strict=True)]
+
+    def _in_turn(self) -> list[int]:
+        """Peers in the order in which pieces of one group leave for them."""
+        return sorted(self.peers, key=lambda peer: self._turn(peer)[1:])
 
     def _relay(self) -> None:
         """Exchange units with other hosts, and copy those that come to the peers."""
@@ -512,9 +521,11 @@ class GatherStage(Stage):
         world = self.world
         if not self.problem.left_rows(self.me):
             return ()
+        if world.a.name != self.problem.specification.operands[0].name:
+            return self._cast_all()
         moves = [] if world.source is world.a else [(world.a, world.source.name)]
         if world.factors_from != "scale_a":
-            moves.append((self.problem.specification.operands[2], world.factors_from))
+            moves.append((self.problem.factors, world.factors_from))
         published = []
         for source, target in moves:
             rows, cols = source.shapes[self.me]
@@ -522,6 +533,27 @@ class GatherStage(Stage):
             step = Step("place", "compute0", "publish", transfer=Transfer(here, there))
             published.append(self.add(step))
         return tuple(published)
+
+    def _cast_all(self) -> tuple[int, ...]:
+        """Cast A, piece by piece in the order in which the pieces leave, then what stays; all of it
+        at once where peers read when they are told that it is there."""
+        rows, cols = self.world.a.shapes[self.me]
+        leaving: list[tuple[int, Region]] = []
+        for target in [] if self.schedule.pull else self._in_turn():
+            arrivals = self.world.landing[target].arrivals
+            units = zip(arrivals.units(self.me), self._sources(self.me, arrivals), strict=True)
+            leaving += [(unit.group, source) for unit, source in units]
+        for _, source in sorted(leaving, key=itemgetter(0)):
+            self._cast(source, "compute0")
+        self._cast(Region(self.a, self.me, 0, rows, 0, cols), "compute0")
+        return (self.casts[-1][1],) if self.schedule.pull else ()
+
+    def _behind_casts(self, lane: str) -> tuple[int, ...]:
+        """What the first step of a compute lane that reads own rows comes after."""
+        if not self.casts or lane in self.after_casts:
+            return ()
+        self.after_casts.add(lane)
+        return (self.casts[-1][1],)
 
     def _close_pull(self) -> None:
         for lane, peers in self.builder.copy_lanes():
@@ -574,12 +606,16 @@ class GatherStage(Stage):
         if not units:
             return
         lane = self._compute_lane(group, units)
+        own = any(unit.peer == self.me for unit in units)
+        after = self._behind_casts(lane) if own else ()
         if group in self.own_in_group:
-            self._place_own(group, lane)
-        after = tuple(self.pulled.pop(group).values()) if self.schedule.pull else ()
+            self._place_own(group, lane, after)
+            after = ()
+        if self.schedule.pull:
+            after += tuple(self.pulled.pop(group).values())
         if self.brought:
             numbers = [(unit.peer, unit.ordinal) for unit in units]
-            after = tuple(self.brought[one] for one in numbers if one in self.brought)
+            after += tuple(self.brought[one] for one in numbers if one in self.brought)
         room = self._room_after(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
         label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])
@@ -610,11 +646,11 @@ class GatherStage(Stage):
         shared = zip(own, self.groups, strict=True)
         return {i: some for i, (some, units) in enumerate(shared) if 0 < len(some) < len(units)}
 
-    def _place_own(self, group: int, lane: str) -> None:
+    def _place_own(self, group: int, lane: str, after: tuple[int, ...]) -> None:
         """Copy the rank's own units next to those of its peers."""
         before = self.staging.ahead_of.get(group)
         used = () if before is None else (self.last_use[before],)
-        after = tuple(i for i in used if self.steps[i].lane != lane)
+        after += tuple(i for i in used if self.steps[i].lane != lane)
         for unit in self.own_in_group[group]:
             here, there = self.shard[unit.ordinal], self.regions[self.me][unit.ordinal]
             self._place(lane, here, there, after)

@@ -105,12 +105,13 @@ class OneShotStage(Stage):
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of what each rank sums, and signal that."""
         me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
-        products = []
+        lane, products = self._lane(piece), []
         for rows in self.world.made(piece):
             left, made = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
             products.append(self._product(left, self._right(0, k, 0, n), made))
-        step = Step("matmul", self._lane(piece), f"piece {piece}", products=merged(products))
-        self.products.append(self.add(step))
+            self._cast(left, lane)
+        calls, label = merged(products), f"piece {piece}"
+        self.products.append(self.add(Step("matmul", lane, label, products=calls)))
         if self.peers:
             self._tell(piece)
 

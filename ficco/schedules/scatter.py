@@ -321,6 +321,8 @@ class ScatterStage(Stage):
         if posts and lane not in self.posting:
             self.posting.add(lane)
             after = (*after, *self.acquired)
+        for product in products:
+            after = (*after, *(i for i in self._cast(product.a, lane) if i not in after))
         label, calls = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]), merged(products)
         return self.add(
             Step("matmul", lane, label, waits, tuple(posts), after=after, products=calls)
@@ -383,7 +385,7 @@ class ScatterStage(Stage):
         steps = []
         pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
         for name, signal, product, landing in pieces:
-            move, label = new(Transfer, (product.out, landing, terms, "")), f"{name}>{target}"
+            move, label = new(Transfer, (product.out, landing, terms, "", None)), f"{name}>{target}"
             steps.append(Step("copy", lane, label, (), (signal,), transfer=move, mover=mover))
         return steps
 
@@ -400,7 +402,7 @@ class ScatterStage(Stage):
             pieces = zip(units, called, valid, sources, landings, strict=True)
             for unit, name, signal, src, dst in pieces:
                 posts = (self._done(me, peer),) if unit is units[-1] else ()
-                move, label = new(Transfer, (src, dst, 1 << peer, "")), f"{name}>{me}"
+                move, label = new(Transfer, (src, dst, 1 << peer, "", None)), f"{name}>{me}"
                 step = Step("copy", lane, label, (signal,), posts, transfer=move, mover=mover)
                 copies[unit.group].append((peer, step))
         return copies

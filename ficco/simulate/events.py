@@ -643,7 +643,8 @@ class Simulation:
             regions = (*step.reduction.parts, step.reduction.out)
         else:
             assert step.transfer is not None
-            regions = step.transfer[:2]
+            src, dst, _, _, factors = step.transfer
+            regions = (src, factors, dst) if factors else (src, dst)
         local, remote = 0, []
         for one in regions:
             nbytes = one.elements * self.itemsize[one.buffer]

@@ -12,7 +12,7 @@ import ficco
 from ficco.bench.series import Stopwatch
 from ficco.heuristics.model import lacking
 from ficco.launch import local_device
-from ficco.machine import COLLECTIVES, Machine, Provenance
+from ficco.machine import COLLECTIVES, SCALED_PRODUCTS, Gemm, Machine, Provenance
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
@@ -53,7 +53,7 @@ def check(machine: Machine, device: str) -> list[Point]:
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for some in (_gemm, _copies, _collective, _memory, _calls):
+        for some in (_gemm, _scaled, _copies, _collective, _memory, _calls):
             points += some(site)
             watch.release()
     watch.close()
@@ -64,18 +64,30 @@ def _gemm(site: Site) -> Iterator[Point]:
     model = site.machine.gemm
     if model is None:
         return
-    usual = sorted((one for one in site.effort.gemms if one.plain), key=lambda one: one.flops)
-    chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
-    rows = {shape[:3]: shape.in_a_row for shape in chosen}
-    for one in products.samples(site, chosen, products.row_of):
-        size = one.m, one.n, one.k
-        row = rows[size]
-        stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
-        yield Point("gemm", "{} x {} x {}".format(*size), stored, one.seconds)
+    yield from _products(site, "gemm", model)
     shape, longest = site.effort.heating[0], site.effort.rows[-1]
     (time,) = products.row_times(site, (shape,), (longest,))
     stored = longest * model.seconds(*shape[:3], itemsize=site.itemsize)
     yield Point("gemm", f"{longest} of {time.product} in a row", model.heated(stored), time.seconds)
+
+
+def _products(site: Site, block: str, model: Gemm) -> Iterator[Point]:
+    usual = sorted((one for one in site.effort.gemms if one.plain), key=lambda one: one.flops)
+    chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
+    rows = {shape[:3]: shape.in_a_row for shape in chosen}
+    for one in products.samples(site, chosen, products.row_of, step=block):
+        size = one.m, one.n, one.k
+        row = rows[size]
+        stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
+        yield Point(block, "{} x {} x {}".format(*size), stored, one.seconds)
+
+
+def _scaled(site: Site) -> Iterator[Point]:
+    """Products of float8 operands, by each recipe of which the file has some."""
+    for recipe, block in SCALED_PRODUCTS.items():
+        model, there = getattr(site.machine, block), products.scaled_site(site, recipe)
+        if model is not None and there is not None:
+            yield from _products(there, block, model)
 
 
 def _copies(site: Site) -> Iterator[Point]:

@@ -66,6 +66,18 @@ def gemm(site: Site) -> Gemm:
 def scaled(site: Site, recipe: str) -> Gemm | None:
     """The library's products of float8 operands by a recipe, where it has them and the effort gives
     them time."""
+    there = scaled_site(site, recipe)
+    if there is None:
+        return None
+    gemm = site.machine.gemm
+    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0) if gemm else fits.COLD
+    measured = samples(there, there.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
+    return fitted(there, measured, heat, "burst and sustained as of gemm")
+
+
+def scaled_site(site: Site, recipe: str) -> Site | None:
+    """The same with float8 operands by a recipe, and the products that these can have; None where
+    the library has none, or the effort gives them no time."""
     if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
         return None
     engine = workspace_of(site.watch.group, site.watch.device).engine
@@ -75,17 +87,13 @@ def scaled(site: Site, recipe: str) -> Gemm | None:
     if not served:
         return None
     rules = SCALED[served[0]][1].rules
-    shapes = [
+    shapes = tuple(
         shape
         for shape in site.effort.gemms
         if shape.batch == 1
         and not (shape.m % rules.rows or shape.n % MULTIPLE or shape.k % MULTIPLE)
-    ]
-    gemm = site.machine.gemm
-    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0) if gemm else fits.COLD
-    there = replace(site, effort=replace(site.effort, dtype=served[0]))
-    measured = samples(there, shapes, row_of, heat, step=SCALED_PRODUCTS[recipe])
-    return fitted(there, measured, heat, "burst and sustained as of gemm")
+    )
+    return replace(site, effort=replace(site.effort, dtype=served[0], gemms=shapes))
 
 
 def tiled(site: Site) -> Gemm | None:

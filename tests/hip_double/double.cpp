@@ -895,13 +895,79 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-using Sum = int (*)(Stream&, uint32_t, void**);
-const std::map<std::string, Sum> SUMS = {
+// Casts to e4m3.
+
+// The nearest e4m3, ties to even; no value is beyond the largest.
+uint8_t e4m3(float value, bool fnuz) {
+  if (std::isnan(value)) return fnuz ? 0x80 : 0x7f;
+  int least = fnuz ? -7 : -6, exponent = least + 1;  // of normal numbers; as frexp has it
+  float size = std::fabs(value);
+  if (size >= std::ldexp(1.0f, least)) std::frexp(size, &exponent);
+  auto steps = std::lrint(std::ldexp(size, 4 - exponent));  // 8 to 16 where it is normal
+  uint8_t bits = (exponent - least - 1) * 8 + steps;
+  return bits || !fnuz ? bits | (std::signbit(value) ? 0x80 : 0) : 0;
+}
+
+// Rows of which so many elements share a factor, the smallest power of two that does not overflow.
+template <typename In>
+int cast(Stream& stream, uint32_t blocks, void** arguments) {
+  auto* out = argument<uint8_t*>(arguments, 0);
+  auto* factors = argument<float*>(arguments, 2);
+  auto* in = argument<const In*>(arguments, 4);
+  size_t out_pitch = argument<uint64_t>(arguments, 1), pitch = argument<uint64_t>(arguments, 5);
+  size_t factor_pitch = argument<uint64_t>(arguments, 3);
+  size_t rows = argument<uint32_t>(arguments, 6), cols = argument<uint32_t>(arguments, 7);
+  size_t length = argument<uint32_t>(arguments, 8);
+  auto team = argument<uint32_t>(arguments, 9), fnuz = argument<uint32_t>(arguments, 10);
+  auto aligned = argument<uint32_t>(arguments, 11), told = argument<uint32_t>(arguments, 12);
+  auto at = reinterpret_cast<uintptr_t>(in);
+  if (!rows || !cols || !length || cols % 16 || told != blocks || !team || team > 256 ||
+      (team & (team - 1)) || (aligned && (at % 16 || pitch * sizeof(In) % 16)))
+    return violation(InvalidValue, "a cast of %zu x %zu by %zu, teams of %u and %u blocks of %u",
+                     rows, cols, length, team, blocks, told);
+  size_t parts = (cols + length - 1) / length;
+  Uses uses;
+  for (auto [from, bytes] :
+       {std::pair<const void*, size_t>{out, (rows - 1) * out_pitch + cols},
+        std::pair<const void*, size_t>{factors, ((rows - 1) * factor_pitch + parts) * 4},
+        std::pair<const void*, size_t>{in, ((rows - 1) * pitch + cols) * sizeof(In)}}) {
+    int code = 0;
+    auto memory = reach(stream, static_cast<const char*>(from), bytes, "a cast", code);
+    if (!memory) return code;
+    uses.push_back(memory);
+  }
+  auto run = [=] {
+    for (size_t row = 0; row < rows; row++)
+      for (size_t part = 0; part < parts; part++) {
+        size_t first = part * length, last = std::min(cols, first + length);
+        double most = 0;
+        for (size_t n = first; n < last; n++) {
+          float size = std::fabs(widened(in[row * pitch + n]));
+          most = size > most || std::isnan(size) ? size : most;
+        }
+        double factor = std::isfinite(most) ? 0x1p-126 : most;
+        while (std::isfinite(most) && most > factor * (fnuz ? 240 : 448)) factor *= 2;
+        factors[row * factor_pitch + part] = factor;
+        for (size_t n = first; n < last; n++)
+          out[row * out_pitch + n] = e4m3(
+              std::isfinite(most) ? widened(in[row * pitch + n]) / factor : NAN, fnuz);
+      }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
+using Launch = int (*)(Stream&, uint32_t, void**);
+const std::map<std::string, Launch> SUMS_AND_CASTS = {
     {"ficco_reduce_bfloat16_bfloat16", reduce<Bf16, Bf16>},
     {"ficco_reduce_float16_float16", reduce<F16, F16>},
     {"ficco_reduce_float32_float32", reduce<float, float>},
     {"ficco_reduce_float32_bfloat16", reduce<float, Bf16>},
     {"ficco_reduce_float32_float16", reduce<float, F16>},
+    {"ficco_cast_bfloat16", cast<Bf16>},
+    {"ficco_cast_float16", cast<F16>},
+    {"ficco_cast_float32", cast<float>},
 };
 
 // Names of the other kernels. The last six are found, but not carried out.
@@ -919,7 +985,8 @@ const std::set<std::string> KERNELS = {
 };
 
 int launch(const std::string& name, Stream& stream, uint32_t blocks, void** arguments) {
-  if (auto sum = SUMS.find(name); sum != SUMS.end()) return sum->second(stream, blocks, arguments);
+  if (auto it = SUMS_AND_CASTS.find(name); it != SUMS_AND_CASTS.end())
+    return it->second(stream, blocks, arguments);
   Words words;
   uint32_t count;
   Uses uses;
@@ -1660,7 +1727,7 @@ API int hipModuleGetFunction(void** function, void* module, const char* name) {
   auto found = modules().find(module);
   if (found == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
-  if (!SUMS.count(name) && !KERNELS.count(name)) return latch(NotFound);
+  if (!SUMS_AND_CASTS.count(name) && !KERNELS.count(name)) return latch(NotFound);
   found->second.push_back(std::make_unique<Function>(Function{name}));
   *function = found->second.back().get();
   return Success;

@@ -2,6 +2,7 @@
 // run where there is no GPU.
 
 #include <math.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
@@ -40,7 +41,31 @@ INLINE void acquire_system() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 INLINE void release_device() { release_system(); }
 INLINE void acquire_device() { acquire_system(); }
 INLINE void release_block() { release_system(); }
-INLINE void barrier() {}  // the last thread of a block comes last
+
+// Threads run one after the other, the last one of a block last. Where they run together they meet.
+static pthread_barrier_t meeting;
+static bool together;
+extern "C" void meet(u32 threads) {
+  if (together) pthread_barrier_destroy(&meeting);
+  together = threads;
+  if (together) pthread_barrier_init(&meeting, nullptr, threads);
+}
+INLINE void barrier() {
+  if (together) pthread_barrier_wait(&meeting);
+}
+
+#define SHARED static
+constexpr u32 WARP = 32;
+INLINE u32 exchanged(u32 value, u32 bit) {
+  static u32 values[1024];
+  barrier();
+  values[the_thread] = value;
+  barrier();
+  return values[the_thread ^ bit];
+}
+
+constexpr bool HAS_E4M3 = false, HAS_FNUZ = false;
+INLINE u32 to_e4m3(const float (&)[4]) { return 0; }
 INLINE u32 add_device(u32* at) { return __atomic_fetch_add(at, 1, __ATOMIC_RELAXED); }
 
 INLINE u32 load_system(const u32* at) { return __atomic_load_n(at, __ATOMIC_RELAXED); }

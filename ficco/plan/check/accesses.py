@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ class BufferColumns:
         buffers, world = steps.buffers, steps.world
         self.names = [buffer.name for buffer in buffers]
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
+        for one in steps.asked.contractions:  # of which a rank without rows may hold none
+            matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.scales)))
         self.matrix = {name: number for number, name in enumerate(matrices)}
         dtypes = sorted({buffer.dtype for buffer in buffers})
         self.holds = ints(self.matrix[buffer.holds] for buffer in buffers)
@@ -113,14 +116,18 @@ class Footprint:
             self.summed[number] = contraction.summed
             self.transposed[number] = contraction.transposed
 
-    def _inside(self, regions: Accesses | Regions, who: Who) -> None:
-        """No region leaves its buffer."""
+    @cached_property
+    def _sizes(self) -> Ints:
+        """Rows and columns of the buffers, by buffer and rank."""
         shapes = [
             [self.steps.shape(buffer, rank) for rank in range(self.world)]
             for buffer in self.steps.buffers
         ]
-        home = regions.buffer * self.world + regions.rank
-        rows, cols = (np.take(size, home) for size in np.moveaxis(np.array(shapes), 2, 0))
+        return np.array(shapes, np.int64)
+
+    def _inside(self, regions: Accesses | Regions, who: Who) -> None:
+        """No region leaves its buffer."""
+        rows, cols = self._sizes[regions.buffer, regions.rank].T
         inside = (regions.row >= 0) & (regions.row <= regions.row_stop)
         inside &= (regions.row_stop <= rows) & (regions.col_stop <= cols)
         inside &= (regions.col >= 0) & (regions.col <= regions.col_stop)
@@ -185,7 +192,9 @@ class Footprint:
         for number in self.steps.collective:
             transfers[number] = None
         step = np.flatnonzero(bools(map(bool, transfers)))
-        sources, targets, named, functions = unzipped(list(filter(None, transfers)), Transfer)
+        sources, targets, named, functions, factors = unzipped(
+            list(filter(None, transfers)), Transfer
+        )
         who, me = self.steps.by_step(step), self.steps.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
@@ -232,10 +241,42 @@ class Footprint:
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
         demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
-        return (
-            Accesses.of(step, src, here, here_across, terms=terms),
-            Accesses.of(step, dst, there, there_across, terms=terms),
-        )
+        made = Accesses.of(step, dst, there, there_across, terms=terms)
+        if cast := self._casts(step, dst, functions, factors):
+            made = Accesses(*map(np.concatenate, zip(made, cast, strict=True)))
+        return Accesses.of(step, src, here, here_across, terms=terms), made
+
+    def _casts(
+        self, step: Ints, dst: Regions, functions: Sequence[str], factors: Sequence[Region | None]
+    ) -> Accesses | None:
+        """Writes of the factors of operands that are cast: all those of what shares them."""
+        of, who = self.buffers, self.steps.by_step(step)
+        asked = {of.matrix[one.a]: one.scales[0] for one in self.contraction.values() if one.scales}
+        cast = bools(functions) & np.isin(of.holds[dst.buffer], list(asked))
+        demand(cast == bools(map(bool, factors)), who, "casts without factors, or the wrong matrix")
+        if not (which := np.flatnonzero(cast)).size:
+            return None
+        step, dst, who = step[which], dst.at(which), self.steps.by_step(step[which])
+        region = self._regions([one for one in factors if one], step)
+        found = [asked[each] for each in of.holds[dst.buffer].tolist()]
+        right = of.holds[region.buffer] == ints(of.matrix[one.matrix] for one in found)
+        right &= (region.rank == dst.rank) & of.placed[dst.buffer] & of.placed[region.buffer]
+        right &= ~of.operand[region.buffer] & (self._begins(dst) == self._begins(region))
+        for at, (first, last, begin, end) in enumerate(
+            (
+                (dst.row, dst.row_stop, region.row, region.row_stop),
+                (dst.col, dst.col_stop, region.col, region.col_stop),
+            )
+        ):
+            share = ints(one.share[at] for one in found)
+            whole = self._sizes[dst.buffer, dst.rank, at]
+            some = np.maximum(share, 1)
+            right &= (first % some == 0) & ((last % some == 0) | (last == whole))
+            right &= (share > 0) | ((first == 0) & (last == whole))
+            bounds = _shared(first, last, share)
+            right &= (begin == bounds[0]) & (end == bounds[1])
+        demand(right, who, "casts with factors that do not fit")
+        return Accesses.of(step, region, self._begins(region))
 
     def _made(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
         """The matrices that transfers leave: those that they move, unless they apply a function."""
@@ -515,7 +556,7 @@ class Footprint:
             ]
             right = of.holds[target] == matrix[at]
             right = right and self._exchanges(int(matrix[at]), source, target)
-            plain = [column[at] for column in rest] == [0, ""]
+            plain = [column[at] for column in rest] == [0, "", None]
             if not right or [sources[at], targets[at]] != whole or not plain:
                 raise PlanError(f"{who(at)} moves something else than the whole")
         said = self.terms[matrix]

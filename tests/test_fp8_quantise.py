@@ -1,0 +1,451 @@
+"""A that is cast to float8 piece by piece in front of its copies: ``quantise=``.
+
+Operands are those of ``test_fp8.py``, with A as its caller has it before the cast: small integers
+times powers of two, one for each row or each 1 x 128, so that the cast is exact and a factor of
+another row makes another product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import hip_ranks
+import pytest
+import torch
+from cases import compare
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import Rank, caught, ranks, run
+from test_fp8 import (
+    E4M3,
+    FNUZ,
+    INVALID,
+    MISSING,
+    OPERATORS,
+    VALUE,
+    Operands,
+    ScaledCase,
+    call,
+    drawn,
+    exact,
+    made,
+    schedules,
+)
+from test_operators import BLOCKS, SUMS
+
+import ficco
+from ficco.dma.scaled import quantised
+from ficco.heuristics.losses import ideal
+from ficco.machine import find
+from ficco.plan import Plan, PlanError, check
+from ficco.problem import Problem
+from ficco.scaling import CASTS, RECIPES, Scaling
+from ficco.schedules import Schedule, StagingTooSmall, plans
+from ficco.simulate import predict, simulate
+
+GATHERING = ("all_gather_matmul", "all_to_all_matmul")
+#: Dtypes of A before the cast.
+SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unscaled(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Tensor]:
+    """The same operands with A before it was cast, and their product."""
+    mine, wanted = made(case, at, iteration)
+    mine.a = mine.wide_a.to(SOURCES[iteration % len(SOURCES)])
+    mine.scales["quantise"] = case.recipe
+    del mine.scales["scale_a"]
+    return mine, wanted
+
+
+def cast_exactly(at: Rank, cases: Sequence[ScaledCase]) -> int:
+    for iteration, case in enumerate(cases):
+        mine, wanted = unscaled(case, at, iteration)
+        text = f"rank {at.rank}, {iteration}: {case}"
+        compare("the result", call(case, mine), wanted, text)
+    return len(cases)
+
+
+def every_schedule(operator: str, world: int, device: str, some: int) -> list[ScaledCase]:
+    chance, cases = random.Random(f"{operator} {world} cast"), []
+    for name in schedules(operator)[chance.randrange(some) :: some]:
+        case = drawn(chance, operator, world, device, name)
+        while case.recipe not in CASTS:
+            case = drawn(chance, operator, world, device, name)
+        cases.append(case.on(replicated=False, dtypes=(E4M3, case.dtypes[1])))
+    return [case.on(dtypes=(E4M3, E4M3)) if case.dtypes[1] == FNUZ else case for case in cases]
+
+
+@pytest.fixture(scope="module")
+def device() -> str:
+    return "cpu"
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@ranks(1, 2, 3, 4)
+def test_every_schedule_casts_exactly(device: str, operator: str, world: int) -> None:
+    cases = every_schedule(operator, world, device, some=1 if world == 2 else 4)
+    assert run(world, cast_exactly, cases, device=device) == [len(cases)] * world
+
+
+def _forms(at: Rank) -> None:
+    """A as callers have it, a ring of stages, and the family that b says."""
+    case = ScaledCase("all_gather_matmul", (12,) * at.world, 256, 16, "block", "growing")
+    mine, wanted = unscaled(case, at, 0)
+    a = mine.a
+    symmetric = ficco.empty(a.shape, dtype=a.dtype, device=at.device).copy_(a)
+    wide = torch.zeros(12, 512, dtype=a.dtype, device=at.device)[:, ::2].copy_(a)
+    odd = torch.zeros(12, 259, dtype=a.dtype, device=at.device)[:, 3:].copy_(a)
+    for form in (a, symmetric, wide, odd, a.view(3, 4, 256)):
+        mine.a = form
+        for schedule in ("growing", "growing:pull"):
+            found = call(case.on(schedule=schedule), mine)
+            compare("the result", found, wanted, f"{form.shape} {form.stride()}")
+    case = case.on(schedule="hetero-fused-1d:pieces=3", recipe="row", k=144)
+    mine, wanted = unscaled(case, at, 2)
+    with ficco.options(workspace_bytes=1 << 14):
+        compare("in a ring", call(case, mine), wanted, "")
+    case = ScaledCase("matmul_reduce_scatter", (24,) * at.world, 144, 544, "row", "growing")
+    mine, wanted = unscaled(case.on(bias=True), at, 3)
+    with ficco.options(workspace_bytes=1 << 14):
+        compare("by columns", call(case, mine), wanted, "")
+    if at.device.type == "cpu":
+        case = case.on(dtypes=(FNUZ, FNUZ))
+        compare("of fnuz", *(unscaled(case, at, 2)[1], call(case, unscaled(case, at, 2)[0])), "")
+
+
+def test_forms_of_what_is_cast(device: str) -> None:
+    run(2, _forms, device=device)
+
+
+def _rounds(at: Rank) -> None:
+    """Random A: what travels is bit by bit what one cast of the whole gives."""
+    torch.manual_seed(at.rank)
+    a, weight = torch.randn(24, 400) * 2.0 ** torch.arange(-12, 12)[:, None], torch.randn(48, 400)
+    for recipe in CASTS:
+        shares = RECIPES[recipe]
+        b, of_b = quantised(weight, shares.b[::-1], E4M3)
+        cast, of_a = quantised(a, shares.a, E4M3)
+        rest: dict[str, Any] = {"scale_b": of_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
+        found = ficco.all_gather_matmul(a, b.t(), quantise=recipe, **rest)
+        whole = ficco.all_gather_matmul(cast, b.t(), scale_a=of_a, **rest)
+        assert torch.equal(found, whole) and found.abs().sum() > 0
+
+
+def test_pieces_are_cast_as_the_whole() -> None:
+    run(2, _rounds)
+
+
+def _gradient(at: Rank) -> None:
+    """That of A is a product with b as it was cast; the call itself has the same options."""
+    for iteration, operator in enumerate(GATHERING):
+        rows = (4, 8) if operator == "all_gather_matmul" else ((4, 8), (8, 4))
+        case = ScaledCase(operator, rows, 32, 16, "row", "growing")
+        mine, wanted = unscaled(case, at, iteration)
+        mine.a.requires_grad_()
+        found = call(case, mine)
+        assert torch.equal(found, wanted) and found.requires_grad
+        # The same on all ranks, so that the sum over them is known.
+        weights = [made(case, Rank(r, at.world, at.device), iteration)[0] for r in range(at.world)]
+        found.backward(torch.ones_like(found))
+        held = [one.wide_b.sum(1) for one in weights]
+        if operator == "all_gather_matmul":
+            right = torch.stack(held).sum(0).expand(rows[at.rank], -1)
+        else:
+            right = torch.cat([held[p].expand(rows[at.rank][p], -1) for p in range(at.world)])
+        assert mine.a.grad.dtype == mine.a.dtype and torch.equal(mine.a.grad.double(), right)
+        with torch.no_grad():
+            assert not call(case, mine).requires_grad
+
+
+def test_what_is_cast_has_a_gradient() -> None:
+    run(2, _gradient)
+
+
+# Plans.
+
+
+def problem_of(
+    operator: str, rows: Any, recipe: str = "row", n: int = 32, k: int = 256, **rest: Any
+) -> Problem:
+    scaling = Scaling(recipe, "float8_e4m3fn", source="bfloat16", **rest)
+    if operator in BLOCKS:
+        return Problem.of_blocks(operator, rows, n, k, "float8_e4m3fn", scaling=scaling)
+    return Problem(operator, tuple(rows), n, k, "float8_e4m3fn", scaling=scaling)
+
+
+def _empty(at: Rank) -> None:
+    """Without rows, columns of b or columns of A there is nothing to cast, or only zeros come."""
+    for m, n, k in ((0, 16, 16), (8, 0, 16), (8, 16, 0), (0, 0, 0), (2, 128, 128)):
+        for recipe, operator in itertools.product(CASTS, OPERATORS):
+            a, b = torch.ones(m, k), torch.ones(n, k).to(E4M3).t()
+            of_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
+            for name in ("serial", "growing", "hetero-fused-2d:pieces=2", "growing:pull"):
+                how: dict[str, Any] = {"scale_b": of_b, "schedule": name}
+                found = getattr(ficco, operator)(a, b, quantise=recipe, **how)
+                times = at.world if operator in SUMS else 1
+                assert (found == k * times).all(), (operator, m, n, k, recipe, name)
+
+
+def test_what_is_empty_is_cast() -> None:
+    run(2, _empty)
+
+
+@given(data=st.data())
+def test_plans_with_casts_are_proven(data: st.DataObject) -> None:
+    chance = data.draw(st.randoms(use_true_random=False))
+    operator, world = chance.choice(OPERATORS), chance.randint(1, 4)
+    name = chance.choice([one for one in schedules(operator) if one != "auto"])
+    sizes = [[chance.randrange(60) for _ in range(world)] for _ in range(world)]
+    rows = sizes if operator in BLOCKS else sizes[0]
+    k = 16 * chance.randint(0, 40)
+    problem = problem_of(operator, rows, chance.choice(CASTS), k=k, bias=chance.random() < 0.5)
+    with suppress(StagingTooSmall):
+        check(plans(problem, Schedule.parse(name), chance.choice((1 << 12, 1 << 15))))
+    found = plans(problem, Schedule.parse(name))
+    check(found)
+    for rank, plan in enumerate(found):
+        cast = [step.transfer.dst for step in plan.steps if step.transfer and step.transfer.factors]
+        assert sum(one.elements for one in cast) == problem.left_rows(rank) * k
+
+
+def _changed(plan: Plan, of: Callable[[Any], bool], change: Callable[[Any], Any]) -> Plan:
+    at = next(i for i, step in enumerate(plan.steps) if of(step))
+    steps = list(plan.steps)
+    steps[at] = change(steps[at])
+    return replace(plan, steps=tuple(steps))
+
+
+def _is_cast(step: Any) -> bool:
+    return bool(step.transfer and step.transfer.factors)
+
+
+def _of_factors(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def changed(step: Any) -> Any:
+        return step._replace(transfer=step.transfer._replace(factors=change(step.transfer.factors)))
+
+    return changed
+
+
+def _apart(step: Any) -> bool:
+    return step.op == "copy" and "scale" in step.label and bool(step.after)
+
+
+#: What is wrong with a plan, and what the proof says.
+WRONG: dict[str, tuple[Callable[[Any], bool], Callable[[Any], Any], str]] = {
+    "a copy does not wait": (_apart, lambda step: step._replace(after=()), "before it is written"),
+    "no factors": (_is_cast, _of_factors(lambda one: None), "casts without factors"),
+    "factors of other rows": (
+        _is_cast,
+        _of_factors(lambda one: one._replace(row=one.row + 4, row_stop=one.row_stop + 4)),
+        "factors that do not fit",
+    ),
+    "fewer factors": (
+        _is_cast,
+        _of_factors(lambda one: one._replace(row_stop=one.row_stop - 1)),
+        "factors that do not fit",
+    ),
+    "factors in another matrix": (
+        _is_cast,
+        _of_factors(lambda one: one._replace(buffer="scale_b")),
+        "factors that do not fit",
+    ),
+    "a part of a row": (
+        _is_cast,
+        lambda step: step._replace(
+            transfer=step.transfer._replace(
+                src=step.transfer.src._replace(col_stop=128),
+                dst=step.transfer.dst._replace(col_stop=128),
+            )
+        ),
+        "factors that do not fit",
+    ),
+    "no function": (
+        _is_cast,
+        lambda step: step._replace(transfer=step.transfer._replace(function="")),
+        "between the wrong buffers",
+    ),
+    "another function": (
+        _is_cast,
+        lambda step: step._replace(transfer=step.transfer._replace(function="relu")),
+        "which is not asked for",
+    ),
+    "factors of a copy": (
+        lambda step: step.op == "copy",
+        lambda step: step._replace(
+            transfer=step.transfer._replace(factors=step.transfer.src._replace(buffer="scale_a"))
+        ),
+        "casts without factors",
+    ),
+    "a piece is not cast": (
+        _is_cast,
+        lambda step: step._replace(op="sync", transfer=None),
+        "nobody has written",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_casts_are_seen(what: str) -> None:
+    of, change, words = WRONG[what]
+    problem = problem_of("all_gather_matmul", (64, 64))
+    found = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
+    check(found)
+    found[0] = _changed(found[0], of, change)
+    with pytest.raises(PlanError, match=words):
+        check(found)
+
+
+def test_copies_begin_when_their_piece_is_cast() -> None:
+    """The first after a fourth of the cast, where there are four pieces; not so when peers pull."""
+    machine = find("h200-4", None)
+    problem = problem_of("all_gather_matmul", (8192,) * 4, n=3584, k=8192)
+
+    def times(name: str, problem: Problem = problem) -> tuple[float, float, int]:
+        found = plans(problem, Schedule.parse(name))
+        bars = simulate(found, machine).ranks[0]
+        casts = [bar for bar in bars if bar.label.startswith("cast")]
+        took = max(bar.stop_s for bar in casts)
+        first = min((bar.start_s for bar in bars if bar.kind == "copy"), default=0.0)
+        return first, took, len(casts)
+
+    first, took, count = times("hetero-fused-1d:pieces=4")
+    assert count == 4 and 0.2 * took < first < 0.35 * took
+    nbytes = 8192 * (8192 * 3 + 4)  # read and written once
+    moves, waits = nbytes / machine.memory.bandwidth, machine.memory.latency
+    assert took == pytest.approx(moves + count * waits, rel=0.05)
+    alone = problem_of("all_gather_matmul", (8192,), n=3584, k=8192)
+    assert times("serial", alone)[1] == pytest.approx(moves + waits, rel=1e-9)
+    first, took, count = times("hetero-fused-1d:pieces=4,pull")
+    assert count == 1 and first >= took
+    given, schedule = problem.given, Schedule.parse("hetero-fused-1d:pieces=4")
+    with_cast, without = (predict(one, schedule, machine, "queued") for one in (problem, given))
+    assert 0 < with_cast - without < 1.5 * took
+    assert ideal(problem, machine, predict) == ideal(given, machine, predict)
+
+
+# Traced.
+
+
+def _compiled(case: ScaledCase, mine: Operands, inner: str) -> Callable[[torch.Tensor], Any]:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = call(case, replace(mine, a=a)) + 1
+        return found
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=inner, fullgraph=True)
+
+
+def _traced(at: Rank, inner: str) -> None:
+    for iteration, operator in enumerate(GATHERING):
+        rows = (8, 8) if operator == "all_gather_matmul" else ((8, 8), (8, 8))
+        case = ScaledCase(operator, rows, 32, 16, "row", "growing")
+        mine, wanted = unscaled(case, at, iteration)
+        assert torch.equal(_compiled(case, mine, inner)(mine.a), wanted + 1)
+        mine.a.requires_grad_()
+        error = caught(partial(_compiled(case, mine, inner), mine.a))
+        assert "no gradient" in error.text, error
+
+
+def test_calls_that_cast_are_traced() -> None:
+    run(2, _traced, "aot_eager")
+
+
+# Bad input.
+
+
+def _refused(at: Rank, what: str) -> tuple[str, str]:
+    a, b = torch.ones(8, 32).bfloat16(), torch.ones(16, 32).to(E4M3).t()
+    changes = dict(REFUSED[what][0])
+    a, b = changes.pop("a", a), changes.pop("b", b)
+    rest = {"quantise": "row", "scale_b": torch.ones(1, 16)} | changes
+    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
+    exact(at, case, 0)
+    error = caught(lambda: ficco.all_gather_matmul(a, b, **rest))
+    exact(at, case, 1)  # the group lives on
+    return error.type, error.text
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "tensor": ({"quantise": "tensor"}, VALUE, ("'row', 'block'", "'tensor'", "pass scale_a")),
+    "no name": ({"quantise": 1}, VALUE, ("'row', 'block'", "got 1")),
+    "scale_a": ({"scale_a": torch.ones(8, 1)}, VALUE, ("scale_a: required none", "leave out one")),
+    "no scale_b": ({"scale_b": None}, VALUE, ("scale_b", "NoneType")),
+    "scale_b of another recipe": (
+        {"scale_b": torch.ones(1, 1)},
+        VALUE,
+        ("scale_b: required [1, 16]", "got [1, 1]", "scale b alike"),
+    ),
+    "scale_b of another dtype": (
+        {"scale_b": torch.ones(1, 16).half()},
+        VALUE,
+        ("torch.float32", "float16", ".float()"),
+    ),
+    "a of float8": ({"a": torch.ones(8, 32).to(E4M3)}, VALUE, ("bfloat16", "float8_e4m3fn")),
+    "a of float64": ({"a": torch.ones(8, 32).double()}, VALUE, ("bfloat16", "float64")),
+    "b of bfloat16": (
+        {"b": torch.ones(16, 32).bfloat16().t()},
+        VALUE,
+        ("b of float8", "casts a_shard alone"),
+    ),
+    "k": (
+        {"a": torch.ones(8, 24), "b": torch.ones(16, 24).to(E4M3).t()},
+        INVALID,
+        ("k: required a multiple of 16", "got 24"),
+    ),
+    "the gathered rows": (
+        {"return_gathered": True},
+        MISSING,
+        ("quantise does not serve return_gathered", "pass scale_a"),
+    ),
+    "tiled": ({"schedule": "tiled"}, VALUE, ("tiled", "float8", "another schedule")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_cast_is_refused(what: str) -> None:
+    _, kind, words = REFUSED[what]
+    first, second = run(2, _refused, what)
+    assert first == second and first[0] == kind, first
+    for word in words:
+        assert word in first[1], f"{word!r} is not in {first[1]}"
+
+
+def _unlike(at: Rank) -> str:
+    """One rank casts in front of its copies, the other has cast before."""
+    case = ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row")
+    mine, _ = (made, unscaled)[at.rank](case, at, 0)
+    error = caught(lambda: call(case, mine))
+    at.barrier()
+    ficco.close()
+    return f"{error.type} {error.text}"
+
+
+def test_ranks_that_cast_and_that_do_not_disagree() -> None:
+    for text in run(2, _unlike):
+        assert text.startswith("RankMismatch") and "cast from bfloat16" in text
+
+
+# On a double of HIP.
+
+
+def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> int:
+    return cast_exactly(at, cases)
+
+
+def test_on_a_double_of_hip() -> None:
+    """gfx942's own float8, by ficco's kernel, whose launches the double carries out."""
+    cases = [
+        ScaledCase(operator, rows, 144, 48, "row", name, dtypes=(FNUZ, FNUZ))
+        for operator, rows in (
+            ("all_gather_matmul", (8, 12, 4, 8)),
+            ("all_to_all_matmul", tuple((4, 8, 0, 12) for _ in range(4))),
+        )
+        for name in ("serial", "growing", "hetero-fused-1d:pieces=3", "uniform-fused-2d:pull")
+    ]
+    assert hip_ranks.run(4, _on_hip, cases, timeout=120) == [len(cases)] * 4
