@@ -36,7 +36,6 @@ from ficco.ops.operands import frozen, process_group
 from ficco.ops.operate import (
     cast,
     name_of_schedule,
-    operate,
     refuse_derivatives,
     refuse_sharded,
     watched,
@@ -446,16 +445,17 @@ class _Copied(torch.autograd.Function):
         ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         x, *weights = tensors
-        call, scales = ctx.call, None
+        call, scales = ctx.call, {}
         to_x, _, *to_weights = ctx.needs_input_grad
         of_x = None
         if to_x:
             joined = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
             weight = _cat(weights)
             if call.recipe is not None and call.recipe.gradient:
-                joined, weight, scales = call.recipe.operands(joined, weight.t(), backward=True)
-            where = joined, weight, call.group, call.schedule, None
+                joined, weight, given = call.recipe.operands(joined, weight.t(), backward=True)
+                scales = given._asdict()
+            where: dict[str, Any] = {"group": call.group, "schedule": call.schedule}
             with nullcontext() if ctx.options is None else carried(ctx.options):
-                of_x = operate("matmul_all_reduce", *where, scales=scales)[0]
+                of_x = matmul_all_reduce(joined, weight, **where, **scales)
         pairs = zip(grads, to_weights, strict=True)
         return of_x, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)
