@@ -335,7 +335,8 @@ def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
-    told = "placement, sums, copies, posts, waits and scripts as they should be, compiled for cpu"
+    told = "placement, sums, copies, casts, posts, waits and scripts as they should be, "
+    told += "compiled for cpu"
     assert seen == told
     assert together == [(3, 1)] * 6  # several places, one launch
     assert {name for name, _ in launches} >= {name for name in NAMES if "copy" not in name}

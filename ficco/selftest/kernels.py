@@ -12,7 +12,15 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma import probe
-from ficco.hip_kernels.launch import REDUCTIONS, Kernels, Script, ScriptStep, Signals
+from ficco.hip_kernels.launch import (
+    CASTS,
+    E4M3,
+    REDUCTIONS,
+    Kernels,
+    Script,
+    ScriptStep,
+    Signals,
+)
 from ficco.selftest.rank import Passed, Rank
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -34,10 +42,10 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
     tried = _Trial(at, kernels, stream, torch.Generator(at.device).manual_seed(at.rank))
     problems = [*tried.placed(), *tried.summed()]
     if isinstance(kernels, Kernels):
-        problems += [*tried.copied(), *tried.signalled(), *tried.scripted()]
+        problems += [*tried.copied(), *tried.cast(), *tried.signalled(), *tried.scripted()]
         seen = (
-            "placement, sums, copies, posts, waits and scripts as they should be, compiled for "
-            f"{kernels.binding.target.arch}"
+            "placement, sums, copies, casts, posts, waits and scripts as they should be, compiled "
+            f"for {kernels.binding.target.arch}"
         )
     else:
         seen = (
@@ -125,6 +133,18 @@ class _Trial:
             if signals is not None and (left := words.tolist()) != [0, 7, 9, 0]:
                 problems.append(f"a launch of copies left {left} in words, not 0, 7, 9, 0")
             words.zero_()
+        return problems
+
+    def cast(self) -> list[str]:
+        """Small integers, which casts to float8 keep, by factors of rows and of blocks."""
+        problems, device = [], self.at.device
+        for dtype, to, parts in product(CASTS, E4M3, (1, 2)):
+            matrix, out = self.integers(dtype, 9, 256), torch.zeros(9, 256, device=device).to(to)
+            factors = torch.zeros(9, parts, device=device)
+            self.kernels.cast(out, factors, matrix, self.stream)
+            back = out.float() * factors.repeat_interleave(256 // parts, 1)
+            if not torch.equal(back, matrix.float()):
+                problems.append(f"the cast of {dtype} to {to} by {parts} factors a row is wrong")
         return problems
 
     def signalled(self) -> list[str]:
