@@ -141,19 +141,19 @@ class Problem:
             )
         if needs := scaling.rules.needs:
             raise NotImplementedError(
-                f"the recipe {scaling.recipe} needs {needs}, which no engine serves yet; quantise "
+                f"the recipe {scaling.recipe} needs {needs}, which no engine serves yet; quantize "
                 "with float32 factors, row by row or in blocks of 128"
             )
         families = [FAMILIES.get(dtype) for dtype in (self.dtype, scaling.right)]
         if None in families:
             raise ValueError(
                 f"scale_a, scale_b: required operands of {', '.join(FAMILIES)}, got {self.dtype} "
-                f"and {scaling.right}; leave the scales out, or quantise the operands"
+                f"and {scaling.right}; leave the scales out, or quantize the operands"
             )
         if len(set(families)) > 1:
             raise ValueError(
                 f"required operands of one family of float8, got {self.dtype} and "
-                f"{scaling.right}, whose bits mean other numbers; quantise both for one device"
+                f"{scaling.right}, whose bits mean other numbers; quantize both for one device"
             )
         if scaling.out not in RESULTS:
             raise ValueError(f"out_dtype: required one of {', '.join(RESULTS)}, got {scaling.out}")
@@ -182,14 +182,14 @@ class Problem:
             )
         if scaling.recipe not in CASTS:
             raise NotImplementedError(
-                f"quantise: required one of {', '.join(CASTS)}, got {scaling.recipe!r}: one factor "
+                f"quantize: required one of {', '.join(CASTS)}, got {scaling.recipe!r}: one factor "
                 "for all rows is known only when all have been read; cast them yourself and pass "
                 "scale_a"
             )
         if scaling.replicated or self.return_gathered or self.symmetric:
             what = "return_gathered" if self.return_gathered else "rows that are float8 already"
             raise NotImplementedError(
-                f"{self.operator}: quantise does not serve {what}; cast them yourself and pass "
+                f"{self.operator}: quantize does not serve {what}; cast them yourself and pass "
                 "scale_a"
             )
 

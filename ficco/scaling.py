@@ -1,6 +1,6 @@
 """How float8 operands are scaled, as data: the recipes, and what a call asks for.
 
-Factors dequantise: a product is ``(A * factors) @ (B * factors)``, as in ``torch._scaled_mm``. They
+Factors dequantize: a product is ``(A * factors) @ (B * factors)``, as in ``torch._scaled_mm``. They
 travel with the rows of A; results are of a wider dtype.
 """
 

@@ -83,7 +83,7 @@ class Operands:
     wide_b: torch.Tensor
 
 
-def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """The definition, element by element, in float64."""
     shares = [-(-size // count) for size, count in zip(matrix.shape, factors.shape, strict=True)]
     rows, cols = (
@@ -108,7 +108,7 @@ def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) 
 
     scale_a = powers(rules.a, (held, case.k), rank)
     scale_b = powers(rules.b, (case.k, case.n), 50 + rank)
-    wide = dequantised(a, scale_a) if held else a.double(), dequantised(b, scale_b)
+    wide = dequantized(a, scale_a) if held else a.double(), dequantized(b, scale_b)
     if case.recipe == "block":  # as PyTorch wants them: column by column
         scale_a = scale_a.t().contiguous().t()
     scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b}
@@ -388,7 +388,7 @@ BAD = {
     "k": Bad(INVALID, ("k: required a multiple of 16", "got 24", "pad"), {}, k=24),
     "b by rows": Bad(VALUE, ("b: required columns", "strides [16, 1]", ".t()"), {}, row_major=True),
     "float8 and bfloat16": Bad(
-        VALUE, ("operands of float8", "bfloat16", "quantise"), {}, dtypes=(E4M3, torch.bfloat16)
+        VALUE, ("operands of float8", "bfloat16", "quantize"), {}, dtypes=(E4M3, torch.bfloat16)
     ),
     "scales of bfloat16 operands": Bad(
         VALUE,

@@ -32,7 +32,7 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     test_ranks_that_scale_otherwise_disagree,
     test_wrong_arguments_are_refused,
 )
-from test_fp8_quantise import (  # noqa: F401  the same
+from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
     test_forms_of_what_is_cast,
 )

@@ -17,7 +17,7 @@ from ranks import Rank, caught, run
 from torch import nn
 
 import ficco
-from ficco.ops.recipes import quantised
+from ficco.ops.recipes import quantized
 
 SCALINGS = ("tensor", "row", "block")
 #: Features are multiples of 16 on each of two ranks; a block is cut short.
@@ -45,7 +45,7 @@ def test_scales_are_the_smallest_powers_of_two(share: tuple[int, int], dtype: to
     torch.manual_seed(1)
     matrix = torch.randn(150, 200) * 10.0 ** torch.randint(-9, 9, (150, 1))
     matrix[3], matrix[4, :] = 0.0, torch.finfo(dtype).max  # exactly at the limit: scale 1
-    cast, scale = quantised(matrix, share, dtype)
+    cast, scale = quantized(matrix, share, dtype)
     rows, cols = (one or size for one, size in zip(share, matrix.shape, strict=True))
     assert (torch.frexp(scale).mantissa == 0.5).all()
     for i, j in itertools.product(range(scale.shape[0]), range(scale.shape[1])):
@@ -61,7 +61,7 @@ def test_scales_are_the_smallest_powers_of_two(share: tuple[int, int], dtype: to
 def test_what_is_not_finite_stays_in_its_row() -> None:
     matrix = torch.ones(4, 16)
     matrix[1, 2], matrix[2, 3] = torch.nan, torch.inf
-    cast, scale = quantised(matrix, (1, 0), torch.float8_e4m3fn)
+    cast, scale = quantized(matrix, (1, 0), torch.float8_e4m3fn)
     finite = (cast.float() * scale).sum(1).isfinite()
     assert finite.tolist() == [True, False, False, True]
 

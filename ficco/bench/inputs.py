@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.scaled import dequantised, multiply_scaled
+from ficco.dma.scaled import dequantized, multiply_scaled
 from ficco.problem import Problem
 from ficco.scaling import ALL, Recipe, factor_count
 
@@ -131,7 +131,7 @@ class Operands:
         """An operand as numbers of the result's dtype, which integers fit into."""
         if scale is None:
             return matrix
-        return dequantised(matrix, scale).to(getattr(torch, self.problem.out_dtype))
+        return dequantized(matrix, scale).to(getattr(torch, self.problem.out_dtype))
 
     @property
     def wide_b_KN(self) -> torch.Tensor:

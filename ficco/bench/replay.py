@@ -34,7 +34,7 @@ from ficco.dma.engine import Call, Capabilities, Op, Program, Slot, Symmetric
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
-from ficco.dma.scaled import dequantised
+from ficco.dma.scaled import dequantized
 from ficco.machine import Machine, Provenance
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
@@ -215,8 +215,8 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
         b = _part(memory, product.b)
         if product.scales:
             of_a, of_b = product.scales
-            a = dequantised(a, _part(memory, of_a, i * product.scale_stride))
-            b = dequantised(b, _part(memory, of_b))
+            a = dequantized(a, _part(memory, of_a, i * product.scale_stride))
+            b = dequantized(b, _part(memory, of_b))
         total = (a.t() if product.transposed else a) @ b
         target = _part(memory, out, i * product.out_stride)
         if product.accumulate or product.addend is not None:

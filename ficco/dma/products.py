@@ -10,7 +10,7 @@ import torch
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
-from ficco.dma.scaled import BLOCK, multiply_scaled, quantise_into
+from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
 
@@ -109,7 +109,7 @@ def place_op(program: Program, transfer: Transfer) -> Op:
     src, dst = map(buffers_of(program).view, transfer[:2])
     if transfer.factors is not None:
         factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
-        return lambda call: quantise_into(dst(call), factors(call), src(call), share)
+        return lambda call: quantize_into(dst(call), factors(call), src(call), share)
     function = FUNCTIONS.get(transfer.function)
 
     def op(call: Call) -> None:

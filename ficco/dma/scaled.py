@@ -58,13 +58,13 @@ def multiply_scaled(
     elif recipe in _recipes_on_cpu():
         torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=into.dtype, out=into)
     else:
-        total = dequantised(a, scales[0]) @ dequantised(b, scales[1])
+        total = dequantized(a, scales[0]) @ dequantized(b, scales[1])
         into.copy_(total if bias is None else total + bias)
     if accumulate:
         out.add_(into)
 
 
-def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """A matrix in float32, multiplied by factors that one or 128 rows or columns share, or all."""
     for dim, size in enumerate(matrix.shape):
         if factors.shape[dim] not in (1, size):
@@ -72,12 +72,12 @@ def dequantised(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return matrix.float() * factors
 
 
-def quantised(
+def quantized(
     matrix: torch.Tensor, share: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix in float8, and its scales in float32: so many rows and columns share one.
 
-    Zeros get a scale that is not zero. What shares a scale with NaN or infinity is dequantised to
+    Zeros get a scale that is not zero. What shares a scale with NaN or infinity is dequantized to
     NaN.
     """
     sizes = matrix.shape
@@ -99,11 +99,11 @@ def quantised(
     return cast[: sizes[0], : sizes[1]].contiguous(), scale
 
 
-def quantise_into(
+def quantize_into(
     out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, share: tuple[int, int]
 ) -> None:
-    """:func:`quantised`, to where it is wanted."""
-    cast, scale = quantised(matrix, share, out.dtype)
+    """:func:`quantized`, to where it is wanted."""
+    cast, scale = quantized(matrix, share, out.dtype)
     out.copy_(cast)
     factors.copy_(scale)
 
@@ -200,15 +200,15 @@ def lacking_on_cuda(
     if capability < FIRST:
         return f"float8 needs compute capability 8.9 or higher, got {major}.{minor}; pass bfloat16"
     if "fnuz" in map(FAMILIES.get, dtypes):
-        return f"{problem.dtype} is for gfx942; quantise to float8_e4m3fn"
+        return f"{problem.dtype} is for gfx942; quantize to float8_e4m3fn"
     if dtypes == ("float8_e5m2", "float8_e5m2"):
         return (
-            "the library multiplies no float8_e5m2 by float8_e5m2; quantise one of them to "
+            "the library multiplies no float8_e5m2 by float8_e5m2; quantize one of them to "
             "float8_e4m3fn"
         )
     if scaling.recipe == "block":
         if "float8_e5m2" in dtypes:
-            return "factors of blocks are for float8_e4m3fn, got float8_e5m2; quantise to that"
+            return "factors of blocks are for float8_e4m3fn, got float8_e5m2; quantize to that"
         if major != HOPPER or release < BY_LIBRARY or not hasattr(torch, "_scaled_mm_v2"):
             return (
                 "factors of blocks need compute capability 9.0, CUDA 12.9 or later and a PyTorch "
@@ -232,11 +232,11 @@ def lacking_on_hip(problem: Problem, scaling: Scaling, arch: str) -> str:
         return f"float8 needs {' or '.join(ARCHITECTURES)}, got {name}; pass bfloat16"
     if set(map(FAMILIES.get, dtypes)) != {family}:
         right = " or ".join(dtype for dtype, one in FAMILIES.items() if one == family)
-        return f"{name} multiplies {right}, got {' and '.join(dtypes)}; quantise to that"
+        return f"{name} multiplies {right}, got {' and '.join(dtypes)}; quantize to that"
     if scaling.recipe == "block":
         return "the library takes no factors of blocks; pass those of rows"
     if scaling.recipe == "row" and "float8_e5m2" in scaling.right:
-        return "the library takes no float8_e5m2 as b by rows; quantise it to float8_e4m3fn"
+        return "the library takes no float8_e5m2 as b by rows; quantize it to float8_e4m3fn"
     return _by_rows(scaling, ("bfloat16",))
 
 

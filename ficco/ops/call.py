@@ -182,7 +182,7 @@ def _begin(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
         )
     a, b, source = flat(plain(a)), plain(b), None
-    casts = scales is not None and scales.quantise is not None
+    casts = scales is not None and scales.quantize is not None
     if not kind.scatters and not casts:
         a, source = readable(workspace, a)
     elif scales is not None:

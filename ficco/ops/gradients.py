@@ -53,7 +53,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.scaled import dequantised
+from ficco.dma.scaled import dequantized
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import Scales, left_of
@@ -472,7 +472,7 @@ class Casting(torch.autograd.Function):
     def backward(
         ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        wide = dequantised(*tensors).to(grad.dtype)
+        wide = dequantized(*tensors).to(grad.dtype)
         saved = SavedTensors(None, wide, None, ctx.shape, columns=True)
         grad_a, _ = backward(ctx.call, ctx.options, grad, None, saved, (True, False))
         return _there(grad_a).to(ctx.dtype), None, None, None

@@ -55,7 +55,7 @@ _CAST = f'{_CALL}, str recipe=""'
 _FORWARD = f"(Tensor a, Tensor b, {_CAST}) -> "
 _SCALED = (
     "(Tensor a, Tensor b, Tensor? scale_a, Tensor scale_b, Tensor? bias, ScalarType? out_dtype, "
-    f"bool use_fast_accum, {_CALL}, str? quantise=None) -> "
+    f"bool use_fast_accum, {_CALL}, str? quantize=None) -> "
 )
 _BACKWARD = (
     "(Tensor? grad, Tensor? grad_gathered, Tensor? a, Tensor? b, Tensor? gathered, "
@@ -91,11 +91,11 @@ class _Scaled(NamedTuple):
     schedule: str = "auto"
     rows: Rows = None
     options: str = ""
-    quantise: str | None = None
+    quantize: str | None = None
 
     @property
     def scales(self) -> Scales:
-        return Scales(*self[2:7], self.quantise)
+        return Scales(*self[2:7], self.quantize)
 
 
 class _Backward(NamedTuple):
@@ -164,8 +164,8 @@ def _call_scaled(
     where: tuple[Any, ...],
     return_gathered: bool,
 ) -> Result:
-    *others, quantise = scales
-    given = *others, *where, quantise
+    *others, quantize = scales
+    given = *others, *where, quantize
     if return_gathered and ops.scaled_gathered:
         both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *given)
         return both

@@ -123,13 +123,13 @@ class Scales(NamedTuple):
     bias: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
-    quantise: str | None = None
+    quantize: str | None = None
 
     @property
     def given(self) -> bool:
         """Whether the caller gave any."""
         tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
-        rest = self.out_dtype is not None or self.quantise is not None
+        rest = self.out_dtype is not None or self.quantize is not None
         return tensors or rest or self.use_fast_accum is not False
 
     @property
@@ -156,20 +156,20 @@ class Scales(NamedTuple):
 
 def check_types(scales: Scales) -> None:
     """Refuse what no call can have, before it counts as one."""
-    if scales.quantise is not None:
-        if scales.quantise not in CASTS:
+    if scales.quantize is not None:
+        if scales.quantize not in CASTS:
             raise ValueError(
-                f"quantise: required None or one of {', '.join(map(repr, CASTS))}, got "
-                f"{scales.quantise!r}; one scale for all rows is known only when all have been "
+                f"quantize: required None or one of {', '.join(map(repr, CASTS))}, got "
+                f"{scales.quantize!r}; one scale for all rows is known only when all have been "
                 "read: cast them yourself and pass scale_a"
             )
         if scales.scale_a is not None:
             raise ValueError(
-                "scale_a: required none with quantise, which makes the scales of the rows that it "
+                "scale_a: required none with quantize, which makes the scales of the rows that it "
                 "casts, got one; leave out one of both"
             )
     for which, value in enumerate(scales[:3]):
-        required = which == 1 or which == 0 and scales.quantise is None
+        required = which == 1 or which == 0 and scales.quantize is None
         if not isinstance(value, torch.Tensor) and (value is not None or required):
             raise ValueError(
                 f"{scales._fields[which]}: required a torch.Tensor, got {type(value).__name__}; "
@@ -210,11 +210,11 @@ def scaling_of(
     assert of_b is not None
     dtype, right = (str(one.dtype).removeprefix("torch.") for one in (a, b))
     out = str(scales.out_dtype or torch.bfloat16).removeprefix("torch.")
-    source = dtype if scales.quantise is not None else ""
+    source = dtype if scales.quantize is not None else ""
     if source and (source not in RESULTS or right not in FAMILIES):
         raise ValueError(
-            f"quantise: required {left} of {', '.join(RESULTS)} and b of float8, got {a.dtype} and "
-            f"{b.dtype}; quantise casts {left} alone"
+            f"quantize: required {left} of {', '.join(RESULTS)} and b of float8, got {a.dtype} and "
+            f"{b.dtype}; quantize casts {left} alone"
         )
     kinds = {str(one.dtype).removeprefix("torch.") for one in (of_a, of_b) if one is not None}
 
@@ -239,15 +239,15 @@ def scaling_of(
                 f"{list(scales.bias.shape)} of {scales.bias.dtype}; convert it"
             )
     if of_a is None:
-        assert scales.quantise is not None
-        rules = RECIPES[scales.quantise]
+        assert scales.quantize is not None
+        rules = RECIPES[scales.quantize]
         shape = factor_count(b.shape[0], rules.b[0]), factor_count(b.shape[1], rules.b[1])
         if tuple(of_b.shape) != shape:
             raise ValueError(
-                f"scale_b: required {list(shape)} with quantise={scales.quantise!r}, got "
+                f"scale_b: required {list(shape)} with quantize={scales.quantize!r}, got "
                 f"{list(of_b.shape)}; scale b alike"
             )
-        return scaling(scales.quantise)
+        return scaling(scales.quantize)
     got = tuple(flat(of_a).shape), tuple(of_b.shape)
     counts = {False: a.shape[0], **({True: sum(each)} if each else {})}
     wanted = []
@@ -283,7 +283,7 @@ def check_scaled(
 
 def travelling(a: torch.Tensor, b: torch.Tensor, scales: Scales | None) -> str:
     """Name of the dtype in which A travels, or is multiplied."""
-    if scales is None or scales.quantise is None:
+    if scales is None or scales.quantize is None:
         return str(a.dtype).removeprefix("torch.")
     family = FAMILIES.get(str(b.dtype).removeprefix("torch."), "OCP")
     return next(name for name, one in FAMILIES.items() if one == family)

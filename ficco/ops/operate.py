@@ -86,7 +86,7 @@ def _scaled(
     if traced:
         refuse_sharded(**tensors)
     if torch.is_grad_enabled():
-        casts = scales.quantise is not None and not traced
+        casts = scales.quantize is not None and not traced
         for name, tensor in tensors.items():
             if tensor.requires_grad and not (tensor is a and casts):
                 raise NotImplementedError(

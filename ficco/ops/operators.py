@@ -28,7 +28,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -46,7 +46,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -75,7 +75,7 @@ def all_gather_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multiply the gathered rows of all ranks by a local matrix, while they travel.
 
@@ -131,7 +131,7 @@ def all_gather_matmul(
         bias: [n] of the result's dtype, added to each row; for float8 only.
         out_dtype: of the result: bfloat16 (default), float16 or float32; for float8 only.
         use_fast_accum: let the library add up in less than float32; for float8 only.
-        quantise: ``"row"`` or ``"block"``: cast ``a_shard`` of bfloat16, float16 or float32 to
+        quantize: ``"row"`` or ``"block"``: cast ``a_shard`` of bfloat16, float16 or float32 to
             float8, each piece in front of its copies, instead of passing ``scale_a``. Scales are
             powers of two, the smallest by which nothing overflows. ``b`` is float8 with
             ``scale_b`` alike. Eager calls have a gradient for ``a_shard``: that of the product with
@@ -154,7 +154,7 @@ def all_gather_matmul(
 
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
     given = group, schedule, rows, return_gathered, scales
     out, gathered = operate("all_gather_matmul", a_shard, b, *given)
     return out if gathered is None else (out, gathered)
@@ -172,7 +172,7 @@ def all_to_all_matmul(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor:
     """Exchange row blocks with all ranks, and multiply them as they arrive.
 
@@ -201,7 +201,7 @@ def all_to_all_matmul(
         rows: if blocks are not equal, the W x W table of their rows, ``rows[i][j]`` from rank i to
             rank j; the same on every rank. ``a`` then has sum(rows[rank]) rows, and the result
             has as many as column ``rank`` of the table sums to.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize: of float8, see
             :func:`ficco.all_gather_matmul`; each rank passes the scales of its own rows.
 
     Raises:
@@ -211,7 +211,7 @@ def all_to_all_matmul(
 
         y = ficco.all_to_all_matmul(tokens, expert.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
     return operate("all_to_all_matmul", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -227,7 +227,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor:
     """Multiply over a shard of k, sum the products of all ranks while they travel, and keep this
     rank's rows of the sum.
@@ -273,7 +273,7 @@ def matmul_reduce_scatter(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
         rows: rows of the result on every rank, if they are not equal; the same on every rank.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize: of float8, see
             :func:`ficco.all_gather_matmul`; each rank scales its own ``a``, and adds its bias to
             its own product, so that the sum has the biases of all ranks.
 
@@ -284,7 +284,7 @@ def matmul_reduce_scatter(
 
         y_shard = ficco.matmul_reduce_scatter(x, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
     return operate("matmul_reduce_scatter", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -300,7 +300,7 @@ def matmul_all_to_all(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor:
     """Multiply row blocks, and exchange the products with all ranks as they are made.
 
@@ -329,7 +329,7 @@ def matmul_all_to_all(
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4"``, or a Schedule.
         rows: as for :func:`ficco.all_to_all_matmul`.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize: of float8, see
             :func:`ficco.all_gather_matmul`; each rank scales its own ``a``.
 
     Raises:
@@ -339,7 +339,7 @@ def matmul_all_to_all(
 
         tokens = ficco.matmul_all_to_all(hidden, expert.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
     return operate("matmul_all_to_all", a, b, group, schedule, rows, scales=scales)[0]
 
 
@@ -354,7 +354,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-    quantise: str | None = None,
+    quantize: str | None = None,
 ) -> torch.Tensor:
     """Multiply over a shard of k, and sum the products of all ranks while they travel.
 
@@ -381,7 +381,7 @@ def matmul_all_reduce(
     Args:
         group: the ranks that take part, a process group or a mesh of one dimension; default WORLD.
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=2,tail=4"``, or a Schedule.
-        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise: of float8, see
+        scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize: of float8, see
             :func:`ficco.all_gather_matmul`; as in :func:`ficco.matmul_reduce_scatter`.
 
     Raises:
@@ -391,7 +391,7 @@ def matmul_all_reduce(
 
         y = ficco.matmul_all_reduce(x, linear.weight.t())
     """
-    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantise)
+    scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
     return operate("matmul_all_reduce", a, b, group, schedule, None, scales=scales)[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ficco.dma.scaled import float8_of, multiply_scaled, quantised
+from ficco.dma.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
 from ficco.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
@@ -60,11 +60,11 @@ class Float8Recipe:
         check_operands_of(a, weight)
         (of_k, of_n), dtype = RECIPES[scaling].b, float8_of(a.device)
         wide = backward and scaling == "tensor" and dtype == torch.float8_e4m3fn
-        right, scale_b = quantised(weight, (of_n, of_k), dtype)
+        right, scale_b = quantized(weight, (of_n, of_k), dtype)
         fast = self.use_fast_accum and not backward
         if call and scaling in CASTS:
             return a, right.t(), Scales(None, scale_b.t(), None, a.dtype, fast, scaling)
-        left, scale_a = quantised(a, RECIPES[scaling].a, torch.float8_e5m2 if wide else dtype)
+        left, scale_a = quantized(a, RECIPES[scaling].a, torch.float8_e5m2 if wide else dtype)
         return left, right.t(), Scales(scale_a, scale_b.t(), None, a.dtype, fast)
 
     def product(

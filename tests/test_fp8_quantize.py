@@ -1,4 +1,4 @@
-"""A that is cast to float8 piece by piece in front of its copies: ``quantise=``.
+"""A that is cast to float8 piece by piece in front of its copies: ``quantize=``.
 
 Operands are those of ``test_fp8.py``, with A as its caller has it before the cast: small integers
 times powers of two, one for each row or each 1 x 128, so that the cast is exact and a factor of
@@ -40,7 +40,7 @@ from test_fp8 import (
 from test_operators import BLOCKS, SUMS
 
 import ficco
-from ficco.dma.scaled import quantised
+from ficco.dma.scaled import quantized
 from ficco.heuristics.losses import ideal
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, check
@@ -58,7 +58,7 @@ def unscaled(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torc
     """The same operands with A before it was cast, and their product."""
     mine, wanted = made(case, at, iteration)
     mine.a = mine.wide_a.to(SOURCES[iteration % len(SOURCES)])
-    mine.scales["quantise"] = case.recipe
+    mine.scales["quantize"] = case.recipe
     del mine.scales["scale_a"]
     return mine, wanted
 
@@ -129,10 +129,10 @@ def _rounds(at: Rank) -> None:
     a, weight = torch.randn(24, 400) * 2.0 ** torch.arange(-12, 12)[:, None], torch.randn(48, 400)
     for recipe in CASTS:
         shares = RECIPES[recipe]
-        b, of_b = quantised(weight, shares.b[::-1], E4M3)
-        cast, of_a = quantised(a, shares.a, E4M3)
+        b, of_b = quantized(weight, shares.b[::-1], E4M3)
+        cast, of_a = quantized(a, shares.a, E4M3)
         rest: dict[str, Any] = {"scale_b": of_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
-        found = ficco.all_gather_matmul(a, b.t(), quantise=recipe, **rest)
+        found = ficco.all_gather_matmul(a, b.t(), quantize=recipe, **rest)
         whole = ficco.all_gather_matmul(cast, b.t(), scale_a=of_a, **rest)
         assert torch.equal(found, whole) and found.abs().sum() > 0
 
@@ -187,7 +187,7 @@ def _empty(at: Rank) -> None:
             of_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
             for name in ("serial", "growing", "hetero-fused-2d:pieces=2", "growing:pull"):
                 how: dict[str, Any] = {"scale_b": of_b, "schedule": name}
-                found = getattr(ficco, operator)(a, b, quantise=recipe, **how)
+                found = getattr(ficco, operator)(a, b, quantize=recipe, **how)
                 times = at.world if operator in SUMS else 1
                 assert (found == k * times).all(), (operator, m, n, k, recipe, name)
 
@@ -363,7 +363,7 @@ def _refused(at: Rank, what: str) -> tuple[str, str]:
     a, b = torch.ones(8, 32).bfloat16(), torch.ones(16, 32).to(E4M3).t()
     changes = dict(REFUSED[what][0])
     a, b = changes.pop("a", a), changes.pop("b", b)
-    rest = {"quantise": "row", "scale_b": torch.ones(1, 16)} | changes
+    rest = {"quantize": "row", "scale_b": torch.ones(1, 16)} | changes
     case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
     exact(at, case, 0)
     error = caught(lambda: ficco.all_gather_matmul(a, b, **rest))
@@ -372,8 +372,8 @@ def _refused(at: Rank, what: str) -> tuple[str, str]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "tensor": ({"quantise": "tensor"}, VALUE, ("'row', 'block'", "'tensor'", "pass scale_a")),
-    "no name": ({"quantise": 1}, VALUE, ("'row', 'block'", "got 1")),
+    "tensor": ({"quantize": "tensor"}, VALUE, ("'row', 'block'", "'tensor'", "pass scale_a")),
+    "no name": ({"quantize": 1}, VALUE, ("'row', 'block'", "got 1")),
     "scale_a": ({"scale_a": torch.ones(8, 1)}, VALUE, ("scale_a: required none", "leave out one")),
     "no scale_b": ({"scale_b": None}, VALUE, ("scale_b", "NoneType")),
     "scale_b of another recipe": (
@@ -401,7 +401,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "the gathered rows": (
         {"return_gathered": True},
         MISSING,
-        ("quantise does not serve return_gathered", "pass scale_a"),
+        ("quantize does not serve return_gathered", "pass scale_a"),
     ),
     "tiled": ({"schedule": "tiled"}, VALUE, ("tiled", "float8", "another schedule")),
 }
