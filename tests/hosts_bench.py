@@ -76,8 +76,6 @@ def calls_of(
     gathers = operator == "all_gather_matmul"
     torch.manual_seed(rank)
     (m, n, k), part = shape, shape[0] // world
-    if not gathers:
-        n, k = k, n
     a, b = torch.randn(part if gathers else m, k), torch.randn(k, n)
     left, whole = torch.randn(m, k), torch.empty(m, k if gathers else n)
 
@@ -113,7 +111,8 @@ def rank_main(rank: int, world: int, arguments: Any) -> None:
 
     rows = []
     for operator in OPERATORS:
-        for shape in SHAPES:
+        for m, n, k in SHAPES:
+            shape = (m, n, k) if operator == "all_gather_matmul" else (m, k, n)
             calls = calls_of(operator, shape, rank, world, arguments.schedules)
             times: dict[str, list[float]] = {name: [] for name in calls}
             order = list(calls)

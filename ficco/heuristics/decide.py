@@ -50,7 +50,8 @@ REMEDY = "`ficco tune` measures this machine"
 #: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
 #: On CPUs over several hosts: what crosses goes in pieces, so that products begin with the first.
-#: 1.8 times as fast as gloo's collective and then the product (docs/results/hosts-cpu-2.md).
+#: 1.8 to 2.2 times as fast as gloo's collective and then the product
+#: (docs/results/hosts-cpu-2.md).
 FALLBACK_OVER_HOSTS = FALLBACK | {"idle": "shard-overlap:pieces=8"}
 
 #: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
