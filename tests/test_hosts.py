@@ -23,6 +23,7 @@ from disturbance import Disturbance, disturb, install
 from ranks import Failure, Rank, caught, run
 
 import ficco
+from ficco.dma.cpu_network import _Wait as Waiting
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, Network, Provenance, find
@@ -609,3 +610,12 @@ def test_without_a_network_the_model_says_what_it_lacks() -> None:
     assert str(decide(problem, mode="idle").schedule) == "shard-overlap:pieces=8"
     with pytest.raises(ValueError, match="required the block 'network'"):
         predict(problem, Schedule.parse("growing"), on, "queued")
+
+
+def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
+    def broken() -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    wait = Waiting([(1, lambda: None), (3, broken), (2, lambda: None)], 1.0)
+    assert wait.over.is_set() and wait.peer == 3
+    assert "closed by peer" in str(wait.error)

@@ -12,6 +12,7 @@ import ctypes
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,20 +42,34 @@ def _leave() -> None:
 
 
 class _Wait:
-    """The end of some works, or the first that failed: its peer and the error."""
+    """Starts works and waits for their end.
 
-    def __init__(self, works: list[tuple[int, Work]], seconds: float) -> None:
-        self.over = threading.Event()
-        self.failed: tuple[int, RuntimeError] | None = None
-        self._works, self._limit = works, timedelta(seconds=min(seconds, LONGEST_S))
+    Attributes:
+        over: all have ended, or one has failed.
+        peer: of the work that is waited for, or of the one that failed.
+        error: of that one.
+    """
+
+    def __init__(self, starts: list[tuple[int, Callable[[], Work]]], seconds: float) -> None:
+        self.over, self.peer = threading.Event(), starts[0][0] if starts else 0
+        self.error: RuntimeError | None = None
+        self._limit = timedelta(seconds=min(seconds, LONGEST_S))
+        self._works: list[tuple[int, Work]] = []  # which keep their tensors
+        try:  # at once, so that messages keep their order
+            for peer, start in starts:
+                self.peer = peer
+                self._works.append((peer, start()))
+        except RuntimeError as error:
+            self.error = error
+            self.over.set()
 
     def run(self) -> None:
-        for peer, work in self._works:
-            try:
+        try:
+            for peer, work in self._works:
+                self.peer = peer
                 work.wait(self._limit)
-            except RuntimeError as error:
-                self.failed = peer, error
-                break
+        except RuntimeError as error:
+            self.error = error
         self.over.set()
 
 
@@ -91,20 +106,21 @@ class GlooNetwork:
                 moves.append((outward, move.dst.rank if outward else move.src.rank, mine))
 
         def op(call: Call) -> None:
-            works, landed = [], []
+            starts: list[tuple[int, Callable[[], Work]]] = []
+            landed = []
             for outward, peer, mine in moves:
                 part = mine(call)
                 if outward:
                     number, self._sent[peer] = self._sent[peer], self._sent[peer] + 1
                     data = part.contiguous().view(torch.uint8)
-                    works.append((peer, self._group.send([data], peer, number)))
+                    starts.append((peer, partial(self._group.send, [data], peer, number)))
                 else:
                     number, self._received[peer] = self._received[peer], self._received[peer] + 1
                     data = part if part.is_contiguous() else torch.empty_like(part.contiguous())
                     landed.append((part, data))
                     data = data.view(torch.uint8)
-                    works.append((peer, self._group.recv([data], peer, number)))
-            self._await(program, step, call.state, works)
+                    starts.append((peer, partial(self._group.recv, [data], peer, number)))
+            self._await(program, step, call.state, starts)
             for part, data in landed:
                 if part is not data:
                     part.copy_(data)
@@ -112,29 +128,33 @@ class GlooNetwork:
         return op
 
     def _await(
-        self, program: Program, step: int, state: CallState, works: list[tuple[int, Work]]
+        self,
+        program: Program,
+        step: int,
+        state: CallState,
+        starts: list[tuple[int, Callable[[], Work]]],
     ) -> None:
         begin, engine = time.monotonic(), self._engine
-        wait = _Wait(works, state.timeout_s + DEATH_S)
-        self._waiter.submit(wait.run)
+        wait = _Wait(starts, state.timeout_s + DEATH_S)
+        if not wait.over.is_set():
+            self._waiter.submit(wait.run)
         late = partial(timed_out, program.plan)
         try:
             while not wait.over.wait(SLICE_S):
                 state.check()
                 engine.interrupt()
                 if (seconds := time.monotonic() - begin) > state.timeout_s:
-                    peer = works[0][0]
-                    raise late(Missing(step, peer), seconds, host=engine.hosts.named(peer))
-            if wait.failed is None:
+                    host = engine.hosts.named(wait.peer)
+                    raise late(Missing(step, wait.peer), seconds, host=host)
+            if wait.error is None:
                 return
-            peer, error = wait.failed
             lost = time.monotonic()
             while time.monotonic() - lost < DEATH_S:  # the peer may say why it is gone
                 state.check()
                 engine.interrupt()
                 time.sleep(SLICE_S)
-            seconds, host = time.monotonic() - begin, engine.hosts.named(peer)
-            raise late(Missing(step, peer), seconds, ended=True, host=host) from error
+            seconds, host = time.monotonic() - begin, engine.hosts.named(wait.peer)
+            raise late(Missing(step, wait.peer), seconds, ended=True, host=host) from wait.error
         except BaseException:
             self._broken = True
             raise
