@@ -138,7 +138,11 @@ class Workspace:
             name = engine_name(device, options.engine)
             hosts = hosts_of(group, options.timeout_s, operator)
             board = Board(group, options.timeout_s, operator, hosts)
-            engine = make_engine(name, group, device, options.signals, options.timeout_s, hosts)
+            try:
+                engine = make_engine(name, group, device, options.signals, options.timeout_s, hosts)
+            except BaseException:
+                board.close()  # between hosts a thread looks after it
+                raise
             given = board, engine
         self.board, self.engine = given
         self.name = self.engine.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ import ficco
 from ficco.dma.cpu_network import _Wait as Waiting
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
-from ficco.machine import Machine, Network, Provenance, find
+from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -411,6 +412,21 @@ def test_hosts_that_are_not_served(names: str, got: str) -> None:
         assert f"got by rank {got}; pass a group made by dist.new_group" in failure.text
 
 
+def _on_gpus(at: Rank) -> tuple[str, str, list[str]]:
+    """What an engine of GPUs says of hosts, and the threads that are left."""
+    with host_of(at, 2), ficco.options(engine="hip"):
+        failure = caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+    names = [thread.name for thread in threading.enumerate()]
+    return failure.type, failure.text, [name for name in names if "courier" in name]
+
+
+def test_engines_of_gpus_refuse_several_hosts_and_leave_nothing() -> None:
+    for kind, text, threads in run(2, _on_gpus, fresh=True):
+        assert kind == "NotImplementedError"
+        assert "on 2 hosts, which only the CPU engine serves yet; pass a group of" in text
+        assert threads == []
+
+
 @pytest.mark.parametrize("names", ["aabb", "abcd", "aaaa"])
 def test_hosts_that_are_served(names: str) -> None:
     assert run(4, _named, names) == [None] * 4
@@ -600,6 +616,26 @@ def test_auto_over_hosts_goes_by_the_network_and_never_loses_to_serial() -> None
                     )
                 )
                 assert chosen <= min(serials) * 1.02
+
+
+def test_entries_tuned_on_one_host_are_not_for_several() -> None:
+    rows, n, k, by = (64,) * 8, 64, 64, Provenance("measured")
+    entry = Tuned(
+        "all_gather_matmul",
+        rows,
+        n,
+        k,
+        "bfloat16",
+        "growing",
+        "growing",
+        (1.0,) * 2,
+        (2.0,) * 2,
+        by,
+    )
+    on = _described("h100-8", tuned=(entry,))
+    one = Problem("all_gather_matmul", rows, n, k, "bfloat16")
+    assert decide(one, machine=on, mode="queued").source == "tuned"
+    assert decide(replace(one, hosts=2), machine=on, mode="queued").source == "model"
 
 
 def test_without_a_network_the_model_says_what_it_lacks() -> None:

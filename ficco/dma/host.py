@@ -256,7 +256,7 @@ class HostMemory:
             if hello["boot"] != first["boot"]:
                 raise NotImplementedError(
                     f"ranks share memory on one host; rank 0 is on {first['host']}, rank {rank} on "
-                    f"{hello['host']}"
+                    f"{hello['host']}; leave FICCO_HOST out, or let it differ from host to host"
                 )
             if hello["pids"] != first["pids"]:
                 raise NotImplementedError(

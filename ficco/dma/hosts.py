@@ -86,13 +86,9 @@ class Hosts:
         return PrefixStore(f"ficco/{purpose}/{self.session}", own)
 
 
-def hosts_of(
-    group: ProcessGroup,
-    timeout_s: float,
-    operator: str,
-) -> Hosts:
-    """Find out which ranks share a host, by the boot and the processes that each sees, or by the
-    variable ``FICCO_HOST``. Collective.
+def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
+    """Find out which ranks share a host, by the boot that each sees, or by the variable
+    ``FICCO_HOST``. Collective.
 
     Raises:
         NotImplementedError: the ranks of a host do not follow each other, or hosts have different

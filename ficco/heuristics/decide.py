@@ -214,7 +214,8 @@ def decide(
         return decision(otherwise, "rule", "there is nothing to multiply")
     if machine is None:
         return decision(otherwise, "fallback", f"nobody described this machine; {REMEDY}")
-    if tuned := _tuned(problem, machine, mode, offers):
+    # Entries are of one host.
+    if problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, problem.local_world)
     if known is None:
