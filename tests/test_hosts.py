@@ -28,7 +28,7 @@ from ficco.dma.cpu_network import _Wait as Waiting
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, Network, Provenance, Tuned, find
-from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.plan import Plan, PlanError, Signal, Step, check, render
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
@@ -245,6 +245,19 @@ def test_mutants_of_gathers_are_caught(change: Callable[[list[Step]], None], why
     found = crossing("all_gather_matmul")
     found[0] = changed(found[0], change)
     with pytest.raises(PlanError, match=why):
+        check(found)
+
+
+def test_words_are_not_posted_to_another_host() -> None:
+    """A signal that is right in all else: posted, waited for and cleared, in a word of its own."""
+    found = [replace(plan, words=plan.words + 1) for plan in crossing("all_gather_matmul")]
+    check(found)
+    signal = Signal("ready", 0, 2, 99, found[0].words - 1)
+    post = Step("sync", "network0", "tells", posts=(signal,))
+    wait = Step("sync", "network0", "hears", waits=(signal,), clears=(signal,))
+    found[0] = changed(found[0], lambda steps: steps.append(post))
+    found[2] = changed(found[2], lambda steps: steps.append(wait))
+    with pytest.raises(PlanError, match="is for a rank of another host"):
         check(found)
 
 
