@@ -1,8 +1,8 @@
 """Brings what ranks of other hosts have posted on the board, and takes there what this rank has.
 
 Within a host the board is shared memory. Between hosts a thread of each rank publishes the rank's
-part in the group's store when it has changed, and reads the parts of the ranks of other hosts: at
-once while a call waits, else now and then, so that calls that disagree do not stay unnoticed.
+part in the group's store when it has changed and, while calls are made, reads the parts of the
+ranks of other hosts: all the time while a call waits for them to agree.
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from torch.distributed import Store
 
 #: Seconds between two looks: while a call waits for ranks to agree, and otherwise.
 AT_ONCE_S, SOON_S = 0.002, 0.05
-#: Seconds for which a call counts as waiting after it has said so, and after which parts of other
-#: hosts are read although no call waits.
-WAITING_S, SELDOM_S = 0.2, 0.5
+#: Seconds for which the parts of other hosts are read after a call has asked for them.
+WAITING_S = 0.2
 
 
 class BoardCourier:
-    """A thread that keeps copies of other ranks' parts of the board.
-
-    Attributes:
-        lost: the store did not answer any more.
-    """
+    """A thread that keeps copies of other ranks' parts of the board."""
 
     def __init__(
         self,
@@ -38,14 +33,13 @@ class BoardCourier:
     ) -> None:
         """``mine``: this rank's part, of which the first ``ring`` bytes change with every call;
         ``theirs``: where to put the parts of ranks on other hosts."""
-        self.lost = False
         self._store, self._rank, self._mine, self._theirs = store, rank, mine, theirs
         self._ring = ring
         self._known: dict[str, bytes] = {}
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
         self._there = False  # all ranks have published
-        self._waits_until = self._read_at = 0.0
+        self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
         self._thread.start()
@@ -55,7 +49,7 @@ class BoardCourier:
         self._changed.set()
 
     def waiting(self, agrees: bool = False) -> None:
-        """A call of this rank waits; ``agrees``: for nothing but what others post."""
+        """A call of this rank looks for what others post; ``agrees``: it waits for nothing else."""
         self._waits_until = time.monotonic() + WAITING_S
         if agrees:
             self._pause = AT_ONCE_S
@@ -74,17 +68,14 @@ class BoardCourier:
                 self._publish()
                 if stop:
                     return
-                now = time.monotonic()
-                waits = now < self._waits_until
-                if waits or now - self._read_at > SELDOM_S:
-                    self._read_at = now
+                if waits := time.monotonic() < self._waits_until:
                     self._read()
                 if self._changed.wait(self._pause if waits else SOON_S):
                     self._changed.clear()
                 elif not waits:
                     self._pause = SOON_S
-        except Exception:  # the process with the store has ended: limits on time are left
-            self.lost = True
+        except RuntimeError:  # the store is gone: what is left are limits on time
+            return
 
     def _publish(self) -> None:
         parts = {"calls": self._mine[: self._ring], "texts": self._mine[self._ring :]}
