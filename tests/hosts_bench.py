@@ -60,6 +60,8 @@ def namespaces(hosts: int, rate: str, delay: str) -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
+            # A namespace goes later, with its last process; the link would stay as long.
+            subprocess.run(["ip", "link", "del", name])
             subprocess.run(["ip", "netns", "del", name])
         sh("ip link del ficco")
 
