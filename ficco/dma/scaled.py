@@ -135,7 +135,9 @@ def _scaled_on_gpu(
         return
     of_a, of_b = scales if recipe == "block" else map(_aligned, scales)
     if recipe == "block":  # never fast. The first version takes no padded columns of scales.
-        how = [of_a.t().contiguous().t()], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
+        flat = of_a.t().flatten().contiguous()  # a single column, too, gets the stride of columns
+        columns = flat.view(of_a.shape[::-1]).t()
+        how = [columns], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
         torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], False, out=out)
     elif recipe == "row" and out.dtype not in row_results(a.device):  # for a sum of parts of k
         one = of_a.new_ones(())
