@@ -20,8 +20,18 @@ import numpy as np
 import torch
 
 from ficco.tiled import portable
-from ficco.tiled.products import UNIT, Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload
-from ficco.tiled.worklist import BK, MI300X, TileList, Tiling
+from ficco.tiled.products import (
+    UNIT,
+    Bind,
+    Enqueue,
+    Lists,
+    TiledProducts,
+    TileKernel,
+    TileScales,
+    TileTypes,
+    Upload,
+)
+from ficco.tiled.worklist import BK, MI300X, TileList, TileRates, Tiling
 
 
 @cache
@@ -66,17 +76,22 @@ def _wide(values: Any) -> Any:
 class InterpretedKernel(TileKernel):
     """On any device with memory that the host reads; a launch is over when it returns."""
 
-    rates = replace(MI300X, multiply={Tiling(32, 32, 1): 1e-6})
     most = portable.MOST_PRODUCTS
     counts = 1
 
-    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
-        tiles = lists.tiles
+    def rates(self, types: TileTypes) -> TileRates:
+        return replace(MI300X, multiply={Tiling(32, 32, 1): 1e-6})
+
+    def prepare(self, lists: Lists, types: TileTypes, b_rows: bool, upload: Upload) -> Bind:
+        tiles, dtype = lists.tiles, types.a
         table, rows = portable.tables(lists, upload)
         fixed = portable.constants("cpu", tiles.tiling, b_rows, tiles.work.k % BK == 0)
 
         def bind(
-            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+            a: Sequence[torch.Tensor],
+            b: torch.Tensor,
+            out: Sequence[torch.Tensor],
+            scales: TileScales | None,
         ) -> Enqueue:
             assert rows.dtype == torch.int32
             values = portable.values(a, b, out, 0) | {"table": table}

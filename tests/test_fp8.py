@@ -22,7 +22,7 @@ from cases import _hash, _span, compare
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Rank, caught, ranks, run
-from test_operators import BLOCKS, SUMS, rows_for, schedules_of
+from test_operators import BLOCKS, SUMS, TERMS, rows_for, schedules_of
 
 import ficco
 from ficco.dma.scaled import _padded, lacking_on_cuda, lacking_on_hip
@@ -33,15 +33,12 @@ from ficco.plan import check
 from ficco.problem import Problem
 from ficco.scaling import RECIPES, Scaling, factor_count
 from ficco.schedules import Schedule, StagingTooSmall, plans
+from ficco.schedules.build import TILED_RECIPES
 from ficco.simulate import predict
 
 OPERATORS = ("all_gather_matmul", "all_to_all_matmul", *SUMS, "matmul_all_to_all")
 SERVED = tuple(name for name, recipe in RECIPES.items() if not recipe.needs)
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
-#: Factors in a sum over k. Times 3, by scales of up to 2 each, with a bias of 4 and summed over four
-#: ranks they reach 256, up to which bfloat16 is exact: collectives, which `auto` may take, round
-#: each addition.
-TERMS = 5
 #: Those of A and B.
 DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2), (FNUZ, FNUZ))
 
@@ -108,7 +105,7 @@ def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) 
     def powers(share: tuple[int, int], sizes: tuple[int, int], seed: int) -> torch.Tensor:
         counts = (factor_count(size, one) for size, one in zip(sizes, share, strict=True))
         spans = (_span(0, count, device) for count in counts)
-        return 2.0 ** (_hash(*spans, 7 * iteration + seed) % 2).float()
+        return 2.0 ** (_hash(*spans, 7 * iteration + seed) % 3).float()
 
     scale_a = powers(rules.a, (held, case.k), rank)
     scale_b = powers(rules.b, (case.k, case.n), 50 + rank)
@@ -180,7 +177,7 @@ def schedules(operator: str) -> list[str]:
     """The schedules that serve float8: none that adds a product to a sum."""
     like = "all_to_all_matmul" if operator == "all_gather_matmul" else operator
     found = ["auto", *schedules_of(like)]
-    return [name for name in found if "beta" not in name and not name.startswith(("ring", "tiled"))]
+    return [name for name in found if "beta" not in name and not name.startswith("ring")]
 
 
 def every_schedule(operator: str, world: int, device: str, some: int = 1) -> list[ScaledCase]:
@@ -195,15 +192,18 @@ def every_schedule(operator: str, world: int, device: str, some: int = 1) -> lis
 def drawn(
     chance: random.Random, operator: str, world: int, device: str, schedule: str
 ) -> ScaledCase:
-    recipe, kind = chance.choice(SERVED), chance.choice(("equal", "ragged", "few", "sparse"))
+    tiled = schedule.startswith("tiled")
+    recipe = chance.choice(TILED_RECIPES if tiled else SERVED)
+    kind = chance.choice(("equal", "ragged", "few", "sparse"))
     if recipe == "block" and device != "cpu":  # multiples of four rows
         kind = "equal"
     dtypes = chance.choice(DTYPES if device == "cpu" else DTYPES[:3])
     if recipe == "block":
         dtypes = DTYPES[0]
     out, bias = chance.choice((None, torch.bfloat16, torch.float16)), chance.random() < 0.3
-    if chance.random() < 0.2 or (operator in SUMS and "collective" in schedule):
-        out, bias = torch.float32, False  # collectives round after every term
+    rounds = operator in SUMS and ("collective" in schedule or schedule == "auto")
+    if rounds or chance.random() < 0.2 and not tiled:
+        out, bias = torch.float32, False  # collectives, which auto may take, round every sum
     replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
     sizes = (256, 400)[: 2 if device == "cpu" else 1] if recipe == "block" else (16, 48, 144)
     k, n = chance.choice(sizes), chance.choice((16, 48, 272))
@@ -437,7 +437,17 @@ BAD = {
         {"schedule": "ring", "rows": None},
         "matmul_reduce_scatter",
     ),
-    "tiled": Bad(VALUE, ("tiled", "float8", "another schedule"), {"schedule": "tiled"}),
+    "tiled by blocks": Bad(
+        VALUE,
+        ("tiled", "scaled by block", "another schedule"),
+        {"schedule": "tiled", "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
+        k=256,
+    ),
+    "tiled to float32": Bad(
+        VALUE,
+        ("tiled", "results of float32", "another schedule"),
+        {"schedule": "tiled", "out_dtype": torch.float32},
+    ),
     "all rows of an all-to-all": Bad(
         VALUE,
         ("got [16, 1]",),

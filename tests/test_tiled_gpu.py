@@ -15,8 +15,17 @@ import torch
 from test_worklist import COSTS, spans
 
 from ficco.tiled.portable import TritonKernel
-from ficco.tiled.products import TiledProducts
-from ficco.tiled.worklist import MAX_GATES, Cut, RowSpan, TileList, Tiling, Work, listed
+from ficco.tiled.products import TiledProducts, TileScales, TileTypes
+from ficco.tiled.worklist import (
+    H100_PRECISE,
+    MAX_GATES,
+    Cut,
+    RowSpan,
+    TileList,
+    Tiling,
+    Work,
+    listed,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -84,24 +93,27 @@ class Call:
         self,
         products: Any,
         tiles: TileList,
-        dtype: torch.dtype,
+        types: torch.dtype | TileTypes,
         b_rows: bool,
         padding: int = 8,
         limit_s: float = LIMIT_S,
     ) -> None:
         work = tiles.work
-        self.products, self.tiles, self.dtype, self.padding = products, tiles, dtype, padding
+        types = types if isinstance(types, TileTypes) else TileTypes.of(types)
+        self.products, self.tiles, self.dtype, self.padding = products, tiles, types.out, padding
         count = len(work.gates) + len(work.announces) + 1
         self.words = torch.zeros(count, dtype=torch.int32, device="cuda")
         at = [self.words.data_ptr() + 4 * i for i in range(count)]
         self.late = self.words[-1]
         self.gates, self.posts = at[: len(work.gates)], at[len(work.gates) : -1]
-        self.a = [self.room(rows, work.k) for rows in work.rows]
-        self.b = self.room(work.k, work.n) if b_rows else self.room(work.n, work.k).t()
+        k, (a, b, *_) = work.k * 2 // types.a.itemsize, types
+        self.a = [self.room(rows, k, a) for rows in work.rows]
+        self.b = self.room(k, work.n, b) if b_rows else self.room(work.n, k, b).t()
         self.out = [self.room(rows, work.n) for rows in work.rows]
+        self.scales: TileScales | None = None
         self.prepared = products.prepare(
             tiles,
-            dtype,
+            types,
             b_rows,
             late=at[-1],
             limit_s=limit_s,
@@ -110,29 +122,40 @@ class Call:
         )
         torch.cuda.synchronize()
 
-    def room(self, rows: int, columns: int) -> torch.Tensor:
+    def room(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A matrix of NaN inside of a larger one."""
+        dtype = dtype or self.dtype
         if not self.padding:
-            return torch.full((rows, columns), torch.nan, device="cuda", dtype=self.dtype)
-        shape = rows + 2, columns + self.padding
-        return torch.full(shape, torch.nan, device="cuda", dtype=self.dtype)[1:-1, :columns]
+            return torch.full((rows, columns), torch.nan, device="cuda").to(dtype)
+        padding = self.padding * 2 // dtype.itemsize
+        return torch.full((rows + 2, columns + padding), torch.nan, device="cuda").to(dtype)[
+            1:-1, :columns
+        ]
 
     def fill(self, seed: int) -> None:
         """Sets operands; results are NaN, gates and announcements at rest."""
         numbers = torch.Generator("cuda").manual_seed(seed)
         for tensor, low, high in (*((t, -2, 3) for t in self.a), (self.b, -1, 2)):
             values = torch.randint(low, high, tensor.shape, device="cuda", generator=numbers)
-            tensor.copy_(values)
+            tensor.copy_(values.to(tensor.dtype))
         for tensor in self.out:
             tensor.fill_(torch.nan)
         self.words.zero_()
 
     @property
     def exact(self) -> list[torch.Tensor]:
-        return [(a.double() @ self.b.double()).to(self.dtype) for a in self.a]
+        products = [a.double() @ self.b.double() for a in self.a]
+        if (scales := self.scales) is not None:
+            bias = 0.0 if scales.bias is None else scales.bias.double()
+            products = [
+                product * of_a.double() * scales.b.double() + bias
+                for product, of_a in zip(products, scales.a, strict=True)
+            ]
+        return [product.to(self.dtype) for product in products]
 
     def launch(self) -> None:
-        self.prepared.launch(self.a, self.b, self.out, torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        self.prepared.launch(self.a, self.b, self.out, stream, self.scales)
 
     def verify(self, what: object, late: int = 0) -> None:
         """The results are exact, what lies around them is NaN."""
@@ -177,6 +200,71 @@ def test_products_are_exact(
                 results.append([out.clone() for out in call.out])
             assert all(torch.equal(*pair) for pair in zip(*results[:2], strict=True))
         print(f"{tiling} {dtype} {shape}: {time.perf_counter() - began:.1f} s", flush=True)
+
+
+# Operands of float8.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FAST, OTHER = TileTypes(E4M3, E4M3, torch.bfloat16), TileTypes(E5M2, E4M3, torch.float16)
+PRECISE = TileTypes(E4M3, E5M2, torch.bfloat16, precise=True)
+SCALED = [
+    *(
+        (tiling, types)
+        for types in (FAST, OTHER)
+        for kernel, tiling in KERNELS
+        if kernel == "hopper"
+    ),
+    *((tiling, PRECISE) for tiling in H100_PRECISE.multiply),
+]
+
+
+@pytest.fixture
+def scaling() -> TiledProducts:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    return products_of("hopper")
+
+
+def powers(*shape: int) -> torch.Tensor:
+    return 2.0 ** torch.randint(-2, 3, shape, device="cuda")
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
+@pytest.mark.parametrize("of_rows", [False, True], ids=["tensor", "row"])
+@pytest.mark.parametrize(("scaled_tiling", "types"), SCALED, ids=str)
+def test_scaled_products_are_exact(
+    scaling: TiledProducts, scaled_tiling: Tiling, types: TileTypes, of_rows: bool, bias: bool
+) -> None:
+    for rows, n, k in SHAPES:
+        n = -(-n // 16) * 16
+        for cut in (Cut.NONE, Cut.END):
+            tiles = listed(
+                Work(rows, n, k), scaled_tiling, cut, clusters(scaling, scaled_tiling), COSTS
+            )
+            call = Call(scaling, tiles, types, False)
+            call.fill(1)
+            row = torch.randint(-4, 5, (n,), device="cuda").to(types.out) if bias else None
+            of_a = [powers(count if of_rows else 1, 1) for count in rows]
+            call.scales = TileScales(of_a, powers(1, n if of_rows else 1), row)
+            for _ in range(2):
+                call.launch()
+                call.verify((rows, n, k, cut))
+
+
+def test_sums_of_float8_keep_float32(scaling: TiledProducts) -> None:
+    """The instructions lose terms of 1 / 512 that follow a sum of 1024."""
+    for tiling in H100_PRECISE.multiply:
+        types = TileTypes(E4M3, E4M3, torch.float16, precise=True)
+        tiles = listed(Work((128,), 128, 1024), tiling, Cut.NONE, 1, COSTS)
+        call = Call(scaling, tiles, types, False)
+        call.fill(1)
+        call.b.fill_(1.0)
+        call.a[0].fill_(2.0**-9)
+        call.a[0][:, :128] = 8.0
+        call.scales = TileScales([torch.ones(1, 1, device="cuda")], torch.ones(1, 1, device="cuda"))
+        call.launch()
+        call.verify(tiling)
+        assert call.out[0].unique().tolist() == [1028.0]
 
 
 def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> None:
@@ -371,8 +459,8 @@ def test_replays_of_a_graph(products: Any, tiling: Tiling) -> None:
 
 
 def test_what_is_not_served(products: Any) -> None:
-    assert products.serves(torch.bfloat16, 1, 8, 8) == ""
-    assert "bfloat16 or float16" in products.serves(torch.float32, 1, 8, 8)
+    assert products.serves(TileTypes.of(torch.bfloat16), 1, 8, 8) == ""
+    assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
     most = products.kernel.most
-    assert f"at most {most}" in products.serves(torch.float16, most + 1, 8, 8)
-    assert "multiples of 8" in products.serves(torch.float16, 1, 12, 8)
+    assert f"at most {most}" in products.serves(TileTypes.of(torch.float16), most + 1, 8, 8)
+    assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)

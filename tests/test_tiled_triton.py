@@ -22,7 +22,7 @@ from test_worklist import COSTS, spans
 
 from ficco.hip_kernels.build import Target
 from ficco.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
-from ficco.tiled.products import Enqueue
+from ficco.tiled.products import Enqueue, TileTypes
 from ficco.tiled.worklist import MAX_GATES, MI300X, Cut, RowSpan, TileList, Tiling, Work, listed
 
 SMALL = Tiling(32, 32, 1)
@@ -71,7 +71,13 @@ class Call:
         self.out = [self.room(rows, work.n) for rows in work.rows]
         self.exact = [(a.double() @ self.b.double()).to(dtype) for a in self.a]
         self.prepared = HostProducts(tiles.clusters).prepare(
-            tiles, dtype, b_rows, late=at[-1], limit_s=limit_s, gates=gates, words=posts
+            tiles,
+            TileTypes.of(dtype),
+            b_rows,
+            late=at[-1],
+            limit_s=limit_s,
+            gates=gates,
+            words=posts,
         )
 
     def room(self, rows: int, columns: int, low: int = 0, high: int = 0) -> torch.Tensor:
@@ -252,10 +258,10 @@ def test_operands_that_cannot_be_addressed() -> None:
 
 def test_what_is_not_served() -> None:
     products = HostProducts()
-    assert products.serves(torch.bfloat16, MOST_PRODUCTS, 8, 8) == ""
-    assert "bfloat16 or float16" in products.serves(torch.float32, 1, 8, 8)
-    assert "at most 4" in products.serves(torch.float16, MOST_PRODUCTS + 1, 8, 8)
-    assert "multiples of 8" in products.serves(torch.float16, 1, 12, 8)
+    assert products.serves(TileTypes.of(torch.bfloat16), MOST_PRODUCTS, 8, 8) == ""
+    assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
+    assert "at most 4" in products.serves(TileTypes.of(torch.float16), MOST_PRODUCTS + 1, 8, 8)
+    assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)
 
 
 def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:

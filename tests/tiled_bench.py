@@ -38,7 +38,7 @@ from ficco.hip_kernels.launch import Packed
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
 from ficco.tiled.hopper import TARGET, hopper_products, source
-from ficco.tiled.products import TiledProducts
+from ficco.tiled.products import TiledProducts, TileTypes
 from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 
 SHAPES = (
@@ -146,7 +146,7 @@ def arriving(products: TiledProducts, tiles: TileList, operands: Any, late: torc
     at = [gates.data_ptr() + 4 * i for i in range(len(gates))]
     ns = torch.tensor([round(seconds * 1e9) for seconds in work.opens], dtype=torch.int32).cuda()
     prepared = products.prepare(
-        tiles, DTYPE, b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
+        tiles, TileTypes.of(DTYPE), b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
     )
     gates.fill_(1)
     stream = torch.cuda.current_stream().cuda_stream
@@ -163,7 +163,13 @@ def launcher(
     posts = [words.data_ptr() + 4 * (1 + i) for i in range(len(tiles.work.announces))]
     words[0] = 1
     prepared = products.prepare(
-        tiles, DTYPE, b_rows, late=late.data_ptr(), limit_s=1.0, gates=gates, words=posts
+        tiles,
+        TileTypes.of(DTYPE),
+        b_rows,
+        late=late.data_ptr(),
+        limit_s=1.0,
+        gates=gates,
+        words=posts,
     )
     stream = torch.cuda.current_stream().cuda_stream
     a, b, out = operands

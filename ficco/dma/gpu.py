@@ -76,7 +76,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.products import accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
-from ficco.dma.tiles import LIMIT_S, TiledStep, order
+from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
@@ -84,6 +84,7 @@ from ficco.plan import Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import CAST, Scaling
 from ficco.schedules import Schedule
+from ficco.tiled.products import TileTypes
 from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
 
@@ -486,9 +487,10 @@ class GpuEngine(StreamEngine):
     ) -> Callable[[], None]:
         products, work = self.driver.tiled(), Work((a.shape[0],), b.shape[1], a.shape[1])
         late, b_rows = self.watched + 2 * MAX_WATCHED * WORD, b.stride(1) == 1
+        types = TileTypes.of(a.dtype)
         with self.driver.aside():
-            tiles = products.best(work, b_rows)
-            made = products.prepare(tiles, a.dtype, b_rows, late=late, limit_s=LIMIT_S)
+            tiles = products.best(work, types, b_rows)
+            made = products.prepare(tiles, types, b_rows, late=late, limit_s=LIMIT_S)
         driver = self.driver
         again = made.launch([a], b, [out], driver.stream(driver.caller()))
         assert again is not None, "operands of a measurement need no copies"
@@ -893,8 +895,8 @@ class GpuEngine(StreamEngine):
         most = pieces * (self.world - 1) + schedule.tail - 1
         if most > MAX_GATES:
             return f"a product waits for at most {MAX_GATES} pieces, got {most}"
-        dtype = getattr(torch, problem.dtype)
-        return self.driver.tiled().serves(dtype, TILED_PRODUCTS, problem.n, problem.k)
+        products = self.driver.tiled()
+        return products.serves(types_of(problem), TILED_PRODUCTS, problem.n, problem.k)
 
     def copy_engines(self) -> int | None:
         return self.driver.copy_engines()

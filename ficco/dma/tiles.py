@@ -15,7 +15,8 @@ from ficco.dma.buffers import Buffers, operands_key
 from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
-from ficco.tiled.products import Enqueue, TiledLaunch
+from ficco.problem import Problem
+from ficco.tiled.products import Enqueue, TiledLaunch, TileScales, TileTypes
 from ficco.tiled.worklist import RowSpan, Work
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
@@ -48,11 +49,20 @@ def work_of(plan: Plan, step: Step) -> Work:
     return Work(
         rows=tuple(product.out.rows for product in products),
         n=products[0].out.cols,
-        k=left.cols,
+        k=row_bytes // 2,
         gates=tuple(map(spans, step.gates)),
         announces=tuple(map(spans, step.announces)),
         opens=tuple(LATENCY_S + nbytes / LINK_BYTES_PER_S for nbytes in arrived),
     )
+
+
+def types_of(problem: Problem) -> TileTypes:
+    """The dtypes of a problem's product."""
+    scaling = problem.scaling
+    if scaling is None:
+        return TileTypes.of(getattr(torch, problem.dtype))
+    a, b, out = (getattr(torch, name) for name in (problem.dtype, scaling.right, scaling.out))
+    return TileTypes(a, b, out, precise=not scaling.fast_accum)
 
 
 class LaunchOrder:
@@ -128,8 +138,12 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
+        self._of_left = [places.view(product.scales[0]) for product in made if product.scales]
+        self._of_right = places.view(made[0].scales[1]) if made[0].scales else None
+        self._bias = places.view(made[0].bias) if made[0].bias else None
+        assert isinstance(plan.problem, Problem)
         self._driver, self._gates, self._words = driver, gates, words
-        self._late, self._dtype, self._work = late, places.dtype(made[0].a), work_of(plan, step)
+        self._late, self._types, self._work = late, types_of(plan.problem), work_of(plan, step)
         self._spare = SHARED_SPARE if driver.shared else 0
         self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous
@@ -142,8 +156,8 @@ class TiledStep:
         with self._driver.aside():
             products = self._driver.tiled()
             self._launches[b_rows] = products.prepare(
-                products.best(self._work, b_rows, self._spare),
-                self._dtype,
+                products.best(self._work, self._types, b_rows, self._spare),
+                self._types,
                 b_rows,
                 late=self._late,
                 limit_s=LIMIT_S,
@@ -164,7 +178,11 @@ class TiledStep:
     def _launch(self, key: Any, call: Call) -> None:
         b = self._right(call)
         left, out = ([view(call) for view in views] for views in (self._left, self._out))
+        scales = None
+        if self._of_right is not None:
+            bias = None if self._bias is None else self._bias(call)
+            scales = TileScales([view(call) for view in self._of_left], self._of_right(call), bias)
         launch = self._launches[b.stride(1) == 1]
-        again = launch.launch(left, b, out, call.state["compute0"])
+        again = launch.launch(left, b, out, call.state["compute0"], scales)
         if again is not None:
             self._again[key] = again

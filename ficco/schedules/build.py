@@ -8,6 +8,7 @@ from dataclasses import replace
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
 from ficco.problem import Problem
+from ficco.scaling import Scaling
 from ficco.schedules.builder import Builder, WordAllocator, scaled
 from ficco.schedules.gather import GatherStage, GatherWorld, StagingTooSmall
 from ficco.schedules.inner import InnerGatherStage
@@ -16,7 +17,10 @@ from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
 from ficco.schedules.tiled import TiledGatherStage, TiledScatterStage
-from ficco.specification import Buffer
+from ficco.specification import ITEMSIZES, Buffer
+
+#: The recipes of float8 that kernels serve whose tiles wait: the factors multiply whole sums.
+TILED_RECIPES = ("tensor", "row")
 
 
 def plan(
@@ -74,12 +78,21 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
         return (
             f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
         )
-    if problem.scaling and (schedule.beta or schedule.grouping == "tiled"):
-        what = "tiled has no kernel for"
-        if schedule.beta:
-            what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
+    if problem.scaling and schedule.beta:
+        what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
         return f"schedule {schedule}: {what} products of float8 operands; take another schedule"
+    if problem.scaling and schedule.grouping == "tiled" and (why := _untiled(problem.scaling)):
+        return f"schedule {schedule}: tiled has no kernel for {why}; take another schedule"
     return ""
+
+
+def _untiled(scaling: Scaling) -> str:
+    """Which operands no kernel serves whose tiles wait; empty if one does."""
+    if scaling.recipe not in TILED_RECIPES:
+        return f"float8 operands scaled by {scaling.recipe}"
+    if scaling.source:
+        return "operands that the call casts"
+    return "" if ITEMSIZES[scaling.out] == 2 else f"results of {scaling.out}"
 
 
 def _between_hosts(problem: Problem, schedule: Schedule) -> str:

@@ -1,7 +1,8 @@
 // One matrix product as one persistent kernel for Hopper (sm_90a), whose tiles wait for arriving rows
 // and announce finished rows. It is compiled at run time and needs no header.
 //
-// C[p] = A[p] @ B for up to MAX_PRODUCTS products that share B; 16-bit in and out, sums in float32.
+// C[p] = A[p] @ B for up to MAX_PRODUCTS products that share B; 16-bit or float8 in, 16-bit out, sums
+// in float32. float8 is scaled: a factor for each row of A and each column of B, or one for all.
 // A block has a warp that loads (TMA), two warps that store (TMA) and two groups of four warps that
 // multiply (wgmma), each of them half of the rows of a tile. In a cluster of two, blocks share a
 // tile: one below the other (CM = 2, B is multicast) or side by side (CN = 2, A is multicast).
@@ -12,25 +13,30 @@
 // tile adds them, always in the same order. All counters rest at zero, so that a graph can replay.
 //
 // Before this text come the function mma and the constants BM, BN (rows and columns of a tile of
-// one block), STAGES (of the ring of loads), CM, CN, B_ROWS (1: B is [k, n], 0: B is [n, k], each
-// with contiguous rows), and PACK (the instruction that rounds two float32).
+// one block), STAGES (of the ring of loads), CM, CN, SIZE (bytes of an element of A and B), B_ROWS
+// (1: B is [k, n], 0: B is [n, k], each with contiguous rows), PACK and WIDEN (the instructions that
+// round two float32, and read an element of C as float32), and PRECISE (1: what the instructions
+// for float8 add up in less than float32 is added up in float32 after each step).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 
 // The same numbers as in worklist.py and kernel.py.
-constexpr int MAX_PRODUCTS = 8, MAX_GATES = 128, BK = 64;
+constexpr int MAX_PRODUCTS = 8, MAX_GATES = 128;
+constexpr int LINE = 128, BK = LINE / SIZE;  // bytes and elements of a row in a step along k
+constexpr bool SCALED = SIZE == 1;
 
 constexpr int CLUSTER = CM * CN;
 constexpr int GROUP_ROWS = BM / 2, STRIPES = GROUP_ROWS / 64;  // of 64 rows, one wgmma each
-constexpr u32 BOX = 64 * 64 * 2;                               // bytes of 64 x 64 elements
+constexpr u32 BOX = 64 * LINE;                                 // bytes of 64 rows of a step
 // Of 64 columns. The last one is half used if B comes in boxes, and begins earlier if C goes in them.
 constexpr int BOXES = (BN + 63) / 64;
-constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = B_ROWS ? BOXES * BOX : BN * BK * 2;
+constexpr u32 A_BYTES = BM * LINE, B_BYTES = B_ROWS ? BOXES * BOX : BN * LINE;
 constexpr u32 STAGE = A_BYTES + B_BYTES;
 static_assert(CLUSTER <= 2 && BM % 128 == 0 && BN % 32 == 0 && BN >= 64, "");
 static_assert(CM == 1 || BN / CM % 64 == 0, "each block of a cluster loads whole boxes of B");
+static_assert(!(SCALED && B_ROWS) && !(PRECISE && STRIPES > 1), "");
 
 struct alignas(64) Map {
   u64 words[16];
@@ -53,6 +59,16 @@ struct Lists {
   u32* late;            // becomes 1 + a gate that did not open, 1 + MAX_GATES for parts
   u64 limit_ns;         // after which the kernel no longer waits
   u32 clusters, gate_count;
+};
+
+// The factors of float8: where those of the products' rows and of B's columns begin, how far apart
+// they are (0: one for all), how many there are; and a row that is added, of C's dtype, or null.
+struct Scales {
+  const float* a[MAX_PRODUCTS];
+  const float* b;
+  const unsigned short* bias;
+  int rows[MAX_PRODUCTS];
+  int n, a_stride, b_stride;
 };
 
 // A tile, or a part of it along k: columns [k0, k0 + kn) in units of BK. Ranges are inclusive.
@@ -129,7 +145,7 @@ INLINE void load(u32 to, const Map* map, u32 barrier, int x, int y) {
   }
 }
 
-// A box of 64 x 64 elements. What is outside of the matrix is not stored.
+// A box of 64 x 64 elements of C. What is outside of the matrix is not stored.
 INLINE void store(const Map* map, u32 from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
                    map),
@@ -184,6 +200,42 @@ INLINE u32 pack(float low, float high) {
   u32 both;
   asm(PACK " %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
+}
+
+INLINE float widen(const unsigned short* at) {
+  float value;
+  asm(WIDEN " %0, %1;" : "=f"(value) : "h"(__ldg(at)));
+  return value;
+}
+
+// Multiplies a thread's sums of a product, which begin at a row and a column, by their factors, and
+// adds the bias (PTX, "Register fragments for wgmma.mma_async.m64nNk32"). What is outside of the
+// matrix is not stored, so that any factor will do. Those of rows arrive with the rows: the loading
+// warp has acquired them, and its barriers hand that on; L1 may hold what was there before.
+INLINE void scale(float (&sums)[STRIPES][BN / 2], const Scales& scales, int product, int row,
+                  int column) {
+#pragma unroll
+  for (int s = 0; s < STRIPES; ++s) {
+    float of_row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = min(row + s * 64 + h * 8, scales.rows[product] - 1);
+      of_row[h] = __ldcg(scales.a[product] + at * scales.a_stride);
+    }
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j)
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        const int at = min(column + j * 8 + w, scales.n - 1);
+        const float of_column = __ldg(scales.b + at * scales.b_stride);
+        const float bias = scales.bias ? widen(scales.bias + at) : 0.0f;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& sum = sums[s][4 * j + 2 * h + w];
+          sum = sum * of_row[h] * of_column + bias;
+        }
+      }
+  }
 }
 
 // Waits, once per gate, until the gates of items are open.
@@ -293,7 +345,8 @@ extern "C" __global__ void __cluster_dims__(CM* CN, 1, 1) __maxnreg__(160)
 #else
 extern "C" __global__ void __maxnreg__(160)
 #endif
-    ficco_tiled(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists) {
+    ficco_tiled(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
+                const __grid_constant__ Scales scales) {
   // Shared memory: per group two boxes of C that are being stored, the ring, barriers.
   extern __shared__ char memory[];
   const u32 boxes = (shared_address(memory) + 1023) & ~1023u, ring = boxes + 4 * BOX;
@@ -387,14 +440,14 @@ extern "C" __global__ void __maxnreg__(160)
     const int group = warp / 4 - 1, thread = threadIdx.x & 127, warp_in_group = thread >> 5;
     // Matrix descriptors (PTX, "Matrix descriptor format"): address, leading and stride byte
     // offset, all without their last 4 bits, and swizzles of 128 bytes. [n, k] in memory: 1024
-    // bytes from 8 rows to the next; 16 k are 32 bytes. [k, n] in memory, in boxes of 64 n x 64 k:
-    // one box from 64 n to the next, 1024 bytes from 8 k to the next; 16 k are 2048 bytes.
+    // bytes from 8 rows to the next; an instruction takes 32 bytes of k. [k, n] in memory, in boxes of
+    // 64 n x 64 k: one box from 64 n to the next, 1024 bytes from 8 k to the next; 16 k are 2048 bytes.
     constexpr u64 SWIZZLED = 1ull << 62 | (u64)(1024 >> 4) << 32;
     constexpr u64 B_LEADING = (u64)(B_ROWS ? BOX >> 4 : 1) << 16;
     constexpr u32 B_STEP = (B_ROWS ? 2048 : 32) >> 4;
     // The upper bits of an address in a cluster are the block's; they are no part of a descriptor.
     const u32 ring_at = ring & 0x3ffff;
-    const u64 a_first = SWIZZLED | 1ull << 16 | (ring_at + group * GROUP_ROWS * BK * 2) >> 4;
+    const u64 a_first = SWIZZLED | 1ull << 16 | (ring_at + group * GROUP_ROWS * LINE) >> 4;
     const u64 b_first = SWIZZLED | B_LEADING | (ring_at + A_BYTES) >> 4;
     // Where stmatrix puts this thread's rows of 16 bytes.
     const u32 box_row = warp_in_group * 16 + (lane & 15), box_column = lane >> 4;
@@ -417,16 +470,31 @@ extern "C" __global__ void __maxnreg__(160)
       u32 before = 0;
       for (int k = 0; k < item.kn; ++k) {
         barrier_wait(full + 8 * stage, phase);
+        float step[BN / 2];  // what this step adds to the sums, if PRECISE
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
         const u64 offset = stage * (STAGE >> 4);
 #pragma unroll
-        for (int kk = 0; kk < BK / 16; ++kk)
+        for (int kk = 0; kk < LINE / 32; ++kk)
 #pragma unroll
-          for (int s = 0; s < STRIPES; ++s)
-            mma(sums[s], a_first + offset + kk * 2 + s * (BOX >> 4), b_first + offset + kk * B_STEP,
-                (k | kk) != 0);
+          for (int s = 0; s < STRIPES; ++s) {
+            const u64 a = a_first + offset + kk * 2 + s * (BOX >> 4);
+            const u64 b = b_first + offset + kk * B_STEP;
+            if constexpr (PRECISE) {
+              mma(step, a, b, kk != 0);
+            } else {
+              mma(sums[s], a, b, (k | kk) != 0);
+            }
+          }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        if (k) {
+        if constexpr (PRECISE) {
+          asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+          release(stage);
+#pragma unroll
+          for (int j = 0; j < BN / 2; ++j) {
+            asm volatile("" : "+f"(step[j])::"memory");
+            sums[0][j] = k ? sums[0][j] + step[j] : step[j];
+          }
+        } else if (k) {
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           release(before);
         }
@@ -436,13 +504,15 @@ extern "C" __global__ void __maxnreg__(160)
           phase ^= 1;
         }
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-      release(before);
-      // wgmma writes these registers until here.
+      if constexpr (!PRECISE) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        release(before);
+        // wgmma writes these registers until here.
 #pragma unroll
-      for (int s = 0; s < STRIPES; ++s)
+        for (int s = 0; s < STRIPES; ++s)
 #pragma unroll
-        for (int j = 0; j < BN / 2; ++j) asm volatile("" : "+f"(sums[s][j])::"memory");
+          for (int j = 0; j < BN / 2; ++j) asm volatile("" : "+f"(sums[s][j])::"memory");
+      }
 
       if (item.tile >= 0) {
         constexpr int PART = GROUP_ROWS * BN / 4;
@@ -467,6 +537,11 @@ extern "C" __global__ void __maxnreg__(160)
         }
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
         for (int p = 0; p < item.others; ++p, part += (u64)CLUSTER * 2 * PART) add_part(sums, part);
+      }
+      if constexpr (SCALED) {
+        const int row = row_in_tile + group * GROUP_ROWS + warp_in_group * 16 + (lane >> 2);
+        scale(sums, scales, item.product, item.row + row,
+              item.column + column_in_tile + (lane & 3) * 2);
       }
 #pragma unroll
       for (int s = 0; s < STRIPES; ++s)

@@ -17,35 +17,53 @@ from cuda.bindings import driver
 from ficco.hip_kernels.build import Target, compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
-from ficco.tiled.products import Bind, Enqueue, Lists, TiledProducts, TileKernel, Upload, pitch_of
-from ficco.tiled.worklist import BK, H100, MAX_PRODUCTS, Tiling
+from ficco.tiled.products import (
+    Bind,
+    Enqueue,
+    Lists,
+    TiledProducts,
+    TileKernel,
+    TileScales,
+    TileTypes,
+    Upload,
+    pitch_of,
+)
+from ficco.tiled.worklist import BK, H100, H100_PRECISE, MAX_PRODUCTS, TileRates, Tiling
 
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
 THREADS = 384
 #: A block of 64 x 64 elements of two bytes; two of them per group of warps hold C on its way out.
 _BOX_BYTES = 64 * 64 * 2
-_MAP_BYTES = 128
+#: Bytes of a row of A or B in one step along k, and of a tensor map.
+_LINE, _MAP_BYTES = 128, 128
 
-#: Dtypes: their names in wgmma, in the conversion from float32, and in tensor maps.
+#: Dtypes: their names in wgmma and in conversions, and in tensor maps.
 _NAMES = {
-    torch.bfloat16: ("bf16", "cvt.rn.bf16x2.f32", 9),
-    torch.float16: ("f16", "cvt.rn.f16x2.f32", 6),
+    torch.bfloat16: ("bf16", 9),
+    torch.float16: ("f16", 6),
+    torch.float8_e4m3fn: ("e4m3", 0),
+    torch.float8_e5m2: ("e5m2", 0),
 }
 
 
 @cache
-def source(tiling: Tiling, dtype: torch.dtype, b_rows: bool) -> str:
-    """The kernel for a tiling, a dtype and a layout of B: ``b_rows`` for rows of n elements."""
-    name, pack, _ = _NAMES[dtype]
+def source(tiling: Tiling, types: TileTypes, b_rows: bool) -> str:
+    """The kernel for a tiling, dtypes and a layout of B: ``b_rows`` for rows of n elements."""
+    left, right, result = (_NAMES[dtype][0] for dtype in types[:3])
+    size, shape = types.a.itemsize, f"m64n{tiling.bn}k{32 // types.a.itemsize}"
+    layouts = "" if types.scaled else f", 0, {int(b_rows)}"  # float8 has but one
     constants = {
+        "SIZE": size,
+        "PRECISE": int(types.precise),
         "BM": tiling.bm,
         "BN": tiling.bn,
         "STAGES": tiling.stages,
         "CM": tiling.cm,
         "CN": tiling.cn,
         "B_ROWS": int(b_rows),
-        "PACK": f'"{pack}"',
+        "PACK": f'"cvt.rn.{result}x2.f32"',
+        "WIDEN": f'"cvt.f32.{result}"',
     }
     count = tiling.bn // 2
     registers = ", ".join(f"%{i}" for i in range(count))
@@ -56,8 +74,8 @@ def source(tiling: Tiling, dtype: torch.dtype, b_rows: bool) -> str:
             f"__device__ __forceinline__ void mma(float (&d)[{count}], unsigned long long a,\n",
             "                                    unsigned long long b, int add) {\n",
             f'  asm volatile("{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{count + 2}, 0;\\n"\n',
-            f'    "wgmma.mma_async.sync.aligned.m64n{tiling.bn}k16.f32.{name}.{name} "\n',
-            f'    "{{{registers}}}, %{count}, %{count + 1}, add, 1, 1, 0, {int(b_rows)};\\n}}"\n',
+            f'    "wgmma.mma_async.sync.aligned.{shape}.f32.{left}.{right} "\n',
+            f'    "{{{registers}}}, %{count}, %{count + 1}, add, 1, 1{layouts};\\n}}"\n',
             f'    : {operands}\n    : "l"(a), "l"(b), "r"(add));\n}}\n',
             (Path(__file__).parent / "hopper.cpp").read_text(),
         )
@@ -80,6 +98,34 @@ class _Lists(ctypes.Structure):
     ]
 
 
+class _Scales(ctypes.Structure):
+    _fields_ = [
+        ("a", ctypes.c_uint64 * MAX_PRODUCTS),
+        *((name, ctypes.c_uint64) for name in ("b", "bias")),
+        ("rows", ctypes.c_int32 * MAX_PRODUCTS),
+        *((name, ctypes.c_int32) for name in ("n", "a_stride", "b_stride")),
+    ]
+
+    @classmethod
+    def of(cls, scales: TileScales, rows: Sequence[int], n: int) -> _Scales:
+        """Raises ValueError: factors are neither one for each row or column, nor one for all."""
+        columns = [*zip(scales.a, rows, strict=True), (scales.b.t(), n)]
+        for factors, count in columns:
+            if factors.shape not in ((count, 1), (1, 1)) or factors.dtype != torch.float32:
+                raise ValueError(
+                    f"scales: required {count} or 1 of float32, got {tuple(factors.shape)} of "
+                    f"{factors.dtype}"
+                )
+        *of_a, of_b = (factors.stride(0) if len(factors) > 1 else 0 for factors, _ in columns)
+        return cls(
+            (ctypes.c_uint64 * MAX_PRODUCTS)(*(factors.data_ptr() for factors in scales.a)),
+            scales.b.data_ptr(),
+            0 if scales.bias is None else scales.bias.data_ptr(),
+            (ctypes.c_int32 * MAX_PRODUCTS)(*rows),
+            *(n, max(of_a), of_b),
+        )
+
+
 @cache
 def _encode() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
@@ -87,17 +133,17 @@ def _encode() -> Any:
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    kind: int, address: int, rows: int, columns: int, pitch: int, box_rows: int
+    dtype: torch.dtype, address: int, rows: int, columns: int, pitch: int, box_rows: int
 ) -> bytes:
-    """The map of a matrix, rows ``pitch`` bytes apart, in boxes of 64 columns that are swizzled by
-    128 bytes. What is outside of the matrix reads as 0 and is not written."""
+    """The map of a matrix, rows ``pitch`` bytes apart, in boxes of 128 bytes of its rows, swizzled.
+    What is outside of the matrix reads as 0 and is not written."""
     room = ctypes.create_string_buffer(2 * _MAP_BYTES)
     aligned = -(-ctypes.addressof(room) // 64) * 64
     swizzle_128, promotion_256, zeros = 3, 3, 0
     status = _encode()(
-        *(ctypes.c_void_p(aligned), kind, 2, ctypes.c_void_p(address)),
+        *(ctypes.c_void_p(aligned), _NAMES[dtype][1], 2, ctypes.c_void_p(address)),
         *((ctypes.c_uint64 * 2)(columns, rows), (ctypes.c_uint64 * 1)(pitch)),
-        *((ctypes.c_uint32 * 2)(64, box_rows), (ctypes.c_uint32 * 2)(1, 1)),
+        *((ctypes.c_uint32 * 2)(_LINE // dtype.itemsize, box_rows), (ctypes.c_uint32 * 2)(1, 1)),
         *(0, swizzle_128, promotion_256, zeros),
     )
     if status:
@@ -114,17 +160,20 @@ def shared_bytes(tiling: Tiling) -> int:
 class HopperKernel(TileKernel):
     """See :class:`ficco.tiled.products.TileKernel`."""
 
-    rates = H100
     most = MAX_PRODUCTS
+    scales = True
     counts = 2  # warps that store, and groups of warps that multiply, each half of a tile
 
     def __init__(self, binding: CudaBinding) -> None:
         self._binding = binding
         self._functions = lru_cache(maxsize=None)(self._load)
 
-    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
+    def rates(self, types: TileTypes) -> TileRates:
+        return H100_PRECISE if types.precise else H100
+
+    def prepare(self, lists: Lists, types: TileTypes, b_rows: bool, upload: Upload) -> Bind:
         tiling, work = lists.tiles.tiling, lists.tiles.work
-        function = self._functions(tiling, dtype, b_rows)
+        function = self._functions(tiling, types, b_rows)
         arguments = _Lists(
             **{name: getattr(lists, name) for name in _ADDRESSES},
             limit_ns=int(lists.limit_s * 1e9),
@@ -132,12 +181,15 @@ class HopperKernel(TileKernel):
             gate_count=len(work.gates),
         )
         blocks, shared = lists.tiles.clusters * tiling.blocks, shared_bytes(tiling)
-        kind = _NAMES[dtype][2]
 
         def bind(
-            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+            a: Sequence[torch.Tensor],
+            b: torch.Tensor,
+            out: Sequence[torch.Tensor],
+            scales: TileScales | None,
         ) -> Enqueue:
             maps = _Maps()
+            factors = _Scales() if scales is None else _Scales.of(scales, work.rows, work.n)
             places = [
                 *((index, t, tiling.bm // tiling.cn) for index, t in enumerate(a)),
                 *((MAX_PRODUCTS + index, t, 64) for index, t in enumerate(out)),
@@ -145,15 +197,15 @@ class HopperKernel(TileKernel):
             ]
             for index, matrix, box_rows in places:
                 shape = *matrix.shape, pitch_of(matrix) * matrix.element_size(), box_rows
-                encoded = tensor_map(kind, matrix.data_ptr(), *shape)
+                encoded = tensor_map(matrix.dtype, matrix.data_ptr(), *shape)
                 ctypes.memmove(ctypes.addressof(maps) + index * _MAP_BYTES, encoded, _MAP_BYTES)
-            packed = Packed((maps, arguments))
+            packed = Packed((maps, arguments, factors))
             return partial(self._binding.launch, function, blocks, THREADS, packed, shared=shared)
 
         return bind
 
-    def _load(self, tiling: Tiling, dtype: torch.dtype, b_rows: bool) -> Any:
-        image = compiled(TARGET, text=source(tiling, dtype, b_rows))
+    def _load(self, tiling: Tiling, types: TileTypes, b_rows: bool) -> Any:
+        image = compiled(TARGET, text=source(tiling, types, b_rows))
         return self._binding.load(image, (NAME,), shared_bytes(tiling))[NAME]
 
 

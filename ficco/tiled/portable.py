@@ -24,10 +24,12 @@ from ficco.tiled.products import (
     Enqueue,
     Lists,
     TileKernel,
+    TileScales,
+    TileTypes,
     Upload,
     pitch_of,
 )
-from ficco.tiled.worklist import BK, MI300X, Tiling
+from ficco.tiled.worklist import BK, MI300X, TileRates, Tiling
 
 #: What HIP calls an MI300X.
 ARCHITECTURE = "gfx942"
@@ -145,7 +147,6 @@ class TritonKernel(TileKernel):
         NotImplementedError: this Triton is too old.
     """
 
-    rates = MI300X
     most = MOST_PRODUCTS
     counts = 1
 
@@ -161,20 +162,26 @@ class TritonKernel(TileKernel):
         self._binding = binding
         self._functions = lru_cache(maxsize=None)(self._load)
 
-    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
-        tiles = lists.tiles
+    def rates(self, types: TileTypes) -> TileRates:
+        return MI300X
+
+    def prepare(self, lists: Lists, types: TileTypes, b_rows: bool, upload: Upload) -> Bind:
+        tiles, dtype = lists.tiles, types.a
         variant = tiles.tiling, dtype, b_rows, tiles.work.k % BK == 0
         function, threads, shared = self._functions(*variant)
         kept = tables(lists, upload)
-        types = signature(dtype)
+        kinds = signature(dtype)
 
         def bind(
-            a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
+            a: Sequence[torch.Tensor],
+            b: torch.Tensor,
+            out: Sequence[torch.Tensor],
+            scales: TileScales | None,
         ) -> Enqueue:
             arguments: list[Any] = []
             for name, value in values(a, b, out, kept[0].data_ptr()).items():
                 numbers = value if isinstance(value, tuple) else (value,)
-                kind = types[name][0] if isinstance(value, tuple) else types[name]
+                kind = kinds[name][0] if isinstance(value, tuple) else kinds[name]
                 arguments += map(_C_TYPES.get(kind, ctypes.c_void_p), numbers)
             # Two more pointers, to memory of Triton's for which this kernel has no use.
             arguments += ctypes.c_void_p(), ctypes.c_void_p()

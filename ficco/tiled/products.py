@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +23,58 @@ from ficco.tiled.worklist import TileList, TileRates, Tiling, Work, best
 #: Bytes of the unit that kernels load, and how many elements these are.
 UNIT, UNIT_ELEMENTS = 16, 8
 DTYPES = (torch.bfloat16, torch.float16)
+#: Those of operands that are scaled.
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CONTIGUOUS = torch.contiguous_format
 
 #: Puts numbers on the device.
 Upload = Callable[[npt.NDArray[Any]], torch.Tensor]
 #: Enqueues a kernel whose arguments are set, on a stream.
 Enqueue = Callable[[Any], None]
-#: Sets the arguments for A of each product, B as it is stored, and the result of each product.
-Bind = Callable[[Sequence[torch.Tensor], torch.Tensor, Sequence[torch.Tensor]], Enqueue]
+
+
+class TileTypes(NamedTuple):
+    """Dtypes of A, of B and of the results.
+
+    ``precise``: what the device adds up in less than float32, as Hopper GPUs do for float8, is
+    added to a sum in float32 after each step along k.
+    """
+
+    a: torch.dtype
+    b: torch.dtype
+    out: torch.dtype
+    precise: bool = False
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> TileTypes:
+        """One for all."""
+        return cls(dtype, dtype, dtype)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether operands have factors."""
+        return self.a.itemsize == 1
+
+
+class TileScales(NamedTuple):
+    """The factors of float8 operands, in float32.
+
+    Attributes:
+        a: of each product, [its rows, 1], or [1, 1] for all of them.
+        b: [1, n], or [1, 1].
+        bias: a row [n] of the results' dtype that is added.
+    """
+
+    a: Sequence[torch.Tensor]
+    b: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+#: Sets the arguments for A of each product, B as it is stored, the result of each product, and the
+#: factors of operands that are scaled.
+Bind = Callable[
+    [Sequence[torch.Tensor], torch.Tensor, Sequence[torch.Tensor], TileScales | None], Enqueue
+]
 
 
 @dataclass(frozen=True)
@@ -65,17 +109,21 @@ class TileKernel(ABC):
     """The kernel of an architecture, on one device.
 
     Attributes:
-        rates: by which lists are chosen, and its tilings.
         most: products of a list.
+        scales: whether it multiplies float8.
         counts: what each block has that counts tiles by itself.
     """
 
-    rates: ClassVar[TileRates]
     most: ClassVar[int]
+    scales: ClassVar[bool] = False
     counts: ClassVar[int]
 
     @abstractmethod
-    def prepare(self, lists: Lists, dtype: torch.dtype, b_rows: bool, upload: Upload) -> Bind:
+    def rates(self, types: TileTypes) -> TileRates:
+        """By which lists are chosen, and the tilings."""
+
+    @abstractmethod
+    def prepare(self, lists: Lists, types: TileTypes, b_rows: bool, upload: Upload) -> Bind:
         """Compile it and load it, once for each variant. What is returned keeps what it uploads.
 
         Args:
@@ -106,17 +154,22 @@ class TiledLaunch:
     def __init__(
         self,
         tiles: TileList,
-        dtype: torch.dtype,
+        types: TileTypes,
         b_rows: bool,
         bind: Bind,
         counters: torch.Tensor,
         memory: Sequence[torch.Tensor],
     ) -> None:
-        self.tiles, self.dtype, self.b_rows, self.counters = tiles, dtype, b_rows, counters
+        self.tiles, self.types, self.b_rows, self.counters = tiles, types, b_rows, counters
         self._bind, self._memory = bind, memory
 
     def launch(
-        self, a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor], stream: Any
+        self,
+        a: Sequence[torch.Tensor],
+        b: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        stream: Any,
+        scales: TileScales | None = None,
     ) -> Enqueue | None:
         """Enqueue ``out[p] = a[p] @ b`` for each product p.
 
@@ -126,6 +179,7 @@ class TiledLaunch:
             b: [k, n]. It is copied if it is not laid out as prepared for.
             out: [rows of p, n] each, likewise for rows that are announced.
             stream: PyTorch's current one, as the vendor's binding takes it.
+            scales: of float8 operands, whose products they multiply.
 
         Returns:
             What enqueues it again for the same operands; None if some had to be copied.
@@ -139,7 +193,7 @@ class TiledLaunch:
         results = [
             t if addressable(t) else torch.empty_like(t, memory_format=_CONTIGUOUS) for t in out
         ]
-        enqueue = self._bind(given[:-1], given[-1], results)
+        enqueue = self._bind(given[:-1], given[-1], results, scales)
         enqueue(stream)
         for there, result in zip(out, results, strict=True):
             if there is not result:
@@ -156,18 +210,17 @@ class TiledLaunch:
     def _check(
         self, a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor]
     ) -> None:
-        work = self.tiles.work
+        work, types = self.tiles.work, self.types
+        k = work.k * 2 // types.a.itemsize
         wanted = (
-            ("a", a, [(rows, work.k) for rows in work.rows], work.gates),
-            ("b", [b], [(work.k, work.n)], ()),
-            ("out", out, [(rows, work.n) for rows in work.rows], work.announces),
+            ("a", a, types.a, [(rows, k) for rows in work.rows], work.gates),
+            ("b", [b], types.b, [(k, work.n)], ()),
+            ("out", out, types.out, [(rows, work.n) for rows in work.rows], work.announces),
         )
-        for name, given, shapes, spans in wanted:
-            if [tuple(t.shape) for t in given] != shapes or {t.dtype for t in given} != {
-                self.dtype
-            }:
+        for name, given, dtype, shapes, spans in wanted:
+            if [tuple(t.shape) for t in given] != shapes or {t.dtype for t in given} != {dtype}:
                 got = [(tuple(t.shape), t.dtype) for t in given]
-                raise ValueError(f"{name}: required {shapes} of {self.dtype}, got {got}")
+                raise ValueError(f"{name}: required {shapes} of {dtype}, got {got}")
             for product in {span.product for of in spans for span in of}:
                 if not addressable(given[product]):
                     raise ValueError(
@@ -182,19 +235,22 @@ class TiledProducts:
     def __init__(self, device: torch.device, processors: int, kernel: TileKernel) -> None:
         self.device, self.processors, self.kernel = device, processors, kernel
 
-    def serves(self, dtype: torch.dtype, products: int, n: int, k: int) -> str:
+    def serves(self, types: TileTypes, products: int, n: int, k: int) -> str:
         """Why products cannot be computed here; empty if they can."""
-        if dtype not in DTYPES:
-            return f"tiled products need bfloat16 or float16, got {dtype}"
+        served = (*DTYPES, *FLOAT8) if self.kernel.scales else DTYPES
+        if types.a not in served or types.b not in served or types.out not in DTYPES:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in served)
+            given = f"{types.a} by {types.b}, to {types.out}"
+            return f"tiled products need {names}, to bfloat16 or float16, got {given}"
         if products > self.kernel.most:
             return f"tiled products are at most {self.kernel.most}, got {products}"
         if n % UNIT_ELEMENTS or k % UNIT_ELEMENTS or not n or not k:
             return f"tiled products need multiples of 8 columns, got n = {n} and k = {k}"
         return ""
 
-    def best(self, work: Work, b_rows: bool, spare: int = 0) -> TileList:
+    def best(self, work: Work, types: TileTypes, b_rows: bool, spare: int = 0) -> TileList:
         """The list with the least predicted time that leaves ``spare`` processors to others."""
-        return best(work, self.kernel.rates, self.processors - spare, b_rows)
+        return best(work, self.kernel.rates(types), self.processors - spare, b_rows)
 
     def clusters(self, tiling: Tiling, spare: int = 0) -> int:
         """Clusters of a launch that leaves ``spare`` processors to others."""
@@ -203,7 +259,7 @@ class TiledProducts:
     def prepare(
         self,
         tiles: TileList,
-        dtype: torch.dtype,
+        types: TileTypes,
         b_rows: bool,
         *,
         late: int,
@@ -250,8 +306,8 @@ class TiledProducts:
                 late=late,
                 limit_s=limit_s,
             )
-            bind = self.kernel.prepare(lists, dtype, b_rows, self._upload)
-        return TiledLaunch(tiles, dtype, b_rows, bind, counters, (counters, parts, *memory))
+            bind = self.kernel.prepare(lists, types, b_rows, self._upload)
+        return TiledLaunch(tiles, types, b_rows, bind, counters, (counters, parts, *memory))
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import numpy.typing as npt
 MAX_PRODUCTS = 8
 MAX_GATES = 128
 MAX_ANNOUNCED = 128
-#: Columns of A in one step along k.
+#: Columns of A in one step along k, if they have two bytes each.
 BK = 64
 #: int32 of an :class:`TileItem`.
 ITEM_INTS = 12
@@ -98,7 +98,7 @@ class Work:
 
     Attributes:
         rows: of each product, at least 1.
-        n, k: multiples of 8.
+        n, k: multiples of 8; ``k`` counts two bytes, of which float8 fills one half each.
         gates: for each gate the rows that need it, in the order in which gates should open.
         announces: for each announcement its rows, in the order in which they should be complete.
         opens: when the gates are expected to open, in seconds after the start; by default at once.
@@ -272,6 +272,12 @@ H100 = TileRates(
     write=3.73e-6,
     add=3.2e-6,
     slowdown=0.178,
+)
+
+#: Of these the tilings in which float8 is added up in float32 after each step: sums and what a step
+#: adds must both fit in registers.
+H100_PRECISE = replace(
+    H100, multiply={one: each for one, each in H100.multiply.items() if one.bn <= 160}
 )
 
 #: For the kernel in Triton on MI300X, whose only tiling is the largest that spills no registers.
