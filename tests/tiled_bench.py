@@ -307,7 +307,8 @@ def timed_lists(
 def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
     began = time.perf_counter()
     products, courier = hopper_products(0), Courier()
-    configurations = [(til, DTYPE, b_rows) for til in H100.multiply for b_rows in (False, True)]
+    types = TileTypes.of(DTYPE)
+    configurations = [(til, types, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
     print(f"compiled in {time.perf_counter() - began:.1f} s, {torch.cuda.get_device_name()}")

@@ -314,6 +314,23 @@ INLINE void announce(const Lists& lists, int first, int last) {
   }
 }
 
+// Waits until so many of the enqueued steps are left; they write registers until here.
+template <int LEFT>
+INLINE void wait_steps(float (&of)[STRIPES][BN / 2]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#pragma unroll
+  for (int s = 0; s < STRIPES; ++s)
+#pragma unroll
+    for (int j = 0; j < BN / 2; ++j) asm volatile("" : "+f"(of[s][j])::"memory");
+}
+
+INLINE void add(float (&sums)[STRIPES][BN / 2], const float (&step)[STRIPES][BN / 2]) {
+#pragma unroll
+  for (int s = 0; s < STRIPES; ++s)
+#pragma unroll
+    for (int j = 0; j < BN / 2; ++j) sums[s][j] += step[s][j];
+}
+
 // Adds the others' parts, or writes this one. Threads of a group hold the same elements each time.
 INLINE void put_part(float (&sums)[STRIPES][BN / 2], float4* part) {
 #pragma unroll
@@ -462,56 +479,67 @@ extern "C" __global__ void __maxnreg__(160)
         barrier_arrive(empty + 8 * done);
       }
     };
+    // Enqueues a step, or adds it; returns its stage.
+    const auto multiply = [&](float (&into)[STRIPES][BN / 2], bool adds) {
+      barrier_wait(full + 8 * stage, phase);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      const u64 offset = stage * (STAGE >> 4);
+#pragma unroll
+      for (int kk = 0; kk < LINE / 32; ++kk)
+#pragma unroll
+        for (int s = 0; s < STRIPES; ++s)
+          mma(into[s], a_first + offset + kk * 2 + s * (BOX >> 4), b_first + offset + kk * B_STEP,
+              adds || kk);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      const u32 used = stage;
+      if (++stage == STAGES) {
+        stage = 0;
+        phase ^= 1;
+      }
+      return used;
+    };
     u32 i = mine;
     Item next = item_at(lists.items, i);
     while (next.kn) {
       const Item item = next;
       next = item_at(lists.items, i += lists.clusters);
-      u32 before = 0;
-      for (int k = 0; k < item.kn; ++k) {
-        barrier_wait(full + 8 * stage, phase);
-        float step[BN / 2];  // what this step adds to the sums, if PRECISE
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        const u64 offset = stage * (STAGE >> 4);
+      if constexpr (PRECISE) {  // a step is added while the next one is multiplied
+        float one[STRIPES][BN / 2], two[STRIPES][BN / 2];
 #pragma unroll
-        for (int kk = 0; kk < LINE / 32; ++kk)
-#pragma unroll
-          for (int s = 0; s < STRIPES; ++s) {
-            const u64 a = a_first + offset + kk * 2 + s * (BOX >> 4);
-            const u64 b = b_first + offset + kk * B_STEP;
-            if constexpr (PRECISE) {
-              mma(step, a, b, kk != 0);
-            } else {
-              mma(sums[s], a, b, (k | kk) != 0);
-            }
+        for (int j = 0; j < BN / 2; ++j) sums[0][j] = 0.0f;
+        u32 before = multiply(one, false);
+        for (int k = 1;; k += 2) {
+          if (k == item.kn) {
+            wait_steps<0>(one);
+            release(before);
+            add(sums, one);
+            break;
           }
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        if constexpr (PRECISE) {
-          asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-          release(stage);
-#pragma unroll
-          for (int j = 0; j < BN / 2; ++j) {
-            asm volatile("" : "+f"(step[j])::"memory");
-            sums[0][j] = k ? sums[0][j] + step[j] : step[j];
+          const u32 now = multiply(two, false);
+          wait_steps<1>(one);
+          release(before);
+          add(sums, one);
+          if (k + 1 == item.kn) {
+            wait_steps<0>(two);
+            release(now);
+            add(sums, two);
+            break;
           }
-        } else if (k) {
+          before = multiply(one, false);
+          wait_steps<1>(two);
+          release(now);
+          add(sums, two);
+        }
+      } else {
+        u32 before = multiply(sums, false);
+        for (int k = 1; k < item.kn; ++k) {
+          const u32 now = multiply(sums, true);
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           release(before);
+          before = now;
         }
-        before = stage;
-        if (++stage == STAGES) {
-          stage = 0;
-          phase ^= 1;
-        }
-      }
-      if constexpr (!PRECISE) {
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        wait_steps<0>(sums);
         release(before);
-        // wgmma writes these registers until here.
-#pragma unroll
-        for (int s = 0; s < STRIPES; ++s)
-#pragma unroll
-          for (int j = 0; j < BN / 2; ++j) asm volatile("" : "+f"(sums[s][j])::"memory");
       }
 
       if (item.tile >= 0) {

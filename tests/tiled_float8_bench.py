@@ -1,0 +1,122 @@
+"""Time the tiled product of float8 against the library's; writes ``tiled-float8.csv`` and ``.md``.
+
+    python tests/tiled_float8_bench.py FOLDER
+
+Operands are scaled by row. The chosen list of each way to add up and ``torch._scaled_mm`` run in
+shuffled rounds, the host ahead, all rows there; shares are medians of the ratios of rounds.
+*Precise* adds up in float32 after each 128 of k; the library adds up in float32, too, unless
+``use_fast_accum`` is set.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tiled_bench import SHAPES as SMALL
+from tiled_bench import rounds
+
+from ficco.bench.frames import describe
+from ficco.bench.report import about_table
+from ficco.bench.tables import markdown
+from ficco.tiled.hopper import hopper_products
+from ficco.tiled.products import TileScales, TileTypes
+from ficco.tiled.worklist import Work
+
+#: The eight shapes of docs/results, and those of the other bench.
+SHAPES = (
+    (32768, 2048, 8192),
+    (8192, 7168, 8192),
+    (8192, 3584, 4096),
+    (18432, 7168, 4096),
+    (16384, 4096, 16384),
+    (8192, 2048, 32768),
+    (8192, 12288, 12288),
+    (16384, 13312, 16384),
+    *[shape for shape in SMALL if shape[0] <= 2560],
+)
+OUT, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def timed(m: int, n: int, k: int) -> list[dict[str, Any]]:
+    """The rows of one shape."""
+    products, stream = hopper_products(0), torch.cuda.current_stream().cuda_stream
+    late = torch.zeros(1, dtype=torch.int32, device="cuda")
+    a = torch.randn(m, k, device="cuda").to(FLOAT8)
+    b = torch.randn(n, k, device="cuda").to(FLOAT8).t()
+    scales = TileScales([torch.rand(m, 1, device="cuda")], torch.rand(1, n, device="cuda"))
+    out = torch.empty(m, n, device="cuda", dtype=OUT)
+    calls: dict[Any, Callable[[], object]] = {}
+    found, kept = {}, []
+    for precise in (True, False):
+        given = a, b, scales.a[0], scales.b
+        more = {"out_dtype": OUT, "use_fast_accum": not precise, "out": out}
+        calls["library", precise] = partial(torch._scaled_mm, *given, **more)
+        types = TileTypes(FLOAT8, FLOAT8, OUT, precise)
+        tiles = products.best(Work((m,), n, k // 2), types, False)
+        launch = products.prepare(tiles, types, False, late=late.data_ptr(), limit_s=1.0)
+        again = launch.launch([a], b, [out], stream, scales)
+        assert again is not None, "operands need no copies"
+        kept.append(launch)
+        calls["tiled", precise], found[precise] = partial(again, stream), tiles
+    right = torch._scaled_mm(a, b, scales.a[0], scales.b, out_dtype=OUT).float()
+    for name, call in calls.items():
+        out.fill_(torch.nan)
+        call()
+        error = float((out.float() - right).norm() / right.norm())
+        # Fast sums lose what their instructions do: up to 5e-3 of these.
+        assert error < (1e-4 if name[1] else 1e-2), f"{m} x {n} x {k}, {name}: off by {error}"
+    times = rounds(calls)
+    rows = []
+    for precise, tiles in found.items():
+        pairs = zip(times["library", precise], times["tiled", precise], strict=True)
+        row = {"m": m, "n": n, "k": k, "precise": precise, "cut": tiles.cut.name}
+        row |= {"tiling": "x".join(map(str, tiles.tiling)), "predicted_us": tiles.seconds * 1e6}
+        row |= {f"{what}_us": statistics.median(times[what, precise]) for what, _ in calls}
+        rows.append(row | {"share": statistics.median(x / y for x, y in pairs)})
+    assert not late.item()
+    return rows
+
+
+def page(frame: pd.DataFrame, command: str) -> str:
+    """A table with a line for each shape, as Markdown."""
+    heads = ["m x n x k", *[f"{way}: {what}" for way in ("precise", "fast") for what in COLUMNS]]
+    body = []
+    for (m, n, k), of in frame.groupby(["m", "n", "k"], sort=False):
+        row = [f"{m} x {n} x {k}"]
+        for precise in (True, False):
+            (one,) = of[of.precise == precise].itertuples()
+            row += [f"{us:.1f}" for us in (one.library_us, one.tiled_us, one.predicted_us)]
+            row.append(f"{one.share:.3f}")
+        body.append(row)
+    means = [statistics.geometric_mean(frame[frame.precise == p].share) for p in (True, False)]
+    body.append(
+        ["**geometric mean**", *(cell for mean in means for cell in ("", "", "", f"{mean:.3f}"))]
+    )
+    how, about = " ".join(str(__doc__).split()), about_table(describe("cuda", command))
+    return f"# tiled-float8\n\n{about}\n\n{how}\n\n{markdown(heads, body)}\n"
+
+
+COLUMNS = ("library us", "tiled us", "predicted us", "share")
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for shape in SHAPES:
+        rows += timed(*shape)
+        print(*(f"{key}={value}" for key, value in rows[-2].items()), flush=True)
+        pd.DataFrame(rows).to_csv(folder / "tiled-float8.csv", index=False, float_format="%.4g")
+    text = page(pd.DataFrame(rows), f"python {' '.join(sys.argv)}")
+    (folder / "tiled-float8.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
