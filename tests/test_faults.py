@@ -29,6 +29,7 @@ from ficco.board import LATE_S
 from ficco.dma import collectives, products
 from ficco.errors import BackendError
 from ficco.ops import call as calls
+from ficco.ops import planned
 from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
@@ -427,7 +428,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        calls._execute(None, None, None)  # type: ignore[arg-type]  # it never gets to them
+        calls.execute(None, None, None)  # type: ignore[arg-type]  # it never gets to them
     assert torch.is_grad_enabled()
 
 
@@ -696,7 +697,7 @@ def _short_of_memory(
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("what", ["readable", "_operands", "_execute"])
+@pytest.mark.parametrize("what", ["readable", "_operands", "execute"])
 def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
     """At once: none of them waits for as long as a call may take."""
     _without_memory(equal(2, 8, 8, 8, schedule="growing"), warm, what)
@@ -710,7 +711,7 @@ def _without_memory(case: Case, warm: bool, what: str, owner: Any = None) -> Non
     other, odd = run(2, _short_of_memory, case, warm, what, owner)
     assert odd["first"].type == "MemoryError"
     # One that has not agreed to the call yet may be right: all may say so.
-    agreed = what in ("_execute", "keep")
+    agreed = what in ("execute", "keep")
     assert other["first"].type == ("PeerFailed" if agreed else "RankMismatch"), other["first"]
     told = other["first"].fields["reasons" if agreed else "values"][1]
     assert told == "MemoryError: 64 GiB are not to be had"
@@ -732,7 +733,7 @@ def _operands_behind_an_error(at: Rank) -> list[bool]:
     collecting = gc.isenabled()
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
-            patch.setattr(calls, "_execute", refuse)
+            patch.setattr(calls, "execute", refuse)
         try:
             for iteration in (1, 2, 3):
                 made = make(at, case, iteration, group)
@@ -812,7 +813,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "caller's thread": (products, "multiply"),
     "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
-    "operations": (calls, "compile"),
+    "operations": (planned, "compile"),
 }
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),

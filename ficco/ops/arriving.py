@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Program
 from ficco.errors import FiccoError
-from ficco.ops.call import number_call, post_call, program_of, workspace_for
+from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
     check_dtype,
     flat,
@@ -23,10 +23,11 @@ from ficco.ops.operands import (
     rows_by_rank,
 )
 from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.planned import new_kind, number_call, post_call, program_of, workspace_for
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
-from ficco.workspace import CachedCall, Workspace
+from ficco.workspace import Workspace
 
 #: What errors and the board call it.
 NAME = "arriving"
@@ -229,8 +230,7 @@ def _begin(
     a, source = readable(workspace, flat(plain(a_shard)))
     given, place = frozen(rows), source and (source[0].serial, source[1])
     key = NAME, a.shape, a.dtype, schedule, given, options.workspace_bytes, place
-    known = workspace.programs.get(key)
-    cached = known
+    cached = workspace.programs.get(key)
     if cached is None:
         each = rows_by_rank(
             OPERATORS["all_gather_matmul"], given, a.shape[0], engine.rank, engine.world
@@ -238,23 +238,11 @@ def _begin(
         dtype = str(a.dtype).removeprefix("torch.")
         asked = Gathering(each, a.shape[1], dtype, source is not None)
         (made,) = gathering(asked, schedule, [engine.rank])
-        cap = options.workspace_bytes
-        needed = engine.slot_bytes(made.words, made.slot_bytes) if made.words else 0
-        if cap is not None and needed > cap:
-            raise ValueError(
-                f"workspace_bytes: required at least {needed} for all pieces of {asked}, got "
-                f"{cap}; allow more"
-            )
-        agreed = [str(asked), f"schedule {schedule}"]
-        if cap is not None:
-            agreed.append(f"workspace_bytes={cap}")
-        if source is not None and pull:
-            agreed.append(f"a_shard in symmetric allocation {place}")
-        digest = workspace.board.describe(", ".join(agreed))
-        cached = CachedCall(made, digest, cap is not None, source)
-    post_call(workspace, cached, options, NAME)
-    if known is None:
-        workspace.keep(key, cached)
+        keep_to_cap(engine, made, options.workspace_bytes)
+        agreed = [f"a_shard in symmetric allocation {place}"] if source and pull else []
+        single = options.workspace_bytes is not None
+        cached = new_kind(workspace, made, options, agreed, single, source)
+    post_call(workspace, key, cached, options)
     program = program_of(workspace, cached)
     call = Call({"a": a if program.slot else a.contiguous()})  # alone, the caller reads it
     return _Begun(program, call, engine.around(program, call))

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ficco import ranges
-from ficco.dma.engine import Call, Program, Span, Symmetric
+from ficco.dma.engine import Call, Span, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
@@ -28,13 +26,21 @@ from ficco.ops.operands import (
     readable,
     row_major,
 )
-from ficco.options import Options, current
+from ficco.ops.planned import (
+    execute,
+    new_kind,
+    number_call,
+    post_call,
+    program_of,
+    traced,
+    workspace_for,
+)
+from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problem import OPERATORS, Problem
-from ficco.runtime import compile
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
-from ficco.workspace import CachedCall, Workspace, workspace_of
+from ficco.workspace import CachedCall, Workspace
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None
@@ -71,8 +77,7 @@ def run(
                 of = scales.columns(first, last, b.shape[1]) if scales else None
                 run(operator, left, right, group, schedule, cached.rows, False, into, purpose, of)
             return call.tensors["out"], None
-        program = program_of(workspace, cached)
-        _execute(workspace, program, call)
+        execute(workspace, program_of(workspace, cached), call)
     except BaseException as error:
         workspace.end(error)
         raise
@@ -103,44 +108,11 @@ def run_traced(
                 f"a call that goes by {cached.columns} columns at a time, to keep to "
                 "workspace_bytes, is several; trace it without that cap"
             )
-        slot = workspace.slot(cached.plan, cached.single)
-        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
-        try:
-            _execute(workspace, program, call)
-            plan, spans = program.plan, workspace.engine.spans(program, call)
-        finally:
-            if slot is not None:
-                slot.programs.pop(program.number, None)
-            program.clear()
+        plan, spans = traced(workspace, cached, call)
     except BaseException as error:
         workspace.end(error)
         raise
     return call.tensors["out"], plan, spans
-
-
-def program_of(workspace: Workspace, cached: CachedCall) -> Program:
-    """The program of the latest call, on its slot."""
-    slot = workspace.slot(cached.plan, cached.single)
-    program = cached.programs.get(id(slot))
-    if program is None:
-        program = compile(cached.plan, workspace.engine, slot, cached.source)
-        cached.programs[id(slot)] = program
-    return program
-
-
-def _execute(workspace: Workspace, program: Program, call: Call) -> None:
-    grad = torch.is_grad_enabled()
-    try:
-        if grad:  # inside: Ctrl-C may come right after it
-            torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
-        if ranges.active():
-            with ranges.marked(f"ficco: {program.plan.problem}, {program.plan.schedule}"):
-                workspace.engine.execute(program, call)
-        else:
-            workspace.engine.execute(program, call)
-    finally:
-        if grad:
-            torch._C._set_grad_enabled(True)
 
 
 def _operands(
@@ -199,7 +171,6 @@ def _begin(
         of_scales,
     )
     cached = workspace.programs.get(key)
-    known = cached is not None
     if cached is None:
         group = workspace.group
         problem = problem_of_operands(
@@ -211,34 +182,8 @@ def _begin(
     call = _operands(cached, a, b, out)
     if scales is not None:
         call.tensors |= plain_scales(scales, cached.plan)
-    post_call(workspace, cached, options, operator, purpose)
-    if not known:
-        workspace.keep(key, cached)
+    post_call(workspace, key, cached, options, purpose)
     return cached, call
-
-
-def number_call(workspace: Workspace, operator: str) -> Options:
-    """Begin the next call of a workspace, under the options in force."""
-    engine, options = workspace.engine, current()
-    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
-    if (watchdog := workspace.watchdog) is not None:
-        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
-    workspace.calls += 1
-    return options
-
-
-def post_call(
-    workspace: Workspace, cached: CachedCall, options: Options, operator: str, purpose: str = ""
-) -> None:
-    """Post the latest call on the board, and agree on it with the other ranks if need be."""
-    number, board = workspace.calls, workspace.board
-    cached.latest = number
-    if cached.columns:
-        return
-    board.post(number, cached.digest)
-    workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
-    if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-        board.agree(number, options.timeout_s, operator, cached.plan.schedule, purpose)
 
 
 def _cached_call(
@@ -277,17 +222,15 @@ def _cached_call(
     problem_log.say(options.log, decision, made.schedule, purpose, engine.rank)
     if fit.columns:
         return CachedCall(made, 0, fit.single, None, fit.columns)
-    agreed = [str(problem), f"schedule {made.schedule}", str(known)]
-    if options.workspace_bytes is not None:
-        agreed.append(f"workspace_bytes={options.workspace_bytes}")
+    agreed = [str(known)]
     parsed = Schedule.parse(made.schedule)
     if source is not None and (parsed.pull or parsed.own):
         left, (memory, start) = left_of(problem.operator), source
         agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
     if purpose:
         agreed.append(purpose)
-    digest = workspace.board.describe(", ".join(agreed))
-    return CachedCall(made, digest, fit.single, None if "publish" in made.buffer else source)
+    kept = None if "publish" in made.buffer else source
+    return new_kind(workspace, made, options, agreed, fit.single, kept)
 
 
 def _workspace(
@@ -299,15 +242,3 @@ def _workspace(
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
     return workspace_for(group, a, left_of(operator), operator)
-
-
-def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
-    """The workspace of a call with an operand of that name."""
-    if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
-        raise ValueError(
-            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
-            "it to the GPU or use a gloo group"
-        )
-    workspace = workspace_of(group, a.device, operator)
-    workspace.raise_error()
-    return workspace

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ficco.dma.engine import Engine
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision
 from ficco.plan import Plan, aligned
@@ -61,6 +62,20 @@ def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: i
             with contextlib.suppress(_NoRoom):
                 return _fitted(workspace, problem, schedule, cap)
     return _fitted(workspace, problem, Schedule.parse("serial:collective"), cap)
+
+
+def keep_to_cap(engine: Engine, whole: Plan, cap: int | None) -> None:
+    """Refuse a plan that has no smaller form and takes slots of more than ``cap`` bytes.
+
+    Raises:
+        ValueError: it does.
+    """
+    needed = engine.slot_bytes(whole.words, whole.slot_bytes) if whole.words else 0
+    if cap is not None and needed > cap:
+        raise ValueError(
+            f"workspace_bytes: required at least {needed} for all pieces of {whole.problem}, got "
+            f"{cap}; allow more"
+        )
 
 
 def _in_order(decision: Decision) -> Iterator[Schedule]:

@@ -1,0 +1,120 @@
+"""How a call of anything that has a Plan begins and runs, once its operands are known to be right.
+
+A room that makes Plans of its own calls these in turn: :func:`workspace_for`, :func:`number_call`,
+a look-up of its key in ``workspace.programs`` or else :func:`new_kind`, :func:`post_call`, then
+:func:`execute` with :func:`program_of`. What raises from :func:`number_call` on ends the call with
+``workspace.end(error)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ficco import ranges
+from ficco.dma.engine import Call, Program, Span, Symmetric
+from ficco.options import Options, current
+from ficco.plan import Plan
+from ficco.runtime import compile
+from ficco.workspace import CachedCall, Workspace, workspace_of
+
+
+def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
+    """The workspace of a call with an operand of that name."""
+    if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
+        raise ValueError(
+            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
+            "it to the GPU or use a gloo group"
+        )
+    workspace = workspace_of(group, a.device, operator)
+    workspace.raise_error()
+    return workspace
+
+
+def number_call(workspace: Workspace, operator: str) -> Options:
+    """Begin the next call of a workspace, under the options in force."""
+    engine, options = workspace.engine, current()
+    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
+    if (watchdog := workspace.watchdog) is not None:
+        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
+    workspace.calls += 1
+    return options
+
+
+def new_kind(
+    workspace: Workspace,
+    plan: Plan,
+    options: Options,
+    agreed: Iterable[str] = (),
+    single: bool = False,
+    source: tuple[Symmetric, int] | None = None,
+) -> CachedCall:
+    """What is kept for a kind of call that is seen for the first time.
+
+    The ranks compare its problem, its schedule, the cap on its memory and, as texts, what else is
+    ``agreed``. ``single``: its calls take one slot. ``source``: see :class:`Program`.
+    """
+    texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
+    if options.workspace_bytes is not None:
+        texts.append(f"workspace_bytes={options.workspace_bytes}")
+    return CachedCall(plan, workspace.board.describe(", ".join(texts)), single, source)
+
+
+def post_call(
+    workspace: Workspace, key: Hashable, cached: CachedCall, options: Options, purpose: str = ""
+) -> None:
+    """Post the latest call on the board, and agree on it with the other ranks if need be; then
+    remember its kind by its key."""
+    number, board, new = workspace.calls, workspace.board, not cached.latest
+    cached.latest = number
+    if not cached.columns:
+        board.post(number, cached.digest)
+        workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
+        if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
+            operator, schedule = workspace.engine.operator, cached.plan.schedule
+            board.agree(number, options.timeout_s, operator, schedule, purpose)
+    if new:
+        workspace.keep(key, cached)
+
+
+def program_of(workspace: Workspace, cached: CachedCall) -> Program:
+    """The program of the latest call, on its slot."""
+    slot = workspace.slot(cached.plan, cached.single)
+    program = cached.programs.get(id(slot))
+    if program is None:
+        program = compile(cached.plan, workspace.engine, slot, cached.source)
+        cached.programs[id(slot)] = program
+    return program
+
+
+def execute(workspace: Workspace, program: Program, call: Call) -> None:
+    """Run a call: enqueue it (GPU) or carry it out (CPU)."""
+    grad = torch.is_grad_enabled()
+    try:
+        if grad:  # inside: Ctrl-C may come right after it
+            torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
+        if ranges.active():
+            with ranges.marked(f"ficco: {program.plan.problem}, {program.plan.schedule}"):
+                workspace.engine.execute(program, call)
+        else:
+            workspace.engine.execute(program, call)
+    finally:
+        if grad:
+            torch._C._set_grad_enabled(True)
+
+
+def traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan, list[Span]]:
+    """Run a call that records when each step ran on this rank, to its end. The Plan is as the
+    engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
+    slot = workspace.slot(cached.plan, cached.single)
+    program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+    try:
+        execute(workspace, program, call)
+        return program.plan, workspace.engine.spans(program, call)
+    finally:
+        if slot is not None:
+            slot.programs.pop(program.number, None)
+        program.clear()
