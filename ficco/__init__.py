@@ -13,6 +13,7 @@ from ficco.errors import (
 )
 from ficco.heuristics import Decision
 from ficco.ops.arriving import Arriving, arriving
+from ficco.ops.attention import all_gather_attention
 from ficco.ops.operators import (
     all_gather_matmul,
     all_gather_transposed_matmul,
@@ -40,6 +41,7 @@ __all__ = [
     "Schedule",
     "SignalTimeout",
     "addresses",
+    "all_gather_attention",
     "all_gather_matmul",
     "all_gather_transposed_matmul",
     "all_to_all_matmul",

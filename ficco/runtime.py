@@ -70,6 +70,8 @@ def _operations(
         yield (
             engine.matmul(program, index, step.products) if whole else engine.tiled(program, index)
         )
+    elif step.op == "attend":
+        yield engine.attend(program, index, step.attends) if step.attends else None
     elif step.op == "call":
         yield callers
         yield engine.arrived(program, index) if step.gates else None

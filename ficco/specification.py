@@ -7,7 +7,7 @@ add buffers of their own; :func:`ficco.plan.check` proves the Plans against the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -134,6 +134,24 @@ class Contraction(NamedTuple):
     bias: str = ""
 
 
+class Attention(NamedTuple):
+    """Rows of ``out`` that are made of the same rows of ``q`` and of those rows of ``kv`` that a
+    mask lets them attend to.
+
+    Attributes:
+        q, kv, out: names of matrices.
+        landed: by rank, how many rows of ``kv`` it has in the end.
+        needs: of a rank and the first and last of some rows of ``q``, exclusive, the rows of ``kv``
+            that any of them attends to, as disjoint ranges of their numbers where they land.
+    """
+
+    q: str
+    kv: str
+    out: str
+    landed: tuple[int, ...]
+    needs: Callable[[int, int, int], Sequence[tuple[int, int]]]
+
+
 @dataclass(frozen=True)
 class Specification:
     """See the module's docstring.
@@ -144,6 +162,7 @@ class Specification:
         exchanges: by matrix, how its rows travel; the others stay on their rank.
         functions: ``functions[name, x]`` is the matrix that a function makes of x, elementwise or,
             where it is a scaled operand, by casting: it then makes the factors, too.
+        attentions: what attends to which rows of what.
     """
 
     operands: tuple[Buffer, ...]
@@ -151,3 +170,4 @@ class Specification:
     contractions: tuple[Contraction, ...]
     exchanges: Mapping[str, Exchange]
     functions: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    attentions: tuple[Attention, ...] = ()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ficco.errors import ConfigError
-from ficco.plan import OPS, Plan, Step, unknown
+from ficco.plan import OPS, Attending, Plan, Step, unknown
 from ficco.problem import Problem
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
@@ -70,10 +70,16 @@ class Timeline:
         return max((bar.stop_s for bar in bars), default=0.0)
 
 
+def attended_flops(one: Attending) -> float:
+    """Floating-point operations of the two products of attention."""
+    return 4.0 * one.pairs * one.q.cols
+
+
 def work(plan: Plan, step: Step) -> tuple[float, float]:
     """Floating-point operations of a step, and the bytes that it moves; of a sum those that it
     reads and writes, of a collective those that it brings to the rank from all others."""
     flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
+    flops += sum(map(attended_flops, step.attends))
     moved = [step.transfer.src] if step.transfer else []
     moved += [move.src for move in step.moves if move.src.rank == plan.rank]
     if step.op == "collective":

@@ -28,6 +28,7 @@ PURE = (
     ("timeline",),
     ("simulate",),
     ("heuristics",),
+    ("attention",),
 )
 LAYERS = (
     *PURE,

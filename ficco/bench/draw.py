@@ -46,6 +46,7 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
 #: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
 COLOURS = {
     "matmul": BLUE,
+    "attend": BLUE,
     "call": BLUE,
     "copy": ORANGE,
     "send": ORANGE,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from ficco.dma.attention import attend_op
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
@@ -40,7 +41,7 @@ from ficco.dma.engine import (
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
-from ficco.plan import Product, Reduction, Signal, Transfer
+from ficco.plan import Attending, Product, Reduction, Signal, Transfer
 from ficco.scaling import CAST
 
 if TYPE_CHECKING:
@@ -208,6 +209,9 @@ class CpuEngine(Engine):
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         return matmul_op(program, products)
+
+    def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
+        return attend_op(program, attends)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         view = buffers_of(program).view

@@ -21,7 +21,7 @@ from ficco.dma import collectives
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
-from ficco.plan import Plan, Product, Reduction, Signal, Transfer
+from ficco.plan import Attending, Plan, Product, Reduction, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.schedules import Schedule
@@ -356,6 +356,10 @@ class Engine(ABC):
     @abstractmethod
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         """Enqueue matrix products of the vendor's library."""
+
+    def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
+        """Enqueue attention of the vendor's library, and merge it with what there is."""
+        raise NotImplementedError(f"the {self.name} engine does not serve attention yet")
 
     def tiled(self, program: Program, step: int) -> Op:
         """Enqueue the products of a step whose signals gate or announce rows, as one launch."""

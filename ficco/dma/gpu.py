@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ficco.dma.attention import attend_op
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.driver import (
     WORD,
@@ -80,7 +81,7 @@ from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
-from ficco.plan import Product, Reduction, Region, Signal, Transfer
+from ficco.plan import Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import CAST, Scaling
 from ficco.schedules import Schedule
@@ -473,6 +474,9 @@ class GpuEngine(StreamEngine):
         lane = program.plan.steps[step].lane
         made = matmul_op(program, products, self.driver.add_product, lane)
         return self._on_lane(program, step, made)
+
+    def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
+        return self._on_lane(program, step, attend_op(program, attends))
 
     def tiled(self, program: Program, step: int) -> Op:
         one, places = program.plan.steps[step], buffers_of(program)

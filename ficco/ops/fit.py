@@ -6,7 +6,8 @@ Gathering operators turn their staging into a ring of steps; scattering ones go 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from ficco.dma.engine import Engine
@@ -106,7 +107,8 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
             )
         return Fit(whole, single=True)
     if not problem.kind.scatters:
-        return Fit(_ring(workspace, whole, schedule, cap), single=True)
+        make = partial(plan, problem, schedule, engine.rank, packs_columns=engine.packs_columns)
+        return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)), single=True)
     words = engine.slot_bytes(whole.words, 0)
     left = max(0, cap - words)
     if words + whole.slot_bytes <= cap:
@@ -125,20 +127,22 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
     return Fit(whole, single=True, columns=columns)
 
 
-def _ring(workspace: Workspace, whole: Plan, schedule: Schedule, cap: int) -> Plan:
-    """The plan of a gathering operator, whose staging becomes a ring if needed."""
-    engine, problem = workspace.engine, whole.problem
-    assert isinstance(problem, Problem)
+def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> Plan:
+    """The plan of a gather whose staging becomes a ring if its slot takes more than ``cap`` bytes;
+    ``make`` plans it with so many bytes of staging.
+
+    Raises:
+        ValueError: the largest step does not fit.
+    """
     others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(whole.rank))
     other_bytes = engine.slot_bytes(whole.words, others)
-    staging = max(0, cap - other_bytes) // ALIGNMENT * ALIGNMENT
     try:
-        return plan(problem, schedule, whole.rank, staging, engine.packs_columns)
+        return make(max(0, cap - other_bytes) // ALIGNMENT * ALIGNMENT)
     except StagingTooSmall as error:
         raise _NoRoom(
             f"workspace_bytes: required at least {other_bytes + aligned(error.needed)} for one "
-            f"step of schedule {schedule} on {problem}, got {cap}; allow more or cut finer "
-            "(pieces=)"
+            f"step of schedule {whole.schedule} on {whole.problem}, got {cap}; allow more or cut "
+            "finer (pieces=)"
         ) from None
 
 

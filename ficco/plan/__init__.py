@@ -4,6 +4,7 @@ from ficco.plan.check import PlanError, check
 from ficco.plan.launches import together
 from ficco.plan.model import (
     OPS,
+    Attending,
     Plan,
     Planned,
     Product,
@@ -21,6 +22,7 @@ from ficco.specification import Buffer
 
 __all__ = [
     "OPS",
+    "Attending",
     "Buffer",
     "Plan",
     "PlanError",

@@ -15,6 +15,7 @@ buffer     what it is
 publish    copy of A for peers to read (pull); for scattering operators the product
 staging    where pieces of peers land
 sum        float32 sums of pieces, if the dtype is narrower
+lse        logarithms of what attention has divided its sums by
 partial    the product before it travels (scattering operators)
 gathered   the gathered A that a collective makes
 a, scale_a A in float8 and its factors, where the caller's A, ``wide``, is cast by the call
@@ -30,7 +31,7 @@ from typing import NamedTuple, Protocol
 from ficco.specification import ALIGNMENT, Buffer, Specification
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
-OPS = ("copy", "place", "network", "collective", "matmul", "call", "reduce", "sync")
+OPS = ("copy", "place", "network", "collective", "matmul", "attend", "call", "reduce", "sync")
 
 #: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
 #: the class takes. It checks nothing. Only for the few classes with millions of instances.
@@ -159,14 +160,36 @@ class Reduction(NamedTuple):
     out: Region
 
 
+class Attending(NamedTuple):
+    """Rows of queries attend to rows of keys and values, as far as the mask of the problem lets
+    them: ``out`` is their softmax-weighted mean of the values, ``lse`` the logarithm of the sum of
+    the weights.
+
+    Attributes:
+        q, kv, out: regions of whole rows. Rows of ``q``, ``out`` and ``lse`` have the same numbers.
+        first: number of the first row of ``kv`` where it lands.
+        pairs: how many pairs of a query and a key, for one head.
+        accumulate: ``out`` and ``lse`` hold the same of earlier keys, and those are included.
+        lse: None if no later step needs it.
+    """
+
+    q: Region
+    kv: Region
+    out: Region
+    first: int
+    pairs: int
+    accumulate: bool = False
+    lse: Region | None = None
+
+
 class Step(NamedTuple):
     """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
         op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
-            hosts, ``"matmul"``, ``"reduce"``, ``"sync"``, ``"collective"``, the library's, which
-            does the whole exchange, or ``"call"``, what the caller does with rows as they arrive
-            (:func:`ficco.arriving`).
+            hosts, ``"matmul"``, ``"attend"``, ``"reduce"``, ``"sync"``, ``"collective"``, the
+            library's, which does the whole exchange, or ``"call"``, what the caller does with rows
+            as they arrive (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for human readers.
         waits: signals waited for before the operation.
@@ -182,6 +205,7 @@ class Step(NamedTuple):
         products: what a matmul computes. Of a call they stand for what the caller computes: a
             column of which each row is made of one row of A, once.
         reduction: what a reduce adds up.
+        attends: what an attend computes.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
         moves: what this rank sends and receives in a network step, all at once. What one rank sends
             to another is received in the same order, and a step is over when both sides have
@@ -205,6 +229,7 @@ class Step(NamedTuple):
     announces: tuple[Signal, ...] = ()
     moves: tuple[Transfer, ...] = ()
     part: int = 0
+    attends: tuple[Attending, ...] = ()
 
     @property
     def whole(self) -> bool:

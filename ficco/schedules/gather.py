@@ -521,7 +521,7 @@ class GatherStage(Stage):
         world = self.world
         if not self.problem.left_rows(self.me):
             return ()
-        if world.a.name != self.problem.specification.operands[0].name:
+        if self.problem.given is not self.problem:
             return self._cast_all()
         moves = [] if world.source is world.a else [(world.a, world.source.name)]
         if world.factors_from != "scale_a":
@@ -573,8 +573,13 @@ class GatherStage(Stage):
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
     def _multiply_own(self) -> None:
-        self.add(Step("matmul", "compute0", "own", products=(self._own_product(),)))
+        self.add(self._work(OWN, "compute0", "own"))
         self._keep_own()
+
+    def _work(self, group: int, lane: str, label: str) -> Step:
+        """What is done with the own rows, or with a group once it has arrived."""
+        products = (self._own_product(),) if group == OWN else self._products(group)
+        return Step("matmul", lane, label, products=products)
 
     def _own_product(self) -> Product:
         rows, n, src = self._block(self.me, self.me), self.problem.n, self._own_rows()
@@ -619,9 +624,9 @@ class GatherStage(Stage):
         room = self._room_after(group)
         posts, acquired = NO_ROOM if self.problem.return_gathered else room
         label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])
-        waits, products = tuple(self.ready[group]), self._products(group)
-        step = Step("matmul", lane, label, waits, posts, after=after + acquired, products=products)
-        last_use = self.add(step)
+        step = self._work(group, lane, label)
+        waits = tuple(self.ready[group])
+        last_use = self.add(step._replace(waits=waits, posts=posts, after=after + acquired))
         if self.problem.return_gathered:
             last_use = self._keep(lane, units, room)
         if self.product != self.world.out.name:

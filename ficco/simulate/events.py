@@ -24,6 +24,8 @@ What is modelled, and how:
   or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
+- *Attention* runs at ``ATTENTION`` of the rate of full waves of products, in turn with these. What
+  it adds to sums is read and written at the rate of the memory.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -53,17 +55,34 @@ from heapq import heappop, heappush
 from math import comb, floor
 from typing import Any
 
-from ficco.machine import COLLECTIVES, Copies, Gemm, Host, Machine, Memory, Network, Topology
+from ficco.machine import (
+    COLLECTIVES,
+    Copies,
+    Gemm,
+    Host,
+    Machine,
+    Memory,
+    Network,
+    Topology,
+    interpolate,
+)
 from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
-from ficco.timeline import SYNC_LANE
+from ficco.timeline import SYNC_LANE, attended_flops
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
 #: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
+#: The rate of attention, as a share of that of full waves of library GEMMs. Assumed.
+ATTENTION = 0.6
+#: What merging a part of attention reads and writes: the part is written, then twice read, once
+#: as a copy in the dtype of the sums. In bytes per element of the part and of the sums.
+MERGED = 2, 4
+#: Operations that an attend enqueues beside the library's call, to merge its result.
+MERGES = 3
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
 
@@ -214,6 +233,9 @@ class _SimulatedRank:
                 now += LIVE * host.call * (index in self.tiled)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(step.products))
+            elif step.op == "attend":
+                available = now + host.matmul
+                now += host.matmul * sum(1 + MERGES * one.accumulate for one in step.attends)
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
@@ -309,13 +331,14 @@ class Simulation:
         copies = [step for step in steps if step.op == "copy" and step.mover != MOVER]
         crosses = "network" in ops or any(step.mover == MOVER for step in steps)
         by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
-        self.gemm: Gemm = self._block("gemm", "matmul" in ops)
+        multiplies = bool({"matmul", "attend"} & ops)
+        self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
         scaling = self.problem.scaling if isinstance(self.problem, Problem) else None
         self.scaled = scaling is not None
         self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
-        self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
+        self.memory: Memory = self._block("memory", bool({"place", "reduce", "attend"} & ops))
         for name in {step.label for step in steps if step.op == "collective"}:
             if getattr(machine, COLLECTIVES[name]) is None:
                 self._block("all_gather", True)
@@ -324,7 +347,7 @@ class Simulation:
         self.network: Network = self._block("network", crosses)
         if by_kernel and machine.kernel_copies is not None:
             self.copies = machine.kernel_copies
-        contention = self._block("contention", {"copy", "matmul"} <= ops)
+        contention = self._block("contention", multiplies and "copy" in ops)
         #: By what factors products and copies take longer during each other.
         self.product_factor = self.copy_factor = 1.0
         if contention is not None and by_kernel:
@@ -483,7 +506,7 @@ class Simulation:
             self._begin_crossing(lane, rank, step)
         elif step.op == "copy":
             self._begin_copy(lane, rank, step)
-        elif step.op == "matmul":
+        elif step.op in ("matmul", "attend"):
             self._serve(lane, rank, step)
         elif moves and self._move_seconds(step):
             reads = _reads_peers(step)
@@ -538,9 +561,11 @@ class Simulation:
 
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         """Let the GPU serve a step's products, or what it moves within the rank."""
-        multiplies = step.op == "matmul"
+        multiplies = step.op in ("matmul", "attend")
         if step.part and multiplies:
             whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
+        elif step.op == "attend":
+            whole = filled = self._attend_seconds(step)
         elif multiplies:
             whole, filled = self._product_seconds(step)
         else:
@@ -590,6 +615,16 @@ class Simulation:
             whole += seconds[0] + between
             filled += seconds[1] + between
         return whole, filled
+
+    def _attend_seconds(self, step: Step) -> float:
+        """Seconds of a step's attends if nothing else runs."""
+        seconds, gemm = 0.0, self.gemm
+        for one in step.attends:
+            itemsize, width = self.itemsize[one.q.buffer], self.itemsize[one.out.buffer]
+            rate = ATTENTION * gemm.efficiency * gemm.peak * interpolate(gemm.shares, itemsize)
+            moved = (MERGED[0] * itemsize + MERGED[1] * width) * one.accumulate * one.out.elements
+            seconds += gemm.start + attended_flops(one) / rate + moved / self.memory.bandwidth
+        return seconds
 
     def _batch_seconds(
         self, m: int, n: int, k: int, batch: int, how: dict[str, Any]

@@ -12,9 +12,9 @@ from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
-from ficco.plan.model import Product, Reduction, Region, Transfer
+from ficco.plan.model import Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
-from ficco.specification import Contraction, Exchange
+from ficco.specification import Attention, Contraction, Exchange
 
 
 class BufferColumns:
@@ -27,6 +27,8 @@ class BufferColumns:
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
         for one in steps.asked.contractions:  # of which a rank without rows may hold none
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.scales)))
+        for each in steps.asked.attentions:
+            matrices |= dict.fromkeys(each[:3])
         self.matrix = {name: number for number, name in enumerate(matrices)}
         dtypes = sorted({buffer.dtype for buffer in buffers})
         self.holds = ints(self.matrix[buffer.holds] for buffer in buffers)
@@ -68,6 +70,8 @@ class Footprint:
         numbers: by set of ranks whose products are summed somewhere, its number.
         contraction, summed: by matrix, the product that makes it, if any, and the length of what
             that sums over on each rank.
+        attention: by matrix, the attention that makes it, if any.
+        transposed: by matrix, whether what is summed over comes in any order.
         sums, terms: by matrix, whether products of all ranks are added up in it, and whether steps
             say whose products they move.
     """
@@ -78,7 +82,13 @@ class Footprint:
         self.buffers = BufferColumns(steps)
         self.numbers = {0: 0}
         self._matrices()
-        parts = (self._transfers(), self._products(), self._reductions(), self._collectives())
+        parts = (
+            self._transfers(),
+            self._products(),
+            self._attends(),
+            self._reductions(),
+            self._collectives(),
+        )
         # The sum that a product adds to is not listed as a read: the write says that it adds.
         reads, writes = zip(*parts, strict=True)
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
@@ -115,6 +125,11 @@ class Footprint:
             self.contraction[number] = contraction
             self.summed[number] = contraction.summed
             self.transposed[number] = contraction.transposed
+        self.attention: dict[int, Attention] = {}
+        for attention in self.asked.attentions:
+            number = matrix[attention.out]
+            self.attention[number] = attention
+            self.summed[number], self.transposed[number] = attention.landed, True
 
     @cached_property
     def _sizes(self) -> Ints:
@@ -372,6 +387,36 @@ class Footprint:
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
             Accesses.of(step, out, there, 0, (k_first, k_last), adds, terms[each], joins[each]),
         )
+
+    def _attends(self) -> tuple[Accesses, Accesses]:
+        """Accesses of attends: as products that sum over the rows of KV that are attended to."""
+        of, matrix = self.buffers, self.buffers.matrix
+        held, step = self.steps.held(self.steps.of.attends)
+        made = unzipped(held, Attending)
+        who, me = self.steps.by_step(step), self.steps.rank[step]
+        q, kv, out = (self._regions(regions, step) for regions in (made.q, made.kv, made.out))
+        adds, first = ints(made.accumulate), ints(made.first)
+        asked = {tuple(matrix[name] for name in one[:3]) for one in self.attention.values()}
+        holds = zip(*(of.holds[one.buffer].tolist() for one in (q, kv, out)), strict=True)
+        demand(bools(each in asked for each in holds), who, "attends in the wrong buffers")
+        local = (q.rank == me) & (kv.rank == me) & (out.rank == me)
+        demand(local, who, "attends at a peer")
+        number = q.row + self._begins(q)
+        fits = (q.rows == out.rows) & (number == out.row + self._begins(out))
+        for one in (q, kv, out):
+            fits &= (one.col == 0) & (one.col_stop == self._sizes[one.buffer, one.rank, 1])
+        demand(fits, who, "attends with regions that do not fit")
+        right = of.operand[q.buffer] & ~of.operand[out.buffer] & of.placed[out.buffer]
+        right &= ~of.leaves[out.buffer] & ((adds == 0) | (of.itemsize[out.buffer] >= 4))
+        demand(right, who, "attends in the wrong buffers, or adds to what has been rounded")
+        self._inside(q, who)
+        fixed = of.placed[kv.buffer]
+        same = ~fixed | (self._first(kv, who) == first)
+        demand(same, who, "attends to other rows than it says")
+        here = np.where(fixed, self._begins(kv), first - kv.row)
+        keys = first, first + kv.rows
+        reads = Accesses.of(step, kv, here)
+        return reads, Accesses.of(step, out, self._begins(out), 0, keys, adds)
 
     def _first(self, regions: Regions, who: Who) -> Ints:
         """The numbers of the first rows of operands of products where these rows land."""

@@ -137,6 +137,10 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
     _covered(footprint, home[each[write & (before < 0)]], area)
     k_first, k_last = _parts(footprint, kept[each], cell)
+    if footprint.attention:
+        edge = cell // len(cols)
+        first = home[each] * (bounds[1].max(initial=0) + 1)
+        _attended(footprint, kept[each], cell, rows[edge] - first, rows[edge + 1] - first, k_last)
     return _Visits(kept[each], write, before, after, k_first, k_last)
 
 
@@ -165,6 +169,34 @@ def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
     count -= np.repeat(count[begin] - rows[begin], sizes)
     k_first[adding], k_last[adding] = count - rows, count
     return k_first, k_last
+
+
+def _attended(
+    footprint: Footprint, each: Ints, cell: Ints, row: Ints, row_stop: Ints, k_last: Ints
+) -> None:
+    """Queries attend to all keys that they need. The sum over each rectangle is then complete: what
+    the mask keeps of the rest from them counts with its last part."""
+    access = footprint.access
+    matrix = footprint.buffers.holds[access.buffer[each]]
+    made = (access.k_first[each] >= 0) & np.isin(matrix, list(footprint.attention))
+    found: dict[int, list[int]] = {}
+    for visit in np.flatnonzero(made).tolist():
+        found.setdefault(int(cell[visit]), []).append(visit)
+    for visits in found.values():
+        last, rank = visits[-1], int(access.rank[each[visits[-1]]])
+        attended = sorted(
+            zip(access.k_first[each[visits]], access.k_last[each[visits]], strict=True)
+        )
+        needs = footprint.attention[int(matrix[last])].needs
+        for first, end in needs(rank, int(row[last]), int(row_stop[last])):
+            for begin, stop in attended:
+                first = max(first, stop) if begin <= first else first
+            if first < end:
+                raise PlanError(
+                    f"{footprint.by_access(each)(last)} leaves out rows {first}:{end} of the keys "
+                    f"that queries {row[last]}:{row_stop[last]} attend to"
+                )
+        k_last[last] = footprint.summed[matrix[last], rank]
 
 
 def _same_piece(access: Accesses, one: Ints, two: Ints) -> Bools:

@@ -17,15 +17,16 @@ from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.specification import Buffer
 
-#: By operation, whether a step holds a transfer, products, a reduction.
+#: By operation, whether a step holds a transfer, products, a reduction, attends.
 HOLDS = {
-    "copy": (True, False, False),
-    "place": (True, False, False),
-    "collective": (True, False, False),
-    "matmul": (False, True, False),
-    "call": (False, True, False),
-    "reduce": (False, False, True),
-    "sync": (False, False, False),
+    "copy": (True, False, False, False),
+    "place": (True, False, False, False),
+    "collective": (True, False, False, False),
+    "matmul": (False, True, False, False),
+    "call": (False, True, False, False),
+    "attend": (False, False, False, True),
+    "reduce": (False, False, True, False),
+    "sync": (False, False, False, False),
 }
 
 
@@ -172,7 +173,8 @@ class Steps:
         of = self.of
 
         def shapes() -> Iterable[tuple[Any, ...]]:
-            held = (map(bool, column) for column in (of.transfer, of.products, of.reduction))
+            columns = of.transfer, of.products, of.reduction, of.attends
+            held = (map(bool, column) for column in columns)
             return zip(of.op, of.mover, *held, strict=True)
 
         right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}

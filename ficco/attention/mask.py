@@ -1,0 +1,211 @@
+"""Which keys each query attends to, as rectangles of rows that libraries' calls have.
+
+Ranks hold rows of the sequence in segments, whose positions follow each other. A segment ends where
+a document of a packed sequence ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: First and last row or position, exclusive.
+Span = tuple[int, int]
+
+
+class Segment(NamedTuple):
+    """Rows whose positions in the sequence follow each other, of one document.
+
+    Attributes:
+        row: number of the first row, where they are.
+        position: its position in the sequence.
+        length: how many rows.
+    """
+
+    row: int
+    position: int
+    length: int
+
+    def clipped(self, rows: Span) -> Segment:
+        """Those of some rows; perhaps none."""
+        first, last = max(rows[0], self.row), min(rows[1], self.row + self.length)
+        return Segment(first, self.position + first - self.row, max(last - first, 0))
+
+
+class Rectangle(NamedTuple):
+    """One call of a library: rows of queries by rows of keys, with a band along the diagonal that
+    ends in the last row of both.
+
+    Attributes:
+        q, q_stop, k, k_stop: first and last rows, exclusive.
+        left, right: how many keys before and after its place on that diagonal a query attends to;
+            None: all.
+    """
+
+    q: int
+    q_stop: int
+    k: int
+    k_stop: int
+    left: int | None = None
+    right: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query attends to every key."""
+        return self.left is None and self.right is None
+
+    @property
+    def causal(self) -> bool:
+        """Whether a library's plain causal mask says the same."""
+        return self.left is None and self.right == 0
+
+    @property
+    def square(self) -> bool:
+        """Whether it has as many queries as keys."""
+        return self.q_stop - self.q == self.k_stop - self.k
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key it has."""
+        queries, keys = self.q_stop - self.q, self.k_stop - self.k
+        # From the first query to the last, keys that are too far back rise one by one, and those
+        # that are too far ahead fall to none.
+        ahead = 0 if self.right is None else _sum(1, queries - 1 - self.right)
+        last = 0 if self.left is None else keys - 1 - self.left
+        return queries * keys - ahead - _sum(max(last - queries + 1, 1), last)
+
+
+def _sum(first: int, last: int) -> int:
+    """The sum of the integers from first to last, if there are any."""
+    return (first + last) * (last - first + 1) // 2 if first <= last else 0
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What queries at a position attend to.
+
+    Attributes:
+        causal: nothing after it.
+        window: with causal, at most so many positions before it; None: all.
+        bounds: where documents of a packed sequence begin, and its end; empty: it is one.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    bounds: tuple[int, ...] = ()
+
+    def segments(self, segments: Iterable[Segment]) -> Iterator[Segment]:
+        """Segments cut where documents end."""
+        for row, position, length in segments:
+            stop, here = position + length, position
+            inner = self.bounds[bisect_right(self.bounds, position) :]
+            for bound in inner[: bisect_left(inner, stop)]:
+                yield Segment(row + here - position, here, bound - here)
+                here = bound
+            if here < stop:
+                yield Segment(row + here - position, here, stop - here)
+
+    def seen(self, queries: Span, keys: Segment) -> Span:
+        """The rows of a segment of keys that some query at these positions attends to; the
+        positions are of one document, as the keys are."""
+        first, last = keys.position, keys.position + keys.length
+        if self.bounds and self._document(queries[0]) != self._document(first):
+            return keys.row, keys.row
+        if self.window is not None:
+            first = max(first, queries[0] - self.window)
+        if self.causal:
+            last = min(last, queries[1])
+        last = max(first, last)
+        return keys.row + first - keys.position, keys.row + last - keys.position
+
+    def _document(self, position: int) -> int:
+        return bisect_right(self.bounds, position)
+
+    def rectangles(
+        self, queries: Sequence[Segment], keys: Sequence[Segment]
+    ) -> tuple[Rectangle, ...]:
+        """What queries attend to of keys, each pair once; segments as :meth:`segments` cuts them,
+        in the order of their rows."""
+        found: list[Rectangle] = []
+        for query in queries:
+            row = [one for key in keys for one in self._of(query, key)]
+            for one in _joined(row, across=True):
+                found.append(one)
+        return tuple(_joined(found, across=False))
+
+    def _of(self, query: Segment, key: Segment) -> Iterator[Rectangle]:
+        """The rectangles of two segments."""
+        if not query.length or not key.length:
+            return
+        first, last = self.seen((query.position, query.position + query.length), key)
+        if first == last:
+            return
+        begin = key.position + first - key.row  # positions of the keys that are seen
+        end = begin + last - first
+        q, q_stop = query.position, query.position + query.length
+        if self.causal:
+            q = max(q, begin)
+        if self.window is not None:
+            q_stop = min(q_stop, end + self.window)
+
+        def rectangle(a: int, b: int, left: int | None, right: int | None) -> Rectangle:
+            row = query.row - query.position
+            return Rectangle(row + a, row + b, first, last, left, right)
+
+        cuts_after = self.causal and end - 1 > q
+        cuts_before = self.window is not None and q_stop - 1 - self.window > begin
+        if not cuts_before and cuts_after:  # the queries after all keys have a call of their own
+            yield rectangle(q, min(q_stop, end), None, 0)
+            if end < q_stop:
+                yield rectangle(end, q_stop, None, None)
+            return
+        left = end - q_stop + self.window if cuts_before and self.window is not None else None
+        yield rectangle(q, q_stop, left, q_stop - end if cuts_after else None)
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same rows as few spans, in rising order."""
+    found: list[Span] = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
+
+
+def _joined(rectangles: list[Rectangle], across: bool) -> list[Rectangle]:
+    """Fewer rectangles with the same pairs: neighbours, across the keys or down the queries, become
+    one where that is one call, too."""
+    found: list[Rectangle] = []
+    for one in rectangles:
+        last = found[-1] if found else None
+        joined = None
+        if last is not None and last.left is None and one.left is None:
+            joined = _beside(last, one) if across else _below(last, one)
+        if joined is None:
+            found.append(one)
+        else:
+            found[-1] = joined
+    return found
+
+
+def _beside(one: Rectangle, two: Rectangle) -> Rectangle | None:
+    """Keys that follow keys, of the same queries: the first must be seen by all."""
+    if one.whole and one[:2] == two[:2] and one.k_stop == two.k:
+        return two._replace(k=one.k)
+    return None
+
+
+def _below(one: Rectangle, two: Rectangle) -> Rectangle | None:
+    """Queries that follow queries: of the same keys, or along the diagonal."""
+    if one.q_stop != two.q or one.k != two.k:
+        return None
+    if one.whole and two.whole and one.k_stop == two.k_stop:
+        return one._replace(q_stop=two.q_stop)
+    down, across = two.q_stop - two.q, two.k_stop - one.k_stop
+    if one.causal and two.causal and down == across:
+        return one._replace(q_stop=two.q_stop, k_stop=two.k_stop)
+    return None

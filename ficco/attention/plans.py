@@ -1,0 +1,202 @@
+"""Plans of attention: rows of KV are gathered as those of any gather, and attended to.
+
+The own rows come first, while the first pieces travel. What a group of pieces adds to the queries
+is merged into float32 sums, and rows that no later group adds to are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from ficco.attention.mask import Span, merged
+from ficco.attention.problem import SUMS, AttentionProblem
+from ficco.plan.collector import paused
+from ficco.plan.model import Attending, Plan, Region, Step
+from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.gather import OWN, GatherStage, GatherWorld
+from ficco.schedules.groups import Unit
+from ficco.schedules.space import NAMED, Schedule
+
+SERIAL = NAMED["serial"]
+
+
+def refusal(schedule: Schedule) -> str:
+    """Why a schedule cannot serve attention; empty if it can."""
+    name, why = f"schedule {schedule}", ""
+    if schedule.own or schedule.grouping in ("ring", "one-shot", "tiled"):
+        why = "attention gathers rows, in steps of a library's calls"
+    elif schedule.dims == 2:
+        why = "attention needs whole rows of keys"
+    elif schedule.mover == "collective":
+        why = "no collective brings each rank only the rows that it attends to"
+    elif schedule.uniform and (schedule.grouping, schedule.pieces) != ("fused", 1):
+        why = "the own rows are all there before the first piece is"
+    return why and f"{name}: {why}; take growing, shard-overlap, hetero-fused-1d or serial"
+
+
+def attention_plans(
+    problem: AttentionProblem,
+    schedule: Schedule,
+    ranks: Sequence[int] | None = None,
+    staging_bytes: int | None = None,
+) -> list[Plan]:
+    """The Plans of some ranks, or of all.
+
+    Raises:
+        ValueError: the schedule cannot serve attention, or ``staging_bytes``, a cap on the memory
+            where pieces land, is too small for the largest step.
+    """
+    if why := refusal(schedule):
+        raise ValueError(why)
+    words = WordAllocator(problem.world)
+    with paused():
+        world = _AttentionWorld(problem, schedule, words, staging_bytes)
+        every = range(problem.world) if ranks is None else ranks
+        return [_plan(world, Builder(problem, rank)) for rank in every]
+
+
+def _plan(world: _AttentionWorld, builder: Builder) -> Plan:
+    stage = AttentionStage(world, builder)
+    stage.run()
+    if builder.peers and builder.steps:
+        builder.retire(stage.silent())
+    stages = stage.staging.stages
+    return builder.plan(str(world.schedule), world.buffers, world.words, stages)
+
+
+class _AttentionWorld(GatherWorld):
+    """What all ranks know."""
+
+    def __init__(
+        self,
+        asked: AttentionProblem,
+        schedule: Schedule,
+        words: WordAllocator,
+        cap: int | None,
+    ) -> None:
+        self.asked, whole = asked, asked.specification
+        operands = (*whole.operands, *whole.results)
+        super().__init__(asked.keys, schedule, words, cap, operands)
+        out, sums = self.out, SUMS[asked.dtype]
+        if sums != asked.dtype:
+            self.product = self.buffer("sum", out, out.shapes, "local", dtype=sums)
+        shapes = ((asked.rows, asked.batch * asked.heads),) * asked.world
+        holds = f"log-sum-exp of {out.holds}"
+        self.buffer("lse", out, shapes, "local", dtype=sums, holds=holds)
+
+
+class AttentionStage(GatherStage):
+    """One rank's steps. They add to the same sums, so all are on one lane."""
+
+    world: _AttentionWorld
+
+    def __init__(self, world: _AttentionWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        self.asked = world.asked
+        self.compute_lanes = self.compute_lanes[:1]
+
+    def _own_is_separate(self) -> bool:
+        return not self.schedule.uniform and self.asked.rows > 0
+
+    def _multiply_own(self) -> None:
+        super()._multiply_own()
+        if self.product != self.world.out.name:
+            self._round("compute0", OWN)
+
+    def _compute_lane(self, group: int, units: list[Unit]) -> str:
+        return self.compute_lanes[0]
+
+    def _work(self, group: int, lane: str, label: str) -> Step:
+        return Step("attend", lane, label, attends=tuple(self.attends[group]))
+
+    def completed(self, group: int) -> Iterable[Span]:
+        direct = {one.out.buffer for one in self.attends[group]} == {self.world.out.name}
+        return [] if direct else self.last[group]
+
+    @cached_property
+    def runs(self) -> dict[int, list[_Run]]:
+        """By group, in their order, the rows of KV and the queries that attend to them."""
+        found = {}
+        if self._own_is_separate():
+            own = self._run(self._own_rows(), *self._block(self.me, self.me))
+            found[OWN] = [own] if own else []
+        for group, units in enumerate(self.groups):
+            found[group] = self._runs_of(units)
+        return found
+
+    def _runs_of(self, units: list[Unit]) -> list[_Run]:
+        """Rows that follow each other, where they are and as they land, are one run."""
+        spans: list[tuple[Region, int, int]] = []
+        for unit in sorted(units):
+            region = self.regions[unit.peer][unit.ordinal]
+            first, last = self.mine.rows(unit.peer)[unit.ordinal]
+            if spans and spans[-1][0].row_stop == region.row and spans[-1][2] == first:
+                before, first, _ = spans.pop()
+                region = before._replace(row_stop=region.row_stop)
+            spans.append((region, first, last))
+        return [run for span in spans if (run := self._run(*span))]
+
+    def _run(self, kv: Region, first: int, last: int) -> _Run | None:
+        found = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
+        if not found:
+            return None
+        queries = min(one.q for one in found), max(one.q_stop for one in found)
+        return _Run(kv, first, queries, sum(one.pairs for one in found))
+
+    @cached_property
+    def last(self) -> dict[int, list[Span]]:
+        """By group, the queries to which it is the last to add."""
+        found, over = {}, list[Span]()
+        for group, runs in reversed(self.runs.items()):
+            spans = [span for run in runs for span in _without(run.queries, over)]
+            found[group] = merged(spans)
+            over = merged(over + spans)
+        return found
+
+    @cached_property
+    def attends(self) -> dict[int, list[Attending]]:
+        """By group, what is attended to."""
+        begun, found = False, {}
+        for group, runs in self.runs.items():
+            whole = [run.queries for run in runs] == self.last[group]
+            found[group] = [
+                self._attending(run, begun or i > 0, whole) for i, run in enumerate(runs)
+            ]
+            begun = begun or bool(runs)
+        return found
+
+    def _attending(self, run: _Run, adds: bool, last: bool) -> Attending:
+        """``last``: no other step adds to the same queries."""
+        me, asked, alone = self.me, self.asked, last and not adds
+        q = Region("q", me, *run.queries, 0, asked.q_cols)
+        out = q._replace(buffer=self.world.out.name if alone else self.product)
+        lse = Region("lse", me, *run.queries, 0, asked.batch * asked.heads)
+        return Attending(q, run.kv, out, run.first, run.pairs, adds, None if alone else lse)
+
+
+class _Run(NamedTuple):
+    """Rows of KV that follow each other and are attended to together.
+
+    Attributes:
+        kv: where they are.
+        first: the number of the first where it lands.
+        queries: from the first to the last own row that attends to any of them.
+        pairs: see :class:`Attending`.
+    """
+
+    kv: Region
+    first: int
+    queries: Span
+    pairs: int
+
+
+def _without(span: Span, others: list[Span]) -> list[Span]:
+    """What is left of a span without others, which are in rising order."""
+    left, (first, last) = list[Span](), span
+    for begin, end in others:
+        if first < min(begin, last):
+            left.append((first, min(begin, last)))
+        first = max(first, end)
+    return [*left, (first, last)] if first < last else left

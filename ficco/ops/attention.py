@@ -1,0 +1,272 @@
+"""Attention over a sequence that the ranks of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.attention import PLACEMENTS, AttentionProblem, attention_plans, choose
+from ficco.dma.engine import Call, Symmetric
+from ficco.ops.fit import ring
+from ficco.ops.operands import frozen, plain, process_group
+from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.planned import (
+    execute,
+    new_kind,
+    number_call,
+    post_call,
+    program_of,
+    workspace_for,
+)
+from ficco.options import Options
+from ficco.plan import Plan
+from ficco.schedules import Schedule
+from ficco.workspace import CachedCall, Workspace
+
+#: What errors and the board call it.
+NAME = "all_gather_attention"
+
+#: Largest head, and of what its size is a multiple, on GPUs.
+MOST_SIZE, MULTIPLE = 256, 8
+
+
+def all_gather_attention(
+    q: torch.Tensor,
+    k_shard: torch.Tensor,
+    v_shard: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    placement: str = PLACEMENTS[0],
+    window: int | None = None,
+    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Attend to the keys and values of all ranks while they travel (TileLink, section 5).
+
+    With W ranks that hold S/W positions of a sequence each, it computes what
+    ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)`` does
+    with the whole sequence, for this rank's positions.
+
+    =====================  ==============================================================
+    ``q``                  [batch, heads, S/W, size]
+    ``k_shard, v_shard``   [batch, kv_heads, S/W, size]; ``kv_heads`` divides ``heads``
+    result                 [batch, heads, S/W, size]
+    =====================  ==============================================================
+
+    Copy engines move pieces of keys and values, in the order that the schedule sets; attention of
+    the vendor's library takes each group of pieces that has arrived in one call, and the results
+    are merged in float32 by their log-sum-exp. What a mask hides from all of a rank's queries is
+    not sent to it. On a GPU the call is enqueued on the current stream and returns.
+
+    Args:
+        causal: a query attends to no later position.
+        scale: of the scores; 1 / sqrt(size) by default.
+        placement: which positions a rank holds: ``"ranks"``, the sequence in the order of the
+            ranks, or ``"head-tail"``, of 2 W chunks those of number r and 2 W - 1 - r, in this
+            order, which gives all ranks of a causal call equally much to do (as
+            ``torch.distributed.tensor.experimental.context_parallel`` places them).
+        window: with ``causal``, a query attends to its own position and to at most so many before.
+        cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
+            on the host. A query attends to its own one only.
+        group: the ranks, which are on one host; the default group if None.
+        schedule: a name, a :class:`Schedule`, or ``"auto"``: the fastest of a few in simulation.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call.
+    """
+    for name, tensor in (("q", q), ("k_shard", k_shard), ("v_shard", v_shard)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if watched(q, k_shard, v_shard):
+        refuse_sharded(q=q, k_shard=k_shard, v_shard=v_shard)
+        raise NotImplementedError(
+            f"ficco.{NAME} is not traced; keep it out of compiled functions, or decorate its "
+            "function with torch.compiler.disable"
+        )
+    asked = {
+        "causal": causal,
+        "scale": scale,
+        "placement": placement,
+        "window": window,
+        "cu_seqlens": frozen(cu_seqlens) or (),
+    }
+    return run_attention(q, k_shard, v_shard, process_group(group), schedule, asked)
+
+
+def run_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: ProcessGroup,
+    schedule: str | Schedule,
+    asked: dict[str, Any],
+) -> torch.Tensor:
+    """One call."""
+    workspace = workspace_for(group, q, "q", NAME)
+    try:
+        options = number_call(workspace, NAME)
+        _check(workspace, q, k, v, schedule, asked)
+        q, k, v = (_heads(plain(one)) for one in (q, k, v))
+        kv = _packed(k, v)
+        source = workspace.symmetric_source(kv)
+        place = source and (source[0].serial, source[1])
+        mode = "queued" if workspace.engine.asynchronous else "idle"
+        key = (
+            *(NAME, q.shape, k.shape, q.dtype, schedule, *asked.values(), place),
+            *(options.workspace_bytes, options.machine),
+        )
+        cached = workspace.programs.get(key)
+        if cached is None:
+            batch, heads, rows, size = q.shape
+            sizes = workspace.engine.world, rows, batch, heads, k.shape[1], size
+            dtype = str(q.dtype).removeprefix("torch.")
+            problem = AttentionProblem(*sizes, dtype, **asked, symmetric=source is not None)
+            cached = _new_kind(workspace, problem, schedule, mode, source, options)
+        call, out = _operands(cached, q, kv)
+        post_call(workspace, key, cached, options)
+        execute(workspace, program_of(workspace, cached), call)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return out
+
+
+def _check(
+    workspace: Workspace,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    schedule: str | Schedule,
+    asked: dict[str, Any],
+) -> None:
+    """Refuse operands that do not fit together."""
+    engine = workspace.engine
+    if engine.hosts.count > 1:
+        raise NotImplementedError(
+            f"ficco.{NAME}: the ranks of this group are on {engine.hosts.count} hosts, and keys "
+            "travel within one only; pass a group of ranks of one host"
+        )
+    if not isinstance(schedule, (str, Schedule)):
+        raise ValueError(
+            f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
+        )
+    for name, tensor in (("q", q), ("k_shard", k), ("v_shard", v)):
+        if tensor.layout is not torch.strided or tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: required a dense [batch, heads, S/W, size], got {tensor.layout} of shape "
+                f"{list(tensor.shape)}; reshape it"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name}: required {q.dtype} on {q.device}, as q is, got {tensor.dtype} on "
+                f"{tensor.device}; convert it"
+            )
+    batch, _, rows, size = q.shape
+    for name, tensor in (("k_shard", k), ("v_shard", v)):
+        wanted = [batch, k.shape[1], rows, size]
+        if list(tensor.shape) != wanted:
+            raise ValueError(
+                f"{name}: required [batch, kv_heads, S/W, size] {wanted} beside q of shape "
+                f"{list(q.shape)}, got {list(tensor.shape)}; pass this rank's part of the sequence"
+            )
+    if q.device.type != "cpu":
+        if q.dtype not in (torch.bfloat16, torch.float16):
+            raise NotImplementedError(
+                f"dtype {q.dtype} is not served on {q.device.type}; use bfloat16 or float16"
+            )
+        if size > MOST_SIZE or size % MULTIPLE:
+            raise NotImplementedError(
+                f"q: required heads of a multiple of {MULTIPLE} up to {MOST_SIZE}, got {size}; pad "
+                "with zeros and pass scale="
+            )
+    for name, kinds in (("scale", (float, int)), ("window", (int,))):
+        value = asked[name]
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
+    if not isinstance(asked["causal"], bool):
+        raise ValueError(f"causal: required True or False, got {asked['causal']!r}")
+    if not all(type(bound) is int for bound in asked["cu_seqlens"]):
+        raise ValueError(
+            "cu_seqlens: required whole numbers on the host, got "
+            f"{asked['cu_seqlens']!r}; pass a list, or a tensor on the CPU"
+        )
+
+
+def _heads(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with adjacent elements in a head."""
+    return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """KV as it travels, [rows, columns]: with no copy if the caller has laid k and v out so."""
+    batch, heads, rows, size = k.shape
+    half = batch * heads * size
+    strides = heads * size, size, 2 * half, 1
+    laid = all(one.shape[i] == 1 or one.stride(i) == strides[i] for one in (k, v) for i in range(4))
+    if laid and v.data_ptr() - k.data_ptr() == half * k.element_size():
+        storage = k.untyped_storage()
+        end = k.storage_offset() * k.element_size() + rows * 2 * half * k.element_size()
+        if v.untyped_storage().data_ptr() == storage.data_ptr() and end <= storage.nbytes():
+            return k.as_strided((rows, 2 * half), (2 * half, 1))
+    kv = k.new_empty(rows, 2, batch, heads, size)
+    for i, one in enumerate((k, v)):
+        kv[:, i].copy_(one.permute(2, 0, 1, 3))
+    return kv.view(rows, 2 * half)
+
+
+def _new_kind(
+    workspace: Workspace,
+    problem: AttentionProblem,
+    schedule: str | Schedule,
+    mode: str,
+    source: tuple[Symmetric, int] | None,
+    options: Options,
+) -> CachedCall:
+    """Choose and plan for a kind of call that is seen for the first time."""
+    engine, agreed = workspace.engine, []
+    if schedule == "auto":
+        known = workspace.known(options.machine)
+        chosen = choose(problem, known.machine, mode).schedule
+        agreed.append(str(known))
+    else:
+        chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    if chosen.mover not in engine.capabilities().movers:
+        raise NotImplementedError(
+            f"schedule {chosen}: the {engine.name} engine has no mover {chosen.mover!r}; use "
+            f"{', '.join(engine.capabilities().movers)}"
+        )
+
+    def make(staging_bytes: int | None = None) -> Plan:
+        (made,) = attention_plans(problem, chosen, [engine.rank], staging_bytes)
+        return made
+
+    plan, cap = make(), options.workspace_bytes
+    if cap is not None and plan.words:
+        plan = ring(engine, plan, cap, make)
+    if source is not None and chosen.pull:
+        agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
+    kept = None if "publish" in plan.buffer else source
+    return new_kind(workspace, plan, options, agreed, cap is not None, kept)
+
+
+def _operands(cached: CachedCall, q: torch.Tensor, kv: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """A call with its result and sums allocated, and the result as the caller sees it. Tensors of a
+    call have rows first."""
+    batch, heads, rows, size = q.shape
+    out = q.new_empty(batch, rows, heads, size)
+    tensors = {"kv": kv, "q": q.permute(2, 0, 1, 3), "out": out.transpose(0, 1)}
+    for name, _, dtype in cached.allocated:
+        if name == "lse":
+            tensors[name] = q.new_empty(batch, heads, rows, dtype=dtype).permute(2, 0, 1)
+        else:
+            tensors[name] = torch.empty_like(out, dtype=dtype).transpose(0, 1)
+    return Call(tensors), out.transpose(1, 2)
