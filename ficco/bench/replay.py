@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from ficco.attention import AttentionProblem, attention_plans
 from ficco.bench.candidates import movements
 from ficco.dma.buffers import Buffers, buffers_of
 from ficco.dma.driver import WORD, Batch, Driver, Event
@@ -115,12 +116,13 @@ def crossing(machine: Machine, nbytes: int) -> float:
     return machine.copies.gap + nbytes / rate
 
 
-def last_arrival(problem: Problem, machine: Machine, rank: int) -> float:
+def last_arrival(problem: Problem | AttentionProblem, machine: Machine, rank: int) -> float:
     """Seconds in which a rank receives all that a problem moves to it, one copy from each peer, if
     nothing has to be multiplied before: over one port, or a link from each."""
     assert machine.copies is not None and machine.topology is not None
     seconds = 0.0
-    for part in movements(problem):
+    moved = [problem.keys] if isinstance(problem, AttentionProblem) else movements(problem)
+    for part in moved:
         peers = [peer for peer in range(part.world) if peer != rank]
         sizes = [part.block(peer, rank) * part.k * part.itemsize for peer in peers]
         times = [crossing(machine, size) - machine.copies.gap for size in sizes]
@@ -135,13 +137,17 @@ def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
     Raises:
         NotImplementedError: its staging is capped.
     """
-    if plan.stages or not isinstance(plan.problem, Problem):
+    if plan.stages or not isinstance(plan.problem, Problem | AttentionProblem):
         raise _without_peers("staging in turns")
     return _plans(plan.problem, plan.schedule, packs_columns)
 
 
 @lru_cache(maxsize=16)
-def _plans(problem: Problem, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
+def _plans(
+    problem: Problem | AttentionProblem, schedule: str, packs_columns: bool
+) -> tuple[Plan, ...]:
+    if isinstance(problem, AttentionProblem):
+        return tuple(attention_plans(problem, Schedule.parse(schedule)))
     return tuple(plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
 
 

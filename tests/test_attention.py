@@ -1,0 +1,584 @@
+"""Attention whose keys arrive: masks, plans and their proof, calls on CPUs, faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Failure, Rank, caught, ranks, run
+
+import ficco
+from ficco.attention import (
+    PLACEMENTS,
+    AttentionProblem,
+    Mask,
+    Rectangle,
+    Segment,
+    attention_plans,
+    choose,
+)
+from ficco.machine import find
+from ficco.plan import Plan, PlanError, Region, check, render
+from ficco.schedules import Schedule
+from ficco.simulate import simulate
+from ficco.timeline import attended_flops, work
+
+SCHEDULES = (
+    "growing",
+    "growing:pull",
+    "shrinking:copy=2",
+    "shard-overlap",
+    "hetero-fused-1d",
+    "hetero-unfused-1d:pieces=3,pull",
+    "growing:tail=3",
+    "serial",
+    "serial:pull",
+)
+#: Of one library's call on everything. Partial results are rounded once more before they are
+#: merged: the square root of 2 in the mean.
+MOST_ERROR = 1.5
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One call; ``rows`` positions on every rank."""
+
+    rows: int
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 16
+    batch: int = 1
+    dtype: str = "float32"
+    causal: bool = False
+    window: int | None = None
+    cu_seqlens: tuple[int, ...] = ()
+    placement: str = "ranks"
+    scale: float | None = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        names = "causal", "window", "placement", "scale"
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "cu_seqlens": self.cu_seqlens or None}
+
+    def problem(self, world: int) -> AttentionProblem:
+        asked = {**self.asked, "cu_seqlens": self.cu_seqlens}
+        sizes = self.rows, self.batch, self.heads, self.kv_heads, self.size
+        return AttentionProblem(world, *sizes, self.dtype, **asked)
+
+    def whole(self, world: int, iteration: int, device: Any) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of the whole sequence."""
+        made = torch.Generator().manual_seed(iteration)
+        dtype = getattr(torch, self.dtype)
+        return tuple(
+            torch.randn(self.batch, heads, world * self.rows, self.size, generator=made)
+            .to(dtype)
+            .to(device)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+
+    def positions(self, rank: int, world: int) -> torch.Tensor:
+        """Those of a rank's rows, in their order."""
+        if self.placement == "ranks":
+            return torch.arange(rank * self.rows, (rank + 1) * self.rows)
+        chunks = torch.arange(world * self.rows).view(2 * world, -1)
+        return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
+
+    def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Which keys each query attends to."""
+        i, j = queries[:, None], keys[None]
+        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
+        if self.causal:
+            seen &= j <= i
+        if self.window is not None:
+            seen &= i - j <= self.window
+        if self.cu_seqlens:
+            bounds = torch.tensor(self.cu_seqlens)
+            document = [torch.bucketize(one, bounds, right=True) for one in (i, j)]
+            seen &= document[0] == document[1]
+        return seen
+
+
+def reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """In float64."""
+    q, k, v = (one.double() for one in (q, k, v))
+    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    found: torch.Tensor = scores.masked_fill(~mask.to(q.device), -torch.inf).softmax(-1) @ v
+    return found
+
+
+def attended(
+    at: Rank, case: AttentionCase, iteration: int, schedule: str = "auto", group: Any = None
+) -> None:
+    """One call, no further from float64 than the library's attention on everything."""
+    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
+    q, k, v = case.whole(world, iteration, at.device)
+    mine = case.positions(rank, world).to(at.device)
+    shards = [one[:, :, mine] for one in (q, k, v)]
+    if iteration % 2:  # heads beside each other, as projections make them
+        shards = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in shards]
+    out = ficco.all_gather_attention(*shards, **case.asked, schedule=schedule, group=group)
+    assert out.shape == shards[0].shape and out.dtype == q.dtype
+    if not case.rows:
+        return
+    mask = case.mask(mine.cpu(), torch.arange(q.shape[2]))
+    wanted = reference(shards[0], k, v, mask, case.scale)
+    library = torch.nn.functional.scaled_dot_product_attention(
+        *(shards[0], k, v), attn_mask=mask.to(at.device), scale=case.scale, enable_gqa=True
+    )
+    error, least = (float((one.double() - wanted).square().mean().sqrt()) for one in (out, library))
+    floor = 2 * torch.finfo(q.dtype).eps * 2**-3  # where the library is exact by chance
+    assert error <= MOST_ERROR * max(least, floor), (rank, case, schedule, error, least)
+
+
+# Masks.
+
+
+def dense(rectangles: tuple[Rectangle, ...], queries: int, keys: int) -> torch.Tensor:
+    """How often each pair is in the rectangles, as a library would have them."""
+    count = torch.zeros(queries, keys, dtype=torch.int64)
+    for one in rectangles:
+        n, m = one.q_stop - one.q, one.k_stop - one.k
+        ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
+        seen = torch.ones(n, m, dtype=torch.bool)
+        if one.left is not None:
+            assert one.left >= 0  # libraries take less than that for all
+            seen &= ahead >= -one.left
+        if one.right is not None:
+            assert one.right >= 0
+            seen &= ahead <= one.right
+        assert seen.any(1).all(), f"{one} has queries without a key"
+        assert int(seen.sum()) == one.pairs, one
+        count[one.q : one.q_stop, one.k : one.k_stop] += seen
+    return count
+
+
+@st.composite
+def masked(draw: Any) -> tuple[Mask, list[Segment], list[Segment], int]:
+    length = draw(st.integers(1, 40))
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(0, length)) if causal else None
+    inner = draw(st.none() | st.lists(st.integers(0, length), max_size=4))
+    bounds = () if inner is None else tuple(sorted({0, length, *inner}))
+    mask = Mask(causal, window, bounds)
+
+    def rows() -> list[Segment]:
+        ends = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=6)))
+        row, found = 0, []
+        for first, last in zip(ends[::2], ends[1::2], strict=False):
+            found.append(Segment(row, first, last - first))
+            row += last - first
+        return list(mask.segments(found))
+
+    return mask, rows(), rows(), length
+
+
+@given(masked())
+@settings(max_examples=300, deadline=None)
+def test_rectangles_have_each_pair_once(drawn: Any) -> None:
+    mask, queries, keys, length = drawn
+    case = AttentionCase(
+        length, causal=mask.causal, window=mask.window, cu_seqlens=mask.bounds or ()
+    )
+    at = [
+        torch.tensor([p for _, first, n in some for p in range(first, first + n)], dtype=int)
+        for some in (queries, keys)
+    ]
+    wanted = case.mask(*at)
+    found = dense(mask.rectangles(queries, keys), *wanted.shape)
+    assert torch.equal(found, wanted.to(found.dtype))
+
+
+def test_few_calls() -> None:
+    """Own rows are one causal call, and a group of peers' rows one call without a mask."""
+    case = AttentionCase(64, causal=True, placement="head-tail")
+    problem = case.problem(8)
+    for plan in attention_plans(problem, Schedule.parse("growing")):
+        for step in plan.steps:
+            for one in step.attends:
+                keys = one.first, one.first + one.kv.rows
+                calls = problem.rectangles(plan.rank, (one.q.row, one.q.row_stop), keys)
+                assert len(calls) == 1, (plan.rank, step.label, calls)
+                assert calls[0].whole or (calls[0].causal and calls[0].square)
+
+
+# Plans.
+
+
+def cases(world: int, rows: int = 12) -> Iterator[AttentionCase]:
+    length = world * rows
+    bounds = tuple(sorted({0, 3, min(7, length), length // 2, max(length - 20, 0), length}))
+    for placement in PLACEMENTS:
+        for masks in (
+            {},
+            {"causal": True},
+            {"causal": True, "window": 5},
+            {"causal": True, "window": 0},
+            {"causal": True, "window": 3 * rows},
+            {"cu_seqlens": bounds},
+            {"cu_seqlens": bounds, "causal": True},
+            {"cu_seqlens": bounds, "causal": True, "window": 4},
+        ):
+            yield AttentionCase(rows, placement=placement, **masks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@ranks(1, 2, 3, 4, 8)
+def test_plans_are_proven(world: int, schedule: str) -> None:
+    for case in cases(world):
+        for dtype in ("bfloat16", "float32"):
+            problem = replace(case, dtype=dtype).problem(world)
+            made = attention_plans(problem, Schedule.parse(schedule))
+            check(made)
+            render(made[0])
+    check(attention_plans(AttentionCase(0).problem(world), Schedule.parse(schedule)))
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 10),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(PLACEMENTS),
+    st.none() | st.integers(0, 100),
+    st.booleans(),
+    st.lists(st.integers(0, 160), max_size=5),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_plans_of_any_sizes_are_proven(
+    world: int,
+    half: int,
+    schedule: str,
+    placement: str,
+    window: int | None,
+    causal: bool,
+    inner: list[int],
+    packed: bool,
+) -> None:
+    length = 2 * half * world
+    bounds = tuple(sorted({0, length, *(min(one, length) for one in inner)})) if packed else ()
+    window = window if causal else None
+    case = AttentionCase(2 * half, 4, 1, 8, 1, "bfloat16", causal, window, bounds, placement)
+    check(attention_plans(case.problem(world), Schedule.parse(schedule)))
+
+
+def test_a_ring_of_steps_keeps_to_the_staging() -> None:
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(4)
+    whole = attention_plans(problem, Schedule.parse("shard-overlap"))
+    nbytes = whole[0].buffer["staging"].nbytes(0)
+    for cap in (nbytes // 3, nbytes // 2):
+        for knobs in ("", ":pull"):
+            made = attention_plans(problem, Schedule.parse(f"shard-overlap{knobs}"), None, cap)
+            check(made)
+            assert made[0].stages and made[0].buffer["staging"].nbytes(0) <= cap
+    with pytest.raises(ValueError, match="workspace_bytes: required at least"):
+        attention_plans(problem, Schedule.parse("growing"), None, nbytes // 4)
+
+
+def test_what_is_hidden_does_not_travel() -> None:
+    def rows(**masks: Any) -> list[int]:
+        problem = AttentionCase(16, **masks).problem(4)
+        assert problem.keys.block(1, 1) == 16
+        return [sum(problem.keys.block(i, j) for i in range(4) if i != j) for j in range(4)]
+
+    assert rows() == [48] * 4
+    assert rows(causal=True) == [0, 16, 32, 48]
+    # Of ranks before it a rank needs the first half, of those after it all.
+    assert rows(causal=True, placement="head-tail") == [48, 40, 32, 24]
+    assert rows(causal=True, window=3) == [0, 3, 3, 3]
+    assert rows(cu_seqlens=(0, 16, 40, 64)) == [0, 8, 32, 8]
+    assert rows(cu_seqlens=(0, 16, 40, 64), causal=True) == [0, 0, 16, 8]
+
+
+def test_head_tail_makes_ranks_work_alike() -> None:
+    for world in (2, 4, 8):
+        case = AttentionCase(64, causal=True, placement="head-tail")
+        made = attention_plans(case.problem(world), Schedule.parse("growing"))
+        flops = [sum(work(plan, step)[0] for step in plan.steps) for plan in made]
+        assert len(set(flops)) == 1
+        pairs = 64 * world * (64 * world + 1) // 2
+        assert sum(flops) == 4 * pairs * case.heads * case.size
+
+
+def plans() -> list[Plan]:
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(4)
+    return attention_plans(problem, Schedule.parse("growing"))
+
+
+def _changed(which: int, field: str, value: Any) -> list[Plan]:
+    """The plans, with a field changed of what the ``which``-th attend of rank 1 does."""
+    made, seen = plans(), 0
+    steps = list(made[1].steps)
+    for index, step in enumerate(steps):
+        if step.attends and (seen := seen + 1) == which + 1:
+            one = step.attends[0]
+            new = value(one) if callable(value) else value
+            steps[index] = step._replace(attends=(one._replace(**{field: new}),))
+    made[1] = replace(made[1], steps=tuple(steps))
+    return made
+
+
+def shorter(field: str) -> Any:
+    def change(one: Any) -> Region:
+        region: Region = getattr(one, field)
+        return region._replace(row_stop=region.row_stop - 1)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("which", "field", "value", "message"),
+    [
+        (1, "first", lambda one: one.first + 1, "another piece|twice|adds rows|leaves"),
+        (1, "kv", shorter("kv"), "leaves out rows .* of the keys"),
+        (1, "accumulate", False, "written twice|leaves out"),
+        (0, "accumulate", True, "what nobody has written"),
+        (1, "q", shorter("q"), "regions that do not fit"),
+        (0, "first", 0, "other rows than it says"),
+        (1, "out", lambda one: one.out._replace(buffer="out"), "has been rounded"),
+        (1, "kv", lambda one: one.kv._replace(buffer="q", col_stop=64), "wrong buffers"),
+        (1, "kv", lambda one: one.kv._replace(rank=0), "at a peer"),
+        (1, "kv", lambda one: one.kv._replace(col=1), "do not fit"),
+    ],
+)
+def test_wrong_plans_are_found(which: int, field: str, value: Any, message: str) -> None:
+    check(plans())
+    with pytest.raises(PlanError, match=message):
+        check(_changed(which, field, value))
+
+
+def test_keys_that_are_left_out_or_come_early_are_found() -> None:
+    def without(keep: Any) -> list[Plan]:
+        made = plans()
+        made[1] = replace(made[1], steps=tuple(map(keep, made[1].steps)))
+        return made
+
+    def both(step: Any) -> Any:  # rows of queries and of the result that nobody else has
+        if len(step.attends) != 1 or step.label != "own":
+            return step
+        one = step.attends[0]
+        less = {name: getattr(one, name)._replace(row=1) for name in ("q", "out", "lse")}
+        return step._replace(attends=(one._replace(**less),))
+
+    def unwaited(step: Any) -> Any:
+        return step._replace(waits=()) if step.op == "attend" else step
+
+    def twice(step: Any) -> Any:
+        return step._replace(attends=step.attends * 2) if step.waits and step.attends else step
+
+    for change, message in (
+        (both, "elements of out|nobody has written"),
+        (unwaited, "before it is written|is cleared|nobody waits|waited"),
+        (twice, "another product adds, too"),
+        (lambda step: step._replace(op="matmul") if step.attends else step, "does not hold"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            check(without(change))
+
+
+def test_other_schedules_are_refused() -> None:
+    problem = AttentionCase(8).problem(4)
+    for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "ring", "serial:collective"):
+        with pytest.raises(ValueError, match="take growing, shard-overlap"):
+            attention_plans(problem, Schedule.parse(name))
+
+
+def test_simulation_and_choice() -> None:
+    machine = find("h200-4", None)
+    assert machine is not None
+    problem = AttentionProblem(
+        *(4, 16384, 1, 32, 8, 128, "bfloat16"), causal=True, placement="head-tail"
+    )
+    chosen = choose(problem, machine)
+    assert dict(chosen.predicted).keys() >= {"growing", "serial"}
+    seconds = dict(chosen.predicted)
+    assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
+    made = attention_plans(problem, chosen.schedule)
+    timeline = simulate(made, machine)
+    flops = sum(attended_flops(one) for step in made[0].steps for one in step.attends)
+    assert flops / (machine.gemm.peak if machine.gemm else 1.0) < timeline.stop_s
+    slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
+    assert dict(choose(problem, slow).predicted)["growing"] > seconds["growing"]
+    assert str(choose(problem, None).schedule) == "growing"
+
+
+# Calls on CPUs.
+
+
+def _calls(at: Rank) -> None:
+    iteration = 0
+    for case in cases(at.world, 10):
+        for dtype, schedule in zip(
+            ("float32", "bfloat16", "float64", "float16"),
+            random.Random(iteration).sample((*SCHEDULES, "auto"), 4),
+            strict=True,
+        ):
+            attended(at, replace(case, dtype=dtype), iteration := iteration + 1, schedule)
+    for case in (
+        AttentionCase(7, 6, 6, 8, batch=3, causal=True),
+        AttentionCase(8, 8, 1, 64, batch=2, causal=True, placement="head-tail", scale=0.5),
+        AttentionCase(1, causal=True),
+        AttentionCase(0),
+    ):
+        for schedule in SCHEDULES:
+            attended(at, case, iteration := iteration + 1, schedule)
+
+
+@ranks(1, 2, 3, 4)
+def test_no_further_from_float64_than_the_library(world: int) -> None:
+    run(world, _calls)
+
+
+def _exact(at: Rank) -> None:
+    """Equal scores make means of values; of integers over powers of two they are exact."""
+    world, rows = at.world, 16
+    for iteration, schedule in enumerate(("growing", "shard-overlap:pull", "serial", "auto")):
+        for dtype in (torch.float32, torch.bfloat16):
+            made = torch.Generator().manual_seed(iteration)
+            v = torch.randint(-4, 5, (1, 2, world * rows, 8), generator=made).to(dtype)
+            mine = slice(at.rank * rows, (at.rank + 1) * rows)
+            k = torch.full((1, 2, rows, 8), float(at.rank + iteration), dtype=dtype)
+            q = torch.zeros(1, 4, rows, 8, dtype=dtype)
+            out = ficco.all_gather_attention(q, k, v[:, :, mine], schedule=schedule)
+            wanted = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+            # Their weights are sums of exponentials: right to some ulps of float32.
+            assert torch.allclose(out.double(), wanted.to(dtype).double(), rtol=0, atol=2e-6)
+            # One key outweighs all others: its value, in any dtype.
+            where = (5 * torch.arange(rows) + 3 * at.rank + iteration) % (world * rows)
+            codes = torch.eye(world * rows, dtype=dtype).view(1, 1, world * rows, world * rows)
+            q = 512 * codes[:, :, where].expand(1, 4, -1, -1)
+            values = torch.arange(world * rows).view(1, 1, -1, 1).expand(1, 2, -1, world * rows)
+            keys = codes[:, :, mine].expand(1, 2, -1, -1)
+            some = values[:, :, mine].to(dtype)
+            out = ficco.all_gather_attention(q, keys, some, schedule=schedule, scale=1.0)
+            assert torch.equal(out, where.to(dtype).view(1, 1, -1, 1).expand_as(out))
+
+
+@ranks(2, 4)
+def test_exact_where_that_has_a_meaning(world: int) -> None:
+    run(world, _exact)
+
+
+def _laid_out(at: Rank) -> list[bool]:
+    """Keys and values that the caller has laid out as they travel are not copied."""
+    from ficco.ops.attention import _packed
+
+    found = []
+    for batch, memory in ((1, False), (2, False), (1, True)):
+        case = AttentionCase(8, batch=batch, causal=True)
+        q, k, v = case.whole(at.world, batch, at.device)
+        mine = case.positions(at.rank, at.world)
+        shape = 8, 2, batch, 2, 16
+        kv = ficco.empty(shape) if memory else torch.empty(shape)
+        k_own, v_own = kv[:, 0].permute(1, 2, 0, 3), kv[:, 1].permute(1, 2, 0, 3)
+        k_own.copy_(k[:, :, mine])
+        v_own.copy_(v[:, :, mine])
+        at.barrier()
+        found.append(_packed(k_own, v_own).data_ptr() == kv.data_ptr())
+        found.append(_packed(v_own, k_own).data_ptr() != kv.data_ptr())
+        for schedule in ("growing:pull", "growing"):
+            out = ficco.all_gather_attention(
+                q[:, :, mine], k_own, v_own, causal=True, schedule=schedule
+            )
+            mask = case.mask(mine, torch.arange(q.shape[2]))
+            wanted = reference(q[:, :, mine], k, v, mask, None)
+            assert (out - wanted).abs().max() < 1e-5
+        at.barrier()
+    return found
+
+
+def test_keys_laid_out_as_they_travel() -> None:
+    assert all(map(all, run(2, _laid_out)))
+
+
+def _capped(at: Rank) -> Any:
+    case = AttentionCase(16, causal=True, placement="head-tail")
+    attended(at, case, 1, "shard-overlap")
+    with ficco.options(workspace_bytes=24_000):
+        for iteration in range(4):
+            attended(at, case, iteration, "shard-overlap")
+    with ficco.options(workspace_bytes=6_000):
+        return caught(lambda: attended(at, case, 1, "growing"))
+
+
+def test_memory_is_capped() -> None:
+    for failure in run(4, _capped):
+        assert isinstance(failure, Failure) and failure.type == "ValueError"
+        assert "workspace_bytes: required at least" in failure.text
+
+
+# Errors.
+
+
+def _refused(at: Rank) -> list[Any]:
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    packed = [0, 4, 8 * at.world]
+    found = []
+    for operands, asked in (
+        ((q, k, None), {}),
+        ((q, k[0], k), {}),
+        ((q, k, k[:, :, :4]), {}),
+        ((q, k[:, :, :4], k[:, :, :4]), {}),
+        ((q, k.double(), k.double()), {}),
+        ((q, torch.zeros(1, 3, 8, 16), torch.zeros(1, 3, 8, 16)), {}),
+        ((q, k, k), {"window": 4}),
+        ((q, k, k), {"window": -1, "causal": True}),
+        ((q, k, k), {"placement": "zigzag"}),
+        ((q, k, k), {"cu_seqlens": [0, 9, 4, 8 * at.world]}),
+        ((q, k, k), {"cu_seqlens": [0, 4]}),
+        ((q, k, k), {"cu_seqlens": [0.0, 8 * at.world]}),
+        ((torch.cat([q, q]), torch.cat([k, k]), torch.cat([k, k])), {"cu_seqlens": packed}),
+        ((q[:, :, :7], k[:, :, :7], k[:, :, :7]), {"placement": "head-tail"}),
+        ((q.int(), k.int(), k.int()), {}),
+        ((q, k, k), {"schedule": "tiled"}),
+        ((q, k, k), {"schedule": 3}),
+        ((q, k, k), {"scale": "1"}),
+        ((q, k, k), {"causal": 1}),
+    ):
+        found.append(caught(lambda o=operands, a=asked: ficco.all_gather_attention(*o, **a)))
+        attended(at, AttentionCase(4), len(found))  # the group goes on
+    return found
+
+
+def test_bad_input_says_what_to_do() -> None:
+    one, other = run(2, _refused)
+    assert len(one) == 19
+    for failures in zip(one, other, strict=True):
+        for failure in failures:
+            assert isinstance(failure, Failure), failures
+            assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
+            assert "required" in failure.text or "not served" in failure.text, failure.text
+        assert failures[0].text == failures[1].text
+
+
+def _unlike(at: Rank) -> list[Any]:
+    case = AttentionCase(8)
+    import torch.distributed as dist
+
+    found = []
+    for mine in (
+        replace(case, causal=at.rank == 0),
+        replace(case, rows=8 + 2 * at.rank),
+        replace(case, scale=1.0 + at.rank),
+    ):
+        group = dist.new_group(list(range(at.world)))
+        found.append(caught(lambda m=mine, g=group: attended(at, m, 1, "growing", g)))
+        at.barrier()
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_ranks_that_differ_are_told() -> None:
+    for found in run(2, _unlike):
+        assert [one.type for one in found] == ["RankMismatch"] * 3, found
+        assert "all_gather_attention" in found[0].text and "causal" in found[0].text

@@ -1,0 +1,88 @@
+"""Attention whose keys arrive, on GPUs: against float64, between other calls, in graphs. With
+``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import equal, exact
+from ranks import Rank, most_gpu_ranks, ranks, run
+from test_attention import AttentionCase, attended, cases
+
+import ficco
+
+pytestmark = pytest.mark.multigpu
+
+SCHEDULES = (
+    "auto",
+    "growing",
+    "growing:pull",
+    "shard-overlap",
+    "hetero-fused-1d:pieces=2",
+    "serial",
+)
+
+
+def wider(world: int = 4) -> int:
+    return world if most_gpu_ranks() >= world else 2
+
+
+def _masks(at: Rank, dtype: str) -> None:
+    iteration = 0
+    for case in cases(at.world, 96):
+        for size in (64, 128, 256):
+            schedule = SCHEDULES[iteration % len(SCHEDULES)]
+            wide = replace(case, heads=8, kv_heads=2, size=size, dtype=dtype)
+            attended(at, wide, iteration := iteration + 1, schedule)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@ranks(2, 4)
+def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> None:
+    run(world, _masks, dtype, device="cuda", timeout=280)
+
+
+def _calls(at: Rank) -> None:
+    case = AttentionCase(512, 16, 4, 128, dtype="bfloat16", causal=True, placement="head-tail")
+    for iteration in range(30):
+        attended(at, replace(case, batch=1 + iteration % 2), iteration, SCHEDULES[iteration % 6])
+        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
+
+
+def test_between_other_calls() -> None:
+    run(wider(), _calls, device="cuda", timeout=280)
+
+
+def _graphs(at: Rank) -> Any:
+    case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, placement="head-tail")
+    mine = case.positions(at.rank, at.world).to(at.device)
+
+    def shards(iteration: int) -> list[torch.Tensor]:
+        return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
+
+    q, k, v = shards(0)
+    call = lambda: ficco.all_gather_attention(  # noqa: E731
+        q, k, v, causal=True, placement="head-tail", schedule="growing"
+    )
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    at.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for iteration in range(1, 6):
+        for here, there in zip((q, k, v), shards(iteration), strict=True):
+            here.copy_(there)
+        eager = call().clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), iteration
+        at.barrier()
+
+
+def test_graphs() -> None:
+    run(wider(), _graphs, device="cuda", fresh=True, timeout=120)
