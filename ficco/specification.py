@@ -44,6 +44,8 @@ class Buffer(NamedTuple):
         first: by rank, the number of the first row; empty: 0 everywhere.
         layout: ``"rows"``, row by row; ``"columns"``, what one copy brings is contiguous: columns
             ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``.
+        matrices: of an operand that the caller passes as [matrices, rows, columns], how many these
+            are; here one is below the other. 0: it is one matrix.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Buffer(NamedTuple):
     leaves: bool = False
     first: tuple[int, ...] = ()
     layout: str = "rows"
+    matrices: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -87,11 +90,14 @@ class Exchange(NamedTuple):
     """How the rows of a matrix travel: rank ``src`` has a block of them for rank ``dst``.
 
     Attributes:
-        block: rows of a block.
+        block: rows of a block; of each of its parts, if it has several.
         leaves: number of its first row at the sender.
         lands: number of its first row at the receiver.
         sums: the blocks of all ranks are added up; rows have the same number on all ranks.
         terms: what travels are products, and steps say whose are in it.
+        parts: how many parts a block has.
+        leaves_apart, lands_apart: rows from the beginning of a part to that of the next one, where
+            they leave and where they land.
     """
 
     block: OfPair
@@ -99,6 +105,9 @@ class Exchange(NamedTuple):
     lands: OfPair
     sums: bool = False
     terms: bool = False
+    parts: int = 1
+    leaves_apart: int = 0
+    lands_apart: int = 0
 
 
 class Factors(NamedTuple):
@@ -123,6 +132,8 @@ class Contraction(NamedTuple):
         transposed: a is transposed.
         scales: the factors of ``a`` and ``b``, empty if neither is scaled.
         bias: name of a row that is added once; empty for none.
+        share: if not 0, ``b`` is several matrices, one below the other: the first is for so many
+            rows of ``a``, by their numbers where they land, the second for as many that follow.
     """
 
     a: str
@@ -132,6 +143,13 @@ class Contraction(NamedTuple):
     transposed: bool = False
     scales: tuple[Factors, ...] = ()
     bias: str = ""
+    share: int = 0
+
+
+def gated(function: str) -> str:
+    """The name of the function of rows that applies another one to the first half of the columns,
+    and multiplies the result by the second half (SwiGLU and its kind)."""
+    return f"{function} gated"
 
 
 class Attention(NamedTuple):
@@ -160,8 +178,9 @@ class Specification:
         operands, results: buffers of the caller.
         contractions: the products that make one matrix of others.
         exchanges: by matrix, how its rows travel; the others stay on their rank.
-        functions: ``functions[name, x]`` is the matrix that a function makes of x, elementwise or,
-            where it is a scaled operand, by casting: it then makes the factors, too.
+        functions: ``functions[name, x]`` is the matrix that a function makes of x: elementwise;
+            row by row, if it has another number of columns; or, where it is a scaled operand, by
+            casting: it then makes the factors, too.
         attentions: what attends to which rows of what.
     """
 

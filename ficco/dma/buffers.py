@@ -84,6 +84,9 @@ class Buffers:
     def view(self, region: Region) -> Callable[[Call], torch.Tensor]:
         """A region as a matrix."""
         name, buffer = region.buffer, self._plan.buffer[region.buffer]
+        if buffer.matrices:
+            matrix, index = self._in_matrix(region)
+            return lambda call: call.tensors[name][matrix][index]
         if region.rank == self._rank and buffer.memory != "slot":
             if (index := _index(buffer.shapes[region.rank], region)) is None:
                 return lambda call: call.tensors[name]
@@ -97,6 +100,12 @@ class Buffers:
         first = self.view(region)
         if count == 1:
             return first
+        name, buffer = region.buffer, self._plan.buffer[region.buffer]
+        if buffer.matrices:
+            matrix, (rows, cols) = self._in_matrix(region)
+            step = max(stride * buffer.matrices // buffer.shapes[self._rank][0], 1)
+            some = slice(matrix, matrix + count * step, step)
+            return lambda call: call.tensors[name][some, rows, cols]
 
         def several(call: Call) -> torch.Tensor:
             one = first(call)
@@ -105,6 +114,12 @@ class Buffers:
             return one.as_strided(shape, strides, one.storage_offset())
 
         return several
+
+    def _in_matrix(self, region: Region) -> tuple[int, tuple[slice, slice]]:
+        """Which of a buffer's matrices a region is in, and where in that."""
+        buffer = self._plan.buffer[region.buffer]
+        matrix, row = divmod(region.row, max(buffer.shapes[self._rank][0] // buffer.matrices, 1))
+        return matrix, (slice(row, row + region.rows), slice(region.col, region.col_stop))
 
     def _memory(self, name: str) -> tuple[Symmetric, int]:
         """The symmetric memory with a buffer, and where in it that begins."""

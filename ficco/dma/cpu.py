@@ -179,8 +179,10 @@ class CpuEngine(Engine):
     # Copies.
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        src, dst = map(buffers_of(program).view, transfer[:2])
-        nbytes = program.plan.nbytes(transfer.src)
+        places, batch = buffers_of(program), transfer.batch
+        src = places.batch(transfer.src, batch, transfer.src_stride)
+        dst = places.batch(transfer.dst, batch, transfer.dst_stride)
+        nbytes = program.plan.moved_bytes(transfer)
         move = _move if mover == "dma" else torch.Tensor.copy_
 
         def op(call: Call) -> None:
@@ -359,7 +361,12 @@ class CpuEngine(Engine):
 
 
 def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy a rectangle by memmove, row by row unless rows are adjacent on both sides."""
+    """Copy a rectangle, or a batch of them, by memmove, row by row unless rows are adjacent on both
+    sides."""
+    if src.dim() == 3:
+        for one, two in zip(dst, src, strict=True):
+            _move(one, two)
+        return
     rows, cols = src.shape
     if src.stride(1) != 1 and cols > 1:
         dst.copy_(src)

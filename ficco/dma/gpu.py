@@ -75,7 +75,7 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.products import accumulation, add_up, matmul_op, place_op
+from ficco.dma.products import FUNCTIONS, accumulation, add_up, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
@@ -368,6 +368,8 @@ class GpuEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
+        if transfer.batch > 1:
+            return self._strided(program, step, transfer)
         src, dst = transfer.src, transfer.dst
         width, height = places.row_bytes(src), src.rows
         to, dst_pitch = places.place(dst)
@@ -387,6 +389,34 @@ class GpuEngine(StreamEngine):
                 rectangle(at, pitch, stream)
             elif cut:
                 cut(call, at, pitch)
+
+        return op
+
+    def _strided(self, program: Program, step: int, transfer: Transfer) -> Op:
+        """A batch of copies of whole rows: one 2D copy, each of whose rows is one of them."""
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
+        src, dst = transfer.src, transfer.dst
+        row, width = places.row_bytes(src), places.row_bytes(src) * src.rows
+        to, pitch = places.place(dst)
+        source, down, across = places.source(src), transfer.src_stride, transfer.dst_stride * pitch
+        rectangle = None
+        if self.means.rectangles:
+            rectangle = self.driver.rectangle(to, across, width, transfer.batch)
+        ranks = dst.rank, src.rank
+        each = [self.driver.copy(to + i * across, width, ranks) for i in range(transfer.batch)]
+        if pitch != row or places.cuts_rows(src):
+            raise NotImplementedError(f"{transfer}: a batch of copies takes whole rows")
+
+        def op(call: Call) -> None:
+            at, source_pitch = source(call)
+            stream = call.state[lane]
+            if source_pitch != row:
+                raise NotImplementedError("a batch of copies takes rows that are contiguous")
+            if rectangle:
+                rectangle(at, down * row, stream)
+                return
+            for i, copy in enumerate(each):
+                copy(at + i * down * row, stream)
 
         return op
 
@@ -880,7 +910,7 @@ class GpuEngine(StreamEngine):
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
             scaled=True,
-            functions=(CAST,),
+            functions=(*FUNCTIONS, CAST),
         )
 
     def unscaled(self, problem: Problem, scaling: Scaling) -> str:

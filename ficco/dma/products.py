@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
 from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
+from ficco.specification import gated
+
+
+def _gate(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """A function of the first half of the columns, times the second half."""
+    gate, up = x.chunk(2, dim=-1)
+    return function(gate) * up
+
 
 #: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
-#: The elementwise functions that a place operation may apply, by name.
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu": torch.relu}
+#: The functions that a place operation may apply, by name.
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": torch.relu,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+}
+FUNCTIONS |= {gated(name): partial(_gate, function) for name, function in FUNCTIONS.items()}
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
 _ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
 _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
@@ -80,7 +95,7 @@ def multiply(
             return multiply(a.float(), b.float(), out, addend)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
-    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched else b
+    b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched and b.dim() == 2 else b
     if addend is None:
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
@@ -106,7 +121,9 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 def place_op(program: Program, transfer: Transfer) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
-    src, dst = map(buffers_of(program).view, transfer[:2])
+    places, batch = buffers_of(program), transfer.batch
+    src = places.batch(transfer.src, batch, transfer.src_stride)
+    dst = places.batch(transfer.dst, batch, transfer.dst_stride)
     if transfer.factors is not None:
         factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
         return lambda call: quantize_into(dst(call), factors(call), src(call), share)
@@ -138,7 +155,10 @@ def matmul_op(
 
 def _product(program: Program, product: Product, add_product: AddProduct | None, lane: str) -> Op:
     places, batch = buffers_of(program), (product.batch, product.a_stride)
-    left, right = places.batch(product.a, *batch), places.view(product.b)
+    left = places.batch(product.a, *batch)
+    right = places.view(product.b)
+    if product.b_stride:
+        right = places.batch(product.b, product.batch, product.b_stride)
     result = places.batch(product.out, product.batch, product.out_stride)
     before = None if product.addend is None else places.view(product.addend)
     accumulate, transposed = product.accumulate, product.transposed

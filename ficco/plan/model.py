@@ -98,7 +98,11 @@ class Signal(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of a region to a region of the same size, here or at a peer.
+    """One copy of a region to a region of the same size, here or at a peer; or a strided batch of
+    such copies.
+
+    Copy ``i`` of the batch reads ``src`` moved down by ``i * src_stride`` rows and writes ``dst``
+    moved down by ``i * dst_stride`` rows.
 
     Attributes:
         terms: the ranks whose products are summed in it, rank r as bit r; 0 if it moves operands.
@@ -111,13 +115,26 @@ class Transfer(NamedTuple):
     terms: int = 0
     function: str = ""
     factors: Region | None = None
+    batch: int = 1
+    src_stride: int = 0
+    dst_stride: int = 0
+
+    @property
+    def elements(self) -> int:
+        """How many elements move."""
+        return self.batch * self.src.elements
+
+
+#: The other fields of a transfer that is one plain copy, for :data:`new`.
+PLAIN = ("", None, 1, 0, 0)
 
 
 class Product(NamedTuple):
     """``out (+)= a @ b``, or a strided batch of such products.
 
     Product ``i`` of the batch reads ``a`` moved down by ``i * a_stride`` rows and writes ``out``
-    moved down by ``i * out_stride`` rows; all share ``b``.
+    moved down by ``i * out_stride`` rows. All share ``b``, or each reads ``b`` moved down by
+    ``i * b_stride`` rows.
 
     Attributes:
         terms: the ranks whose products are in the sum that it adds to, see :class:`Transfer`.
@@ -142,6 +159,7 @@ class Product(NamedTuple):
     transposed: bool = False
     scales: tuple[Region, ...] = ()
     bias: Region | None = None
+    b_stride: int = 0
 
     @property
     def scale_stride(self) -> int:
@@ -319,6 +337,10 @@ class Plan:
     def nbytes(self, region: Region) -> int:
         """Bytes of a region."""
         return region.elements * self.buffer[region.buffer].itemsize
+
+    def moved_bytes(self, transfer: Transfer) -> int:
+        """Bytes that a transfer reads."""
+        return transfer.batch * self.nbytes(transfer.src)
 
     def wide(self, product: Product) -> bool:
         """Whether a product is a float32 sum of narrower operands, to be rounded later."""

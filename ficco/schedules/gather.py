@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 
-from ficco.plan.model import Product, Region, Signal, Step, Transfer, new
+from ficco.plan.model import PLAIN, Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
@@ -353,7 +353,7 @@ class GatherStage(Stage):
             called = names(me, len(units))
             pieces = zip(units, called, self._rooms(target), ready, sources, regions, strict=True)
             for unit, name, room, signal, source, region in pieces:
-                move, label = new(Transfer, (source, region, 0, "", None)), f"{name}>{target}"
+                move, label = new(Transfer, (source, region, 0, *PLAIN)), f"{name}>{target}"
                 copy = Step("copy", lane, label, room, (signal,), transfer=move, mover=mover)
                 if self.casts:
                     copy = copy._replace(after=self._cast(source, lane)[-1:])

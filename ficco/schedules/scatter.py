@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import zip_longest
 
-from ficco.plan.model import Product, Reduction, Region, Signal, Step, Transfer, new
+from ficco.plan.model import PLAIN, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
@@ -385,7 +385,7 @@ class ScatterStage(Stage):
         steps = []
         pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
         for name, signal, product, landing in pieces:
-            move, label = new(Transfer, (product.out, landing, terms, "", None)), f"{name}>{target}"
+            move, label = new(Transfer, (product.out, landing, terms, *PLAIN)), f"{name}>{target}"
             steps.append(Step("copy", lane, label, (), (signal,), transfer=move, mover=mover))
         return steps
 
@@ -402,7 +402,7 @@ class ScatterStage(Stage):
             pieces = zip(units, called, valid, sources, landings, strict=True)
             for unit, name, signal, src, dst in pieces:
                 posts = (self._done(me, peer),) if unit is units[-1] else ()
-                move, label = new(Transfer, (src, dst, 1 << peer, "", None)), f"{name}>{me}"
+                move, label = new(Transfer, (src, dst, 1 << peer, *PLAIN)), f"{name}>{me}"
                 step = Step("copy", lane, label, (signal,), posts, transfer=move, mover=mover)
                 copies[unit.group].append((peer, step))
         return copies

@@ -202,7 +202,7 @@ class _SimulatedRank:
             if len(copies) < 2:
                 continue
             moved = [one for i in copies if (one := steps[i].transfer) is not None]
-            nbytes = sum(self.plan.nbytes(one.src) for one in moved)
+            nbytes = sum(map(self.plan.moved_bytes, moved))
             self.launch_bytes.update(dict.fromkeys(copies, nbytes))
             for i in copies:
                 self.launches[i], self.posts[i] = copies, ()
@@ -674,15 +674,16 @@ class Simulation:
     def _move_seconds(self, step: Step) -> float:
         """Seconds to read here, or at the peers, and write here."""
         regions: tuple[Region, ...]
+        times = 1
         if step.reduction is not None:
             regions = (*step.reduction.parts, step.reduction.out)
         else:
             assert step.transfer is not None
-            src, dst, _, _, factors = step.transfer
+            src, dst, _, _, factors, times, *_ = step.transfer
             regions = (src, factors, dst) if factors else (src, dst)
         local, remote = 0, []
         for one in regions:
-            nbytes = one.elements * self.itemsize[one.buffer]
+            nbytes = times * one.elements * self.itemsize[one.buffer]
             if one.rank == regions[-1].rank:
                 local += nbytes
             else:
@@ -698,7 +699,7 @@ class Simulation:
     def _begin_copy(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         assert step.transfer is not None
         src, dst = step.transfer.src, step.transfer.dst
-        nbytes = src.elements * self.itemsize[src.buffer]
+        nbytes = step.transfer.elements * self.itemsize[src.buffer]
         if not nbytes:
             self._finish(lane, self.now, self.now)
             return

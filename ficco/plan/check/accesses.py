@@ -12,9 +12,12 @@ from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
-from ficco.plan.model import Attending, Product, Reduction, Region, Transfer
+from ficco.plan.model import PLAIN, Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
 from ficco.specification import Attention, Contraction, Exchange
+
+#: More than the number of any row.
+_NO_END = np.int64(1) << 62
 
 
 class BufferColumns:
@@ -54,6 +57,8 @@ class _Route:
             np.array([[number(src, dst) for dst in ranks] for src in ranks], np.int64)
             for number in (exchange.leaves, exchange.lands, exchange.block)
         )
+        self.parts = exchange.parts
+        self.leaves_apart, self.lands_apart = exchange.leaves_apart, exchange.lands_apart
         #: Whether a row has the same number at all ranks that get it.
         self.common = all(
             (table == table[:, :1]).all() for table in (self.leaves, self.lands, self.block)
@@ -120,11 +125,13 @@ class Footprint:
         self.contraction: dict[int, Contraction] = {}
         self.summed = np.zeros((len(matrix), world), np.int64)
         self.transposed = np.zeros(len(matrix), np.bool_)
+        self.share = np.zeros(len(matrix), np.int64)
         for contraction in self.asked.contractions:
             number = matrix[contraction.out]
             self.contraction[number] = contraction
             self.summed[number] = contraction.summed
             self.transposed[number] = contraction.transposed
+            self.share[number] = contraction.share
         self.attention: dict[int, Attention] = {}
         for attention in self.asked.attentions:
             number = matrix[attention.out]
@@ -189,16 +196,19 @@ class Footprint:
         self, matrix: Ints, row: Ints, row_stop: Ints, src: Ints, dst: Ints, needs: Bools, who: Who
     ) -> Ints:
         """For rows that leave, the distance from there to where they land; checks that they are in
-        the block of the two ranks."""
+        one part of the block of the two ranks."""
         way = np.zeros(len(row), np.int64)
         for number, route in self.route.items():
             here = needs & (matrix == number)
             if not here.any():
                 continue
-            first = route.leaves[src, dst]
+            first, lands = route.leaves[src, dst], route.lands[src, dst]
+            if route.parts > 1:
+                part = np.clip((row - first) // route.leaves_apart, 0, route.parts - 1)
+                first, lands = first + part * route.leaves_apart, lands + part * route.lands_apart
             inside = (first <= row) & (row_stop <= first + route.block[src, dst])
             demand(inside | ~here, who, "takes rows of another block")
-            way += np.where(here, route.lands[src, dst] - first, 0)
+            way += np.where(here, lands - first, 0)
         return way
 
     def _transfers(self) -> tuple[Accesses, Accesses]:
@@ -207,9 +217,10 @@ class Footprint:
         for number in self.steps.collective:
             transfers[number] = None
         step = np.flatnonzero(bools(map(bool, transfers)))
-        sources, targets, named, functions, factors = unzipped(
-            list(filter(None, transfers)), Transfer
-        )
+        moves = list(filter(None, transfers))
+        if any(move.batch != 1 for move in moves):
+            moves, step = self._each_move(moves, step)
+        sources, targets, named, functions, factors, *_ = unzipped(moves, Transfer)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
@@ -235,6 +246,10 @@ class Footprint:
         exact &= ~copy | (of.dtype[src.buffer] == of.dtype[dst.buffer])
         demand(right & exact, who, "moves between the wrong buffers")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
+        if any(functions):  # those of rows
+            whole = (src.col == 0) & (src.cols == self._sizes[src.buffer, src.rank, 1])
+            whole &= (dst.col == 0) & (dst.cols == self._sizes[dst.buffer, dst.rank, 1])
+            sizes |= (src.rows == dst.rows) & whole & bools(functions)
         demand(sizes, who, "moves between regions of different sizes")
         meets = (src.buffer == dst.buffer) & (src.rank == dst.rank)
         meets &= (src.row < dst.row_stop) & (dst.row < src.row_stop)
@@ -260,6 +275,19 @@ class Footprint:
         if cast := self._casts(step, dst, functions, factors):
             made = Accesses(*map(np.concatenate, zip(made, cast, strict=True)))
         return Accesses.of(step, src, here, here_across, terms=terms), made
+
+    def _each_move(self, moves: list[Transfer], step: Ints) -> tuple[list[Transfer], Ints]:
+        """The transfers of batches one by one, and their steps."""
+        batch = ints(move.batch for move in moves)
+        cast = bools(map(bool, (move.factors for move in moves)))
+        demand((batch > 0) & ((batch == 1) | ~cast), self.steps.by_step(step), "is no batch")
+        each, turn = repeated(batch)
+        found = []
+        for index, i in zip(each.tolist(), turn.tolist(), strict=True):
+            move = moves[index]
+            ends = _down(move.src, i * move.src_stride), _down(move.dst, i * move.dst_stride)
+            found.append(Transfer(*ends, *move[2:5]))
+        return found, step[each]
 
     def _casts(
         self, step: Ints, dst: Regions, functions: Sequence[str], factors: Sequence[Region | None]
@@ -309,14 +337,14 @@ class Footprint:
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
         """A signal posted after a copy gates the rows that were copied."""
-        at = np.full(len(self.steps.all), -1)
-        at[copy] = np.arange(len(copy))
-        at = at[self.signals.posts.step]
-        row, row_stop = np.append(row, 0), np.append(row_stop, 0)  # for posts not after a copy
+        begin, end = np.full(len(self.steps.all), _NO_END), np.full(len(self.steps.all), -1)
+        np.minimum.at(begin, copy, row)
+        np.maximum.at(end, copy, row_stop)
+        begin, end = begin[self.signals.posts.step], end[self.signals.posts.step]
         bounds = self.signals.signal.first, self.signals.signal.last
         first, last = (ints(column)[self.signals.posts.which] for column in bounds)
-        gated = (first <= row[at]) & (row_stop[at] <= last)
-        demand(gated | (at < 0), self.signals.posts.who, "gates other rows than those copied")
+        gated = (first <= begin) & (end <= last)
+        demand(gated | (end < 0), self.signals.posts.who, "gates other rows than those copied")
 
     def _products(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
@@ -340,6 +368,9 @@ class Footprint:
         demand(self._asked_for(a, b, out) & straight, who, "multiplies in the wrong buffers")
         joined = self.terms[matrix]
         k_first = np.where(of.placed[b.buffer], self._first(b, who), a.col)
+        share = self.share[matrix]
+        # Of several matrices b, rows count from the beginning of each.
+        k_first %= np.where(share > 0, np.maximum(self.summed[matrix, me], 1), _NO_END)
         k_last = k_first + b.rows
         whole = (k_first == 0) & (k_last == self.summed[matrix, me])
         demand(whole | ~joined, who, "multiplies part of k")
@@ -359,7 +390,8 @@ class Footprint:
         each, turn = repeated(batch)
         a = a.at(each).down(turn * ints(made.a_stride)[each])
         out = out.at(each).down(turn * ints(made.out_stride)[each])
-        b, step, inner, matrix = b.at(each), step[each], inner[each], matrix[each]
+        b = b.at(each).down(turn * ints(made.b_stride)[each])
+        step, inner, matrix, share = step[each], inner[each], matrix[each], share[each]
         k_first, k_last, adds = k_first[each], k_last[each], adds[each]
         who, fixed = self.steps.by_step(step), of.placed[a.buffer]
         first = self._first(a, who)
@@ -373,6 +405,14 @@ class Footprint:
         home = (there == begins) | (~of.placed[out.buffer] & ~inner)
         demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
         self._inside(b, who)  # which is no access if it is an operand
+        if share.any():
+            number, length = np.where(fixed, first, row), self.summed[matrix, out.rank]
+            wanted = b.row // np.maximum(length, 1)
+            for end in (number, number + np.maximum(a.rows, 1) - 1):
+                right = end // np.maximum(share, 1) == wanted
+                demand(right | (share == 0), who, "multiplies by the matrix of other rows")
+        else:
+            demand(ints(made.b_stride)[each] == 0, who, "reads several matrices b")
         here = np.where(fixed, self._begins(a), row - a.row)
         other = np.flatnonzero(~of.operand[b.buffer])  # operands are never written
         down = np.where(of.placed[b.buffer], self._begins(b), k_first - b.row)
@@ -601,7 +641,7 @@ class Footprint:
             ]
             right = of.holds[target] == matrix[at]
             right = right and self._exchanges(int(matrix[at]), source, target)
-            plain = [column[at] for column in rest] == [0, "", None]
+            plain = [column[at] for column in rest] == [0, *PLAIN]
             if not right or [sources[at], targets[at]] != whole or not plain:
                 raise PlanError(f"{who(at)} moves something else than the whole")
         said = self.terms[matrix]
@@ -627,6 +667,10 @@ class Footprint:
         right = of.leaves[source] and not of.begins[source].any() and np.array_equal(wide, width)
         right &= np.array_equal(leave, (route.leaves + route.block).max(axis=1))
         return bool(right and (of.result[target] or whole and not self.terms[matrix]))
+
+
+def _down(region: Region, rows: int) -> Region:
+    return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
 
 
 def _shared(first: Ints, last: Ints, share: Ints) -> tuple[Ints, Ints]:

@@ -1,0 +1,562 @@
+"""Plans of expert-parallel layers: tokens arrive in pieces, and leave as soon as they are made.
+
+Every rank has ``experts`` of the layer's experts, and room for ``capacity`` tokens of each rank for
+each of them. The tokens of one rank for the experts of another are a block, which travels in one
+strided copy, or in pieces. They land expert by expert, and for each expert source by source, so
+that the tokens of neighbouring sources for all experts are one batch of products.
+
+The dispatch, the product with ``b``, the function, the product with ``c`` and the way back are one
+Plan; either half can be one of its own, as gradients need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from ficco.errors import InvalidArgument
+from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
+from ficco.problem import ITEMSIZE, MOST, MOST_RANKS
+from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
+from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
+from ficco.schedules.space import Schedule
+from ficco.specification import Buffer, Contraction, Exchange, Specification, gated
+
+#: By operator, whether tokens are dispatched to a first product, and whether those of a last one
+#: are brought back.
+EXPERT_OPERATORS = {
+    "experts": (True, True),
+    "dispatch_matmul": (True, False),
+    "matmul_combine": (False, True),
+}
+
+#: The functions between the products.
+ACTIVATIONS = ("relu", "silu", "gelu")
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """The experts of all ranks, applied to tokens in blocks of a fixed capacity::
+
+        hidden[e] = a[e] @ b[e];  out[e] = function(hidden[e]) @ c[e]    for each expert e
+
+    ==========  ==================================================================
+    ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert
+    ``b``       [experts, k, h]: those of this rank's experts
+    ``hidden``  [experts * world * capacity, h]: expert by expert, source by source
+    ``active``  the same after the function, [..., h], or [..., h / 2] if that is gated
+    ``c``       [experts, h, n] or [experts, h / 2, n]
+    ``out``     [world * experts * capacity, n], as ``a``
+    ==========  ==================================================================
+
+    Attributes:
+        operator: ``"experts"``; ``"dispatch_matmul"``, up to ``hidden``; or ``"matmul_combine"``,
+            from ``active`` on.
+        world: number of ranks.
+        experts: number of experts of each rank.
+        capacity: rows that each rank has for each expert.
+        k, h, n: columns of ``a``, ``b`` and ``c``; a half has no other than its own.
+        dtype: name of the dtype.
+        function: what is between the products; empty for a half.
+        keeps: the rows that arrive, and ``hidden``, are results, too.
+
+    Raises:
+        ValueError: a value is wrong.
+        NotImplementedError: the dtype is not served.
+    """
+
+    operator: str
+    world: int
+    experts: int
+    capacity: int
+    k: int
+    h: int
+    n: int
+    dtype: str
+    function: str = ""
+    keeps: bool = False
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.operator not in EXPERT_OPERATORS:
+            known = ", ".join(EXPERT_OPERATORS)
+            raise InvalidArgument("operator", f"required one of {known}, got {self.operator!r}")
+        if self.dtype not in ITEMSIZE:
+            raise NotImplementedError(
+                f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
+            )
+        for name, least, most in (
+            ("world", 1, MOST_RANKS),
+            ("experts", 1, MOST),
+            ("capacity", 1, MOST),
+            ("k", 0, MOST),
+            ("h", 0, MOST),
+            ("n", 0, MOST),
+        ):
+            if not least <= getattr(self, name) <= most:
+                bounds = f"{least} to {most}"
+                raise InvalidArgument(name, f"required {bounds}, got {getattr(self, name)}")
+        functions = ("", *ACTIVATIONS, *map(gated, ACTIVATIONS))
+        whole = self.operator == "experts"
+        if self.function not in functions or whole != bool(self.function):
+            raise InvalidArgument(
+                "function", f"required one of {', '.join(functions[1:])}, got {self.function!r}"
+            )
+        if self.gated and self.h % 2:
+            raise InvalidArgument("h", f"required an even number for two halves, got {self.h}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the function multiplies the two halves of its rows."""
+        return self.function in map(gated, ACTIVATIONS)
+
+    @property
+    def dispatches(self) -> bool:
+        return EXPERT_OPERATORS[self.operator][0]
+
+    @property
+    def combines(self) -> bool:
+        return EXPERT_OPERATORS[self.operator][1]
+
+    @property
+    def active(self) -> int:
+        """Columns of ``active``."""
+        return self.h // 2 if self.gated else self.h
+
+    @property
+    def rows(self) -> int:
+        """Rows that a rank sends, and that it multiplies."""
+        return self.world * self.experts * self.capacity
+
+    @property
+    def apart(self) -> int:
+        """Rows of an expert where they are multiplied."""
+        return self.world * self.capacity
+
+    def home(self, rank: int, expert: int = 0) -> int:
+        """At every rank, the first row for an expert of a rank."""
+        return (rank * self.experts + expert) * self.capacity
+
+    def landing(self, source: int, expert: int = 0) -> int:
+        """At the rank of an expert, the first row of a source for it."""
+        return (expert * self.world + source) * self.capacity
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """Those of the caller, and what lies between the products."""
+
+        def buffer(name: str, holds: str, rows: int, cols: int, memory: str) -> Buffer:
+            shapes = ((rows, cols),) * self.world
+            matrices = self.experts * (name in ("b", "c"))
+            return Buffer(name, holds, self.dtype, shapes, memory, matrices=matrices)
+
+        kept = "result" if self.keeps or not self.combines else "local"
+        made = "local" if self.dispatches else "operand"
+        arrived = "result" if self.keeps else "local"
+        found = (
+            buffer("a", "A", self.rows, self.k, "operand")._replace(leaves=True),
+            buffer("b", "B", self.experts * self.k, self.h, "operand"),
+            buffer("gathered", "A", self.rows, self.k, arrived),
+            buffer("hidden", "A @ B", self.rows, self.h, kept),
+            buffer("active", "H", self.rows, self.active, made),
+            buffer("c", "C", self.experts * self.active, self.n, "operand"),
+            buffer("out", "H @ C", self.rows, self.n, "result"),
+        )
+        return {one.name: one for one in found}
+
+    @cached_property
+    def specification(self) -> Specification:
+        """What its Plans have to compute."""
+        buffers, world = self.buffers, self.world
+        names = (("a", "b", "gathered", "hidden") if self.dispatches else ()) + (
+            ("active", "c", "out") if self.combines else ()
+        )
+        own = [buffers[name] for name in names]
+        contractions, exchanges = [], {}
+        parts = self.experts if world > 1 else 1  # that land as they leave
+        rows = self.experts * self.capacity // parts
+        if self.dispatches:
+            exchanges["A"] = Exchange(
+                lambda src, dst: rows,
+                lambda src, dst: self.home(dst),
+                lambda src, dst: self.landing(src),
+                parts=parts,
+                leaves_apart=self.capacity,
+                lands_apart=self.apart,
+            )
+            contractions.append(Contraction("A", "B", "A @ B", (self.k,) * world, share=self.apart))
+        if self.combines:
+            exchanges["H @ C"] = Exchange(
+                lambda src, dst: rows,
+                lambda src, dst: self.landing(dst),
+                lambda src, dst: self.home(src),
+                parts=parts,
+                leaves_apart=self.apart,
+                lands_apart=self.capacity,
+            )
+            contractions.append(
+                Contraction("H", "C", "H @ C", (self.active,) * world, share=self.apart)
+            )
+        return Specification(
+            operands=tuple(one for one in own if one.memory == "operand"),
+            results=tuple(one for one in own if one.memory == "result"),
+            contractions=tuple(contractions),
+            exchanges=exchanges,
+            functions={(self.function, "A @ B"): "H"} if self.function else {},
+        )
+
+    def __str__(self) -> str:
+        between = f", {self.function}" if self.function else ""
+        keeps = ", keeps" if self.keeps else ""
+        return (
+            f"{self.operator}({self.experts} experts x {self.world} ranks, capacity="
+            f"{self.capacity}, k={self.k}, h={self.h}, n={self.n}, {self.dtype}{between}{keeps})"
+        )
+
+
+class Share(NamedTuple):
+    """A piece of every block: some of the experts of a rank, and some of the rows for each."""
+
+    expert: int
+    expert_stop: int
+    row: int
+    row_stop: int
+
+
+class _Strided(NamedTuple):
+    """A region, and how many, at which distance, follow it."""
+
+    region: Region
+    batch: int
+    stride: int
+
+
+class ExpertWorld:
+    """What all ranks know: how blocks are cut, in which order they come, and the signals."""
+
+    def __init__(self, layer: ExpertLayer, schedule: Schedule) -> None:
+        if why := expert_refusal(schedule):
+            raise ValueError(f"schedule {schedule}: {why}, which {layer.operator} does not serve")
+        self.layer, self.schedule = layer, schedule
+        self.shares = self.cut(schedule.pieces or layer.world)
+        self.words = WordAllocator(layer.world)
+        self.arriving = self.words.block(len(self.shares) * layer.dispatches)
+        self.returning = self.words.block(len(self.shares) * layer.combines)
+        buffers, rows = layer.buffers, layer.rows
+        self.buffers = [buffers["gathered"], buffers["hidden"], buffers["active"]]
+        if layer.world > 1:
+            local = buffers["out"]._replace(memory="local")
+            if layer.dispatches:
+                self.buffers.append(buffers["gathered"]._replace(name="staging", memory="slot"))
+            if layer.combines:
+                self.buffers.append(local._replace(name="partial", leaves=True))
+                self.buffers.append(local._replace(name="staging out", memory="slot"))
+        assert all(one.shapes[0][0] == rows for one in self.buffers)
+        own = {one.name for one in (*layer.specification.operands, *layer.specification.results)}
+        self.buffers = [one for one in self.buffers if one.name not in own]
+
+    def cut(self, pieces: int | tuple[int, ...]) -> list[Share]:
+        """Cut a block into pieces: of experts, if there are as many, or of the rows for all."""
+        layer = self.layer
+        count = pieces if isinstance(pieces, int) else len(pieces)
+        if layer.experts >= count:
+            return [Share(*some, 0, layer.capacity) for some in cut(layer.experts, pieces)]
+        return [Share(0, layer.experts, *some) for some in cut(layer.capacity, pieces)]
+
+    def sets(self, rank: int) -> list[list[int]]:
+        """The sources whose rows are multiplied together at a rank, in order, its own apart from
+        those of others unless the schedule is uniform."""
+        order = peers_in_order(rank, self.layer.world)
+        sets = [some for some in peer_sets(self.schedule, rank, order) if some]
+        if self.schedule.uniform:
+            return [[rank, *order]] if self.schedule.grouping == "fused" else [[rank], *sets]
+        return sets
+
+    def turns(self, rank: int) -> list[tuple[list[int], int]]:
+        """The steps of a rank: sources, and the number of the piece of their blocks."""
+        sets, numbers = self.sets(rank), range(len(self.shares))
+        if self.schedule.order == "peer":
+            return [(sources, number) for sources in sets for number in numbers]
+        return [(sources, number) for number in numbers for sources in sets]
+
+    def signal(self, kind: str, poster: int, waiter: int, number: int) -> Signal:
+        """That a piece has arrived (``ready``), or is back (``returned``)."""
+        layer, share = self.layer, self.shares[number]
+        arrives = kind == "ready"
+        first = layer.landing(poster) if arrives else layer.home(poster)
+        apart = layer.apart if arrives else layer.capacity
+        last = first + (share.expert_stop - 1) * apart + share.row_stop
+        rows = first + share.expert * apart + share.row, last
+        words = self.arriving if arrives else self.returning
+        return words.signal(kind, poster, waiter, number, rows)
+
+
+class ExpertStage:
+    """One rank's steps."""
+
+    def __init__(self, world: ExpertWorld, rank: int) -> None:
+        self.world, self.layer, self.schedule = world, world.layer, world.schedule
+        self.builder = Builder(world.layer, rank)
+        self.me, self.peers, self.add = rank, self.builder.peers, self.builder.add
+        targets = targets_in_order(rank, world.layer.world)
+        lanes = self.schedule.copy
+        self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
+        self.turn = 0
+
+    def plan(self) -> Plan:
+        world, layer = self.world, self.layer
+        own = [] if self.schedule.uniform or not self.peers else self._own_shares()
+        first, last = own[: len(own) // 2], own[len(own) // 2 :]
+        if not layer.combines:
+            first, last = own, []
+        for share in first:
+            self._step([self.me], share, f"own {share.expert}.{share.row}")
+        self.builder.acquire({})
+        if layer.dispatches:
+            self._dispatch()
+        if self.peers:
+            for sources, number in world.turns(self.me):
+                self._step(sources, world.shares[number], _label(sources, number), number)
+        else:
+            self._step([self.me], Share(0, layer.experts, 0, layer.capacity), "own")
+        for share in last:
+            self._step([self.me], share, f"own {share.expert}.{share.row}")
+        if layer.combines:
+            self._bring_home()
+        if self.peers:
+            self.builder.retire(())
+        return self.builder.plan(str(self.schedule), world.buffers, world.words)
+
+    def _own_shares(self) -> list[Share]:
+        """The own block in two: the first half hides the first arrival, the last the last return.
+        A half of a layer needs but one of them."""
+        return self.world.cut(2 if self.layer.dispatches and self.layer.combines else 1)
+
+    # Where rows are.
+
+    def _landed(self, buffer: str, sources: Sequence[int], share: Share) -> _Strided:
+        """The rows of neighbouring sources where they are multiplied."""
+        layer, (expert, stop, row, row_stop) = self.layer, share
+        first = layer.landing(sources[0], expert) + row
+        last = layer.landing(sources[-1], expert) + row_stop
+        return self._strided(buffer, self.me, first, last, stop - expert, layer.apart)
+
+    def _at_home(self, buffer: str, home: int, owner: int, share: Share) -> _Strided:
+        """The rows of a rank's tokens for the experts of another."""
+        layer, (expert, stop, row, row_stop) = self.layer, share
+        first = layer.home(owner, expert)
+        return self._strided(
+            buffer, home, first + row, first + row_stop, stop - expert, layer.capacity
+        )
+
+    def _strided(
+        self, buffer: str, rank: int, first: int, last: int, batch: int, stride: int
+    ) -> _Strided:
+        cols = self.cols[buffer]
+        whole = last - first == stride  # one region, if the rows of all are contiguous
+        if whole:
+            last, batch = first + batch * stride, 1
+        region = Region(buffer, rank, first, last, 0, cols)
+        return _Strided(region, batch, stride if batch > 1 else 0)
+
+    @cached_property
+    def cols(self) -> dict[str, int]:
+        """Columns of each buffer."""
+        buffers = chain(self.layer.buffers.values(), self.world.buffers)
+        return {one.name: one.shapes[0][1] for one in buffers}
+
+    def _move(self, src: _Strided, dst: _Strided, function: str = "") -> Transfer:
+        """What moves rows to as many; both are cut alike."""
+        one, two = _alike(src, dst)
+        return Transfer(
+            one.region,
+            two.region,
+            function=function,
+            batch=one.batch,
+            src_stride=one.stride,
+            dst_stride=two.stride,
+        )
+
+    # Steps.
+
+    def _dispatch(self) -> None:
+        """Send the rank's tokens, in the order in which their receivers expect them."""
+        sent: list[tuple[int, int, int]] = []
+        for turn, target in enumerate(self.builder.lane_of):
+            theirs = self.world.turns(target)
+            for place, (sources, number) in enumerate(theirs):
+                if self.me in sources:
+                    sent.append((place, turn, number))
+        targets = list(self.builder.lane_of)
+        for _, turn, number in sorted(sent):
+            target, share = targets[turn], self.world.shares[number]
+            landing = self._landed("staging", [self.me], share)
+            region = landing.region._replace(rank=target)
+            move = self._move(
+                self._at_home("a", self.me, target, share), landing._replace(region=region)
+            )
+            self._copy(move, target, self.world.signal("ready", self.me, target, number))
+
+    def _copy(self, move: Transfer, peer: int, signal: Signal, after: tuple[int, ...] = ()) -> None:
+        lane, label = self.builder.lane_of[peer], f"{signal.kind} {signal.slot}>{peer}"
+        self.add(Step("copy", lane, label, posts=(signal,), after=after, transfer=move))
+
+    def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
+        """Multiply what has come from some sources, and send back what becomes of it."""
+        layer, me, alone = self.layer, self.me, sources == [self.me]
+        lane = f"compute{self.turn % self.schedule.compute if number >= 0 else 0}"
+        self.turn += number >= 0
+        runs = list(_runs(sources, share, layer.capacity))
+        if layer.dispatches:
+            if me in sources and not alone:
+                here = self._at_home("a", me, me, share)
+                move = self._move(here, self._landed("staging", [me], share))
+                self.add(Step("place", lane, f"{label} own", transfer=move))
+            waits = tuple(
+                self.world.signal("ready", source, me, number) for source in sources if source != me
+            )
+            left = [
+                self._at_home("a", me, me, share) if alone else self._landed("staging", run, share)
+                for run in runs
+            ]
+            made = [self._landed("hidden", run, share) for run in runs]
+            step = self._multiply(left, "b", made, share)
+            index = self.add(Step("matmul", lane, label, waits, products=step))
+            if layer.keeps:
+                for run, rows in zip(runs, left, strict=True):
+                    move = self._move(rows, self._landed("gathered", run, share))
+                    self.add(
+                        Step("place", REDUCE_LANE, f"{label} kept", after=(index,), transfer=move)
+                    )
+        if layer.dispatches and layer.combines:
+            for run in runs:
+                move = self._move(
+                    self._landed("hidden", run, share),
+                    self._landed("active", run, share),
+                    layer.function,
+                )
+                self.add(Step("place", lane, f"{label} {layer.function}", transfer=move))
+        if layer.combines:
+            self._send_back(sources, share, label, number, lane, runs)
+
+    def _send_back(
+        self,
+        sources: list[int],
+        share: Share,
+        label: str,
+        number: int,
+        lane: str,
+        runs: list[list[int]],
+    ) -> None:
+        me, alone = self.me, sources == [self.me]
+        left = [self._landed("active", run, share) for run in runs]
+        made = [
+            self._at_home("out", me, me, share) if alone else self._landed("partial", run, share)
+            for run in runs
+        ]
+        products = self._multiply(left, "c", made, share)
+        index = self.add(Step("matmul", lane, f"{label} back", products=products))
+        for source in sources if not alone else ():
+            rows = self._landed("partial", [source], share)
+            if source == me:
+                move = self._move(rows, self._at_home("out", me, me, share))
+                self.add(Step("place", REDUCE_LANE, f"{label} own", after=(index,), transfer=move))
+                continue
+            move = self._move(rows, self._at_home("staging out", source, me, share))
+            self._copy(move, source, self.world.signal("returned", me, source, number), (index,))
+
+    def _multiply(
+        self, left: Sequence[_Strided], right: str, made: Sequence[_Strided], share: Share
+    ) -> tuple[Product, ...]:
+        """The products of some rows with the matrices of their experts."""
+        per = self.layer.k if right == "b" else self.layer.active
+        b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
+        b = b._replace(col_stop=self.cols[right])
+        experts, products = share.expert_stop - share.expert, []
+        for rows, out in zip(left, made, strict=True):
+            one, two = _apart(rows, experts), _apart(out, experts)
+            products.append(
+                Product(
+                    one.region,
+                    b,
+                    two.region,
+                    batch=experts,
+                    a_stride=one.stride,
+                    out_stride=two.stride,
+                    b_stride=per if experts > 1 else 0,
+                )
+            )
+        return tuple(products)
+
+    def _bring_home(self) -> None:
+        """Copy what comes back to its place, in the order in which it is expected."""
+        coming: list[tuple[int, int, int]] = []
+        for peer in self.peers:
+            for place, (sources, number) in enumerate(self.world.turns(peer)):
+                if self.me in sources:
+                    coming.append((place, peer, number))
+        for _, peer, number in sorted(coming):
+            share = self.world.shares[number]
+            src, dst = (self._at_home(at, self.me, peer, share) for at in ("staging out", "out"))
+            signal = self.world.signal("returned", peer, self.me, number)
+            label, move = f"{peer}.{number} home", self._move(src, dst)
+            self.add(Step("place", REDUCE_LANE, label, (signal,), transfer=move))
+
+
+def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
+    """Two ends of a move, as a batch if one of them is."""
+    batch = max(one.batch, two.batch)
+    return _apart(one, batch), _apart(two, batch)
+
+
+def _apart(rows: _Strided, batch: int) -> _Strided:
+    """The same as so many regions, if they are contiguous."""
+    if rows.batch == batch:
+        return rows
+    each = rows.region.rows // batch
+    region = rows.region._replace(row_stop=rows.region.row + each)
+    return _Strided(region, batch, each)
+
+
+def _runs(sources: Sequence[int], share: Share, capacity: int) -> Iterator[list[int]]:
+    """Sources whose rows for an expert are contiguous."""
+    whole = share.row_stop - share.row == capacity
+    run: list[int] = []
+    for source in sorted(sources):
+        if run and (not whole or source != run[-1] + 1):
+            yield run
+            run = []
+        run.append(source)
+    yield run
+
+
+def _label(sources: Sequence[int], number: int) -> str:
+    return " ".join(f"{source}.{number}" for source in sources)
+
+
+def expert_refusal(schedule: Schedule) -> str:
+    """What a schedule would do that no layer of experts does; empty if there is nothing."""
+    if schedule.grouping not in ("fused", "unfused", "growing", "shrinking"):
+        return f"it is {schedule.grouping}"
+    if schedule.dims == 2:
+        return "it cuts columns"
+    if schedule.mover != "dma":
+        return f"its mover is {schedule.mover}"
+    return (
+        "it has pull, beta or a tail" if schedule.pull or schedule.beta or schedule.tail > 1 else ""
+    )
+
+
+def expert_plans(
+    layer: ExpertLayer, schedule: Schedule, ranks: Sequence[int] | None = None
+) -> list[Plan]:
+    """The Plans of some ranks, by default of all.
+
+    Raises:
+        ValueError: the schedule cannot serve it.
+    """
+    world = ExpertWorld(layer, schedule)
+    return [ExpertStage(world, rank).plan() for rank in (ranks or range(layer.world))]

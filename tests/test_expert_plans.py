@@ -1,0 +1,189 @@
+"""Plans of expert-parallel layers are proven, simulated and drawn; broken ones are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ficco.machine import find
+from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.plan.model import Region
+from ficco.schedules import Schedule
+from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, expert_plans
+from ficco.simulate import simulate
+
+SCHEDULES = (
+    "serial",
+    "shard-overlap",
+    "growing",
+    "shrinking:copy=2,compute=2",
+    "hetero-fused-1d:pieces=2",
+    "hetero-unfused-1d:pieces=3",
+    "uniform-unfused-1d:pieces=2,order=peer",
+    "uniform-fused-1d:pieces=4",
+)
+
+
+def layer(operator: str = "experts", world: int = 4, experts: int = 2, **more: Any) -> ExpertLayer:
+    sizes = {"capacity": 5, "k": 16, "h": 24, "n": 8, "dtype": "bfloat16"} | more
+    function = {"function": "silu gated"} if operator == "experts" else {}
+    return ExpertLayer(operator, world, experts, **(function | sizes))
+
+
+def planned(asked: ExpertLayer, name: str = "shard-overlap") -> list[Plan]:
+    return expert_plans(asked, Schedule.parse(name))
+
+
+@pytest.mark.parametrize("operator", EXPERT_OPERATORS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_they_are_proven(world: int, operator: str) -> None:
+    for name in SCHEDULES:
+        for experts in (1, 2, 3):
+            for keeps in {False, operator != "matmul_combine"}:
+                check(planned(layer(operator, world, experts, keeps=keeps), name))
+
+
+def test_they_are_simulated_and_drawn() -> None:
+    machine = find("h200-4", None)
+    asked = layer(capacity=1024, k=4096, h=28672, n=4096)
+    for name in SCHEDULES:
+        plans = planned(asked, name)
+        for mode in ("queued", "idle"):
+            assert 0 < simulate(plans, machine, mode).stop_s < 1
+        assert "compute0 |" in render(plans[0])
+
+
+def test_rows_leave_before_the_last_ones_arrive() -> None:
+    machine = find("h200-4", None)
+    asked = layer(capacity=2048, k=8192, h=2048, n=8192)
+    bars = simulate(planned(asked), machine).ranks[0]
+    backs = [bar.start_s for bar in bars if bar.label.startswith("returned")]
+    assert min(backs) < max(bar.start_s for bar in bars if bar.label == "3.0")
+    serial = simulate(planned(asked, "serial"), machine).stop_s
+    assert simulate(planned(asked), machine).stop_s < 0.8 * serial
+
+
+def test_a_plan_has_one_batch_and_one_copy_for_all_experts() -> None:
+    for plan in planned(layer(experts=3)):
+        assert {product.batch for step in plan.steps for product in step.products} == {3, 2, 1}
+        copies = [step.transfer for step in plan.steps if step.op == "copy" and step.transfer]
+        assert len(copies) == 6 and {copy.batch for copy in copies} == {3}
+
+
+@pytest.mark.parametrize(
+    "name", ["ring", "one-shot", "tiled", "hetero-fused-2d", "growing:pull", "serial:collective"]
+)
+def test_a_schedule_that_does_not_fit_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"schedule .* does not serve"):
+        planned(layer(), name)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"operator": "expert"},
+        {"capacity": 0},
+        {"experts": 0},
+        {"k": -1},
+        {"h": 23},
+        {"function": "tanh"},
+        {"function": ""},
+    ],
+)
+def test_a_wrong_layer_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="required"):
+        replace(layer(), **wrong)
+
+
+def test_a_dtype_that_is_not_served_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="int8"):
+        layer(dtype="int8")
+
+
+# Broken plans.
+
+
+def moved(region: Region, rows: int) -> Region:
+    return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
+
+
+def products(label: str, **fields: Any) -> Callable[[Step], Step]:
+    """The first product of a step with other fields; a number moves a region down."""
+
+    def edit(step: Step) -> Step:
+        if step.label != label or not step.products:
+            return step
+        first = step.products[0]
+        values = {
+            name: moved(getattr(first, name), value) if name in ("a", "b", "out") else value
+            for name, value in fields.items()
+        }
+        return step._replace(products=(first._replace(**values), *step.products[1:]))
+
+    return edit
+
+
+def transfers(label: str, **fields: Any) -> Callable[[Step], Step]:
+    def edit(step: Step) -> Step:
+        if not step.label.startswith(label) or step.transfer is None:
+            return step
+        values = {
+            name: moved(getattr(step.transfer, name), value) if name in ("src", "dst") else value
+            for name, value in fields.items()
+        }
+        return step._replace(transfer=step.transfer._replace(**values))
+
+    return edit
+
+
+def fields(label: str, **values: Any) -> Callable[[Step], Step]:
+    return lambda step: step._replace(**values) if step.label.startswith(label) else step
+
+
+def idle(label: str) -> Callable[[Step], Step]:
+    return fields(label, op="sync", transfer=None, products=())
+
+
+#: Rank 1 multiplies the rows of rank 0 first.
+BROKEN: dict[str, tuple[Callable[[Step], Step], str]] = {
+    "the matrix of another expert": (products("0.0", b=16), "matrix of other rows|leaves"),
+    "one matrix for all experts": (products("0.0", b_stride=0), "matrix of other rows"),
+    "the wrong distance of matrices": (products("0.0", b_stride=8), "leaves out|matrix of other"),
+    "the last matrix of another expert": (
+        products("0.0 back", b_stride=0),
+        "matrix of other rows",
+    ),
+    "fewer experts": (products("0.0", batch=1), "elements of hidden are written"),
+    "rows of another source": (products("0.0", a=5), "what nobody has written"),
+    "made elsewhere": (products("0.0", out=5), "elements of hidden are written"),
+    "at another distance": (products("0.0", out_stride=5), "matrix of other rows"),
+    "not waited for": (fields("0.0", waits=()), "never waited for|before"),
+    "the product left out": (fields("0.0", products=()), "does not hold|elements of"),
+    "without the function": (transfers("0.0 silu", function=""), "wrong buffers"),
+    "another function": (transfers("0.0 silu", function="relu gated"), "not asked for"),
+    "the function of other rows": (transfers("0.0 silu", src=5), "puts rows|nobody|before"),
+    "sent to another place": (transfers("ready 0>0", dst=5), "another piece|other rows|nobody"),
+    "rows for another rank": (transfers("ready 0>0", src=10), "another block"),
+    "the same rows for all experts": (transfers("ready 0>0", src_stride=0), "piece|nobody|rows"),
+    "landing at the wrong distance": (transfers("ready 0>0", dst_stride=5), "rows|piece|nobody"),
+    "one copy of two": (transfers("ready 0>0", batch=1), "what nobody has written"),
+    "no copies": (transfers("ready 0>0", batch=0), "is no batch"),
+    "sent back before it is made": (fields("returned 0>0", after=()), "before it is written"),
+    "sent back to another place": (transfers("returned 0>0", dst=5), "rows|piece|nobody"),
+    "kept before it has come": (fields("0.0 kept", after=()), "before it is written"),
+    "not kept": (idle("0.0 kept"), "elements of gathered are written"),
+    "not brought home": (idle("0.0 home"), "elements of out are written"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_plans_are_found(what: str) -> None:
+    edit, why = BROKEN[what]
+    plans = planned(layer(keeps=True))
+    broken = replace(plans[1], steps=tuple(map(edit, plans[1].steps)))
+    assert broken != plans[1]
+    with pytest.raises(PlanError, match=why):
+        check([plans[0], broken, *plans[2:]])
