@@ -14,6 +14,7 @@ from ficco.errors import (
 from ficco.heuristics import Decision
 from ficco.ops.arriving import Arriving, arriving
 from ficco.ops.attention import all_gather_attention
+from ficco.ops.experts import experts
 from ficco.ops.operators import (
     all_gather_matmul,
     all_gather_transposed_matmul,
@@ -23,6 +24,7 @@ from ficco.ops.operators import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
+from ficco.ops.routing import Routing, route
 from ficco.ops.symm_mem import behind_symm_mem
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
@@ -38,6 +40,7 @@ __all__ = [
     "PeerFailed",
     "Problem",
     "RankMismatch",
+    "Routing",
     "Schedule",
     "SignalTimeout",
     "addresses",
@@ -50,12 +53,14 @@ __all__ = [
     "behind_symm_mem",
     "close",
     "empty",
+    "experts",
     "explain",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "memory",
     "options",
+    "route",
     "set_options",
     "synchronize",
 ]

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco.courier import BoardCourier
 from ficco.dma.host import HostMemory, dead
 from ficco.dma.hosts import Hosts
-from ficco.errors import PeerFailed, RankMismatch, SignalTimeout
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problem import digest
 
 #: Calls that the board holds for each rank.
@@ -53,7 +53,8 @@ LATE_S = 0.7
 # entry. No read depends on an entry: the data of a call wait for signals. So entries need no
 # ordering relative to other accesses; they only have to become visible, which cache coherence
 # guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
-# that has not arrived shows as unknown.
+# that has not arrived shows as unknown. What a call tells is written like an entry, in a ring of
+# its own, and a reader waits until it has the number of the call.
 
 
 class Board:
@@ -68,7 +69,7 @@ class Board:
     ) -> None:
         self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
         self._hosts = hosts = hosts or Hosts.one(group)
-        size = ENTRIES * 8 + TEXTS * TEXT_BYTES
+        texts, size = ENTRIES * 8, 2 * ENTRIES * 8 + TEXTS * TEXT_BYTES
         memory = HostMemory(hosts.near, size, timeout_s, "the agreement board", operator)
         self._pids = hosts.spread(memory.pids, 0)
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
@@ -76,7 +77,8 @@ class Board:
         for rank in hosts.far:
             parts[rank] = memoryview(bytearray(size))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
-        self._texts = [part[ENTRIES * 8 :] for part in parts]
+        self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
+        self._told = [np.frombuffer(part, np.uint64, ENTRIES, size - texts) for part in parts]
         self._courier: BoardCourier | None = None
         if hosts.far:
             theirs = {rank: parts[rank] for rank in hosts.far}
@@ -119,6 +121,27 @@ class Board:
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
         if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._courier.changed()
+
+    def tell(self, number: int, value: int) -> None:
+        """Tell the ranks of this host a number of at most 40 bits with a call that is not posted
+        yet."""
+        self._told[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | value
+
+    def told(self, number: int) -> list[int]:
+        """What all ranks tell with a call that they agree on.
+
+        Raises:
+            FiccoError: a rank has told something 256 calls later.
+        """
+        values = []
+        for ring in self._told:
+            while (entry := ring.item(number % ENTRIES)) >> _DIGEST_BITS != number % _NUMBERS:
+                if not self._behind(entry, number):
+                    raise FiccoError(
+                        f"what ranks told with call {number} is gone; use it within {ENTRIES} calls"
+                    )
+            values.append(entry & _DIGEST)
+        return values
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""
@@ -203,7 +226,7 @@ class Board:
         self._closed = True
         if self._courier is not None:
             self._courier.stop()
-        self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
+        self._rings = self._told = [np.zeros(ENTRIES, np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
     # What is on it.
@@ -216,8 +239,12 @@ class Board:
     def _passed(self, rank: int, number: int) -> bool:
         """Whether a rank has posted a call, including one that has been overwritten since."""
         entry = self._rings[rank].item(number % ENTRIES)
-        ahead = ((entry >> _DIGEST_BITS) - number) % _NUMBERS
-        return entry != 0 and ahead < _NUMBERS // 2
+        return not self._behind(entry, number)
+
+    @staticmethod
+    def _behind(entry: int, number: int) -> bool:
+        """Whether an entry is none, or of a call before that of a number."""
+        return not entry or ((entry >> _DIGEST_BITS) - number) % _NUMBERS >= _NUMBERS // 2
 
     def _latest(self, rank: int, number: int) -> int:
         """The number of a rank's latest call, near ``number``; 0 if there is none."""

@@ -1,0 +1,42 @@
+"""Which schedule a layer of experts takes."""
+
+from __future__ import annotations
+
+from ficco.heuristics.decide import Decision, described
+from ficco.heuristics.model import lacking
+from ficco.machine import Machine
+from ficco.schedules import Schedule
+from ficco.schedules.experts import ExpertLayer, expert_plans
+from ficco.simulate import simulate
+
+#: What is compared: few, since every new capacity is planned for all of them.
+COMPARED = ("growing", "shard-overlap", "shrinking", "hetero-fused-1d:pieces=2", "serial")
+
+
+def decide_for_experts(
+    layer: ExpertLayer, schedule: str | Schedule, machine: Machine | None, mode: str = "queued"
+) -> Decision:
+    """The schedule that was asked for; for ``"auto"`` the fastest on the machine as simulated, and
+    ``growing`` where not enough is known of it.
+
+    Raises:
+        ValueError: this is no schedule.
+    """
+    if isinstance(schedule, Schedule):
+        return Decision(schedule, "caller", "as given")
+    if schedule != "auto":
+        return Decision(Schedule.parse(schedule), "caller", "as given")
+    if layer.world == 1:
+        return Decision(Schedule.parse("serial"), "rule", "one rank has nothing to wait for")
+    known = described(machine, layer.world) if machine else None
+    if known is None or (lacks := lacking(known, mode)):
+        why = f"lacks {', '.join(lacks)}" if known else "is not described for these ranks"
+        return Decision(Schedule.parse(COMPARED[0]), "fallback", f"the machine {why}")
+    seconds = {
+        name: simulate(expert_plans(layer, Schedule.parse(name)), known, mode).stop_s
+        for name in COMPARED
+    }
+    best = min(seconds, key=seconds.__getitem__)
+    gain = seconds["serial"] / seconds[best]
+    reason = f"simulated on {known.name}: {gain:.2f} times as fast as serial"
+    return Decision(Schedule.parse(best), "model", reason, machine=known, mode=mode)

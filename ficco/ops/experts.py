@@ -1,0 +1,383 @@
+"""Expert-parallel layers: dispatch, two products and the way back as one Plan.
+
+What depends on the routing is done by PyTorch, before and after: tokens are copied to the rows that
+they have for their experts, and what comes back is summed by the router's weights. The backward is
+the same exchange twice. Let g be the gradient of the result, and s the row of a token's pair:
+
+===========  ===================================================================
+dY           w g in row s, dispatched to the experts
+dH           dY @ down.T, through the function's derivative
+d tokens     the sum over a token's pairs of dH @ up.T, brought back
+d weights    <row s of what the forward brought back, g>
+d up         X.T @ dH for each expert, with the tokens X that the forward kept
+d down       function(hidden).T @ dY for each expert, with hidden that it kept
+===========  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.dma.engine import Call
+from ficco.dma.products import FUNCTIONS
+from ficco.heuristics.experts import decide_for_experts
+from ficco.ops.fit import keep_to_cap
+from ficco.ops.operands import check_dtype, plain, process_group
+from ficco.ops.operate import cast, refuse_sharded, watched
+from ficco.ops.planned import execute, new_kind, number_call, post_call, program_of, workspace_for
+from ficco.ops.routing import Routing, route
+from ficco.options import Options, carried, current
+from ficco.schedules import Schedule
+from ficco.schedules.experts import ACTIVATIONS, ExpertLayer, expert_plans
+from ficco.specification import gated
+from ficco.workspace import Workspace
+
+#: What errors and the board call it.
+NAME = "experts"
+
+
+def experts(
+    tokens: torch.Tensor,
+    indices: torch.Tensor | Routing,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    capacity: int | None = None,
+    activation: str = "silu",
+    on_overflow: str = "drop",
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """A mixture of experts whose experts are spread over the ranks, as an all-to-all, grouped
+    products and an all-to-all back, overlapped::
+
+        y[t] = sum over j of weights[t, j] * f(tokens[t] @ up[e]) @ down[e],  e = indices[t, j]
+
+    ===========  ==============================================================================
+    ``tokens``   [t, k]; t may differ between ranks, and may be 0
+    ``indices``  [t, top_k], whole numbers, or what :func:`ficco.route` made of them
+    ``weights``  [t, top_k], the router's, of any floating-point dtype
+    ``up``       [E/W, k, h], this rank's experts: rank r has r * E/W and following; or
+                 [E/W, k, 2h]: gate and up, f(gate) * up
+    ``down``     [E/W, h, n]
+    returns      [t, n]
+    ===========  ==============================================================================
+
+    Tokens travel in blocks of ``capacity`` rows for each expert. They are multiplied as they arrive
+    and sent back as they are made. Sums over a token's experts are in float32, in the order of its
+    choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
+    its device. Captured in a graph, that is what a call can do.
+
+    Every rank makes the call, and needs gradients of the same operands. There are gradients of
+    ``tokens``, ``weights``, ``up`` and ``down``; for those of ``up`` and ``down`` the forward keeps
+    the rows that arrived, and the products with ``up``, as large as the blocks of all experts.
+
+    Args:
+        capacity, on_overflow: see :func:`ficco.route`; not if ``indices`` is what that made.
+        activation: f, one of relu, silu, gelu.
+        group: the ranks, default WORLD.
+        schedule: ``"auto"``, a name or a Schedule: how tokens are cut and in which order they are
+            multiplied. Those with 2d, pull, beta, a tail or another mover are not served.
+
+    Raises:
+        ValueError: an operand or argument is wrong.
+        NotImplementedError: the dtype, several hosts, or tracing is not served.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call.
+    """
+    members = process_group(group)
+    given = {"tokens": tokens, "weights": weights, "up": up, "down": down}
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if watched(*given.values()):
+        refuse_sharded(**given)
+        raise NotImplementedError(
+            "ficco.experts is not traced; decorate the function that calls it with "
+            "torch.compiler.disable"
+        )
+    kind = tokens.device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        tokens, up, down = (cast(one, kind) for one in (tokens, up, down))
+    workspace = workspace_for(members, tokens, "tokens", NAME)
+    wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
+    with _telling(workspace):
+        function = _function(tokens, weights, up, down, activation)
+        total = up.shape[0] * members.size()
+        if isinstance(indices, Routing):
+            _check_routing(indices, total, capacity, on_overflow)
+        elif capacity is not None and on_overflow == "drop":
+            indices = wanted(indices, total)
+        _fits(indices, tokens, weights)
+    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    call = ExpertCall(members, schedule, function)
+    summed: torch.Tensor | None = None
+    for turn in range(routing.rounds):
+        part = ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
+        summed = part if summed is None else summed + part
+    assert summed is not None
+    return summed.to(tokens.dtype)
+
+
+@contextmanager
+def _telling(workspace: Workspace) -> Iterator[None]:
+    """What refuses a call here, before any number is exchanged, is told to the peers."""
+    try:
+        yield
+    except Exception as error:
+        number_call(workspace, NAME)
+        workspace.end(error)
+        raise
+
+
+class ExpertCall(NamedTuple):
+    """What a call is, without its operands."""
+
+    group: ProcessGroup
+    schedule: str | Schedule
+    function: str
+    options: Options | None = None
+
+
+class ExpertFunction(torch.autograd.Function):
+    """One round: the weighted sums, not rounded yet."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        routing: Routing,
+        turn: int,
+        call: ExpertCall,
+    ) -> torch.Tensor:
+        keeps = any(ctx.needs_input_grad[:4])
+        slots, capacity = routing.slots(turn), routing.capacity
+        a = _spread(tokens, slots, routing.experts * capacity)
+        layer = _layer("experts", call, capacity, a, up, down, keeps)
+        made = _run(layer, call, {"a": a[:-1], "b": up, "c": down})
+        out, kept = made.pop("out"), tuple(made.values())
+        ctx.save_for_backward(weights, slots, up, down, out, *kept)
+        ctx.call, ctx.capacity, ctx.dtype = call._replace(options=current()), capacity, tokens.dtype
+        return _gather(out, slots, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weights, slots, up, down, out, arrived, hidden = ctx.saved_tensors
+        call: ExpertCall = ctx.call
+        of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
+        d_weights = _inner(out, slots, grad).to(weights.dtype) if of_weights else None
+        if not (of_tokens or of_up or of_down):
+            return (None, d_weights, *[None] * 5)
+        assert call.options is not None
+        with carried(call.options):
+            rows, dtype = out.shape[0] - 1, ctx.dtype
+            d_out = _spread(grad, slots, rows, weights, dtype)
+            down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
+            layer = _layer("dispatch_matmul", call, ctx.capacity, d_out, down_t, None, of_down)
+            made = _run(layer, call, {"a": d_out[:-1], "b": down_t}, "gradients")
+            with torch.enable_grad():
+                before = hidden.detach().requires_grad_()
+                active = FUNCTIONS[call.function](before)
+            (d_hidden,) = torch.autograd.grad(active, before, made["hidden"])
+            d_tokens = d_up = d_down = None
+            if of_tokens:
+                layer = _layer("matmul_combine", call, ctx.capacity, d_hidden, None, up_t, False)
+                back = _run(layer, call, {"active": d_hidden, "c": up_t}, "gradients")["out"]
+                d_tokens = _gather(back, slots).to(dtype)
+            if of_up:
+                d_up = _by_expert(arrived, up).transpose(1, 2) @ _by_expert(d_hidden, up)
+            if of_down:
+                received = _by_expert(made["gathered"], down)
+                d_down = _by_expert(active.detach(), down).transpose(1, 2) @ received
+        return (d_tokens, d_weights, d_up, d_down, *[None] * 3)
+
+
+def _function(
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+) -> str:
+    """The function between the products; refuses operands that do not fit."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation: required one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    shapes = f"{list(tokens.shape)}, {list(up.shape)} and {list(down.shape)}"
+    if tokens.dim() != 2 or up.dim() != 3 or down.dim() != 3:
+        raise ValueError(
+            "required tokens [t, k], up [E/W, k, h] or [E/W, k, 2h] and down [E/W, h, n], got "
+            f"{shapes}; reshape them"
+        )
+    wide, h = up.shape[2], down.shape[1]
+    if up.shape[1] != tokens.shape[1] or up.shape[0] != down.shape[0] or wide not in (h, 2 * h):
+        raise ValueError(
+            "required tokens [t, k], up [E/W, k, h] or [E/W, k, 2h] and down [E/W, h, n] with one "
+            f"k, h and number of experts, got {shapes}; transpose the weights of nn.Linear"
+        )
+    if not up.shape[0]:
+        raise ValueError("up: required at least one expert on each rank, got none")
+    for name, tensor in (("up", up), ("down", down)):
+        if tensor.dtype != tokens.dtype or tensor.device != tokens.device:
+            raise ValueError(
+                f"required one dtype and device, got tokens {tokens.dtype} on {tokens.device} and "
+                f"{name} {tensor.dtype} on {tensor.device}; convert one of them"
+            )
+    check_dtype(tokens)
+    if weights.dim() != 2 or not weights.is_floating_point() or weights.device != tokens.device:
+        raise ValueError(
+            f"weights: required floating-point numbers [t, top_k] on {tokens.device}, got "
+            f"{weights.dtype} of shape {list(weights.shape)} on {weights.device}; convert them"
+        )
+    return gated(activation) if wide == 2 * h and h else activation
+
+
+def _check_routing(routing: Routing, experts: int, capacity: int | None, overflow: str) -> None:
+    if capacity is not None or overflow != "drop":
+        raise ValueError(
+            f"capacity, on_overflow: required none with a routing, which has its own, got "
+            f"{capacity} and {overflow!r}; pass them to ficco.route"
+        )
+    if routing.experts != experts:
+        raise ValueError(
+            f"up: required those of {routing.experts} experts in all, as the routing has, got "
+            f"those of {experts}; pass this rank's"
+        )
+
+
+def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+    """Whether a routing is one of these tokens."""
+    indices = given.indices if isinstance(given, Routing) else given
+    if not isinstance(indices, torch.Tensor):
+        raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
+    if indices.shape != weights.shape or indices.shape[:1] != tokens.shape[:1]:
+        raise ValueError(
+            f"required indices and weights [t, top_k] for {tokens.shape[0]} tokens, got "
+            f"{list(indices.shape)} and {list(weights.shape)}; pass those of these tokens"
+        )
+    if indices.device != tokens.device:
+        raise ValueError(
+            f"indices: required them on {tokens.device} as the tokens, got {indices.device}; move "
+            "them"
+        )
+
+
+def _layer(
+    operator: str,
+    call: ExpertCall,
+    capacity: int,
+    left: torch.Tensor,
+    b: torch.Tensor | None,
+    c: torch.Tensor | None,
+    keeps: bool,
+) -> ExpertLayer:
+    some = b if b is not None else c
+    assert some is not None
+    k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
+    n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
+    function = call.function if operator == NAME else ""
+    sizes = call.group.size(), some.shape[0], capacity, k, h, n
+    return ExpertLayer(operator, *sizes, dtype, function, keeps)
+
+
+def _run(
+    layer: ExpertLayer, given: ExpertCall, operands: dict[str, torch.Tensor], purpose: str = ""
+) -> dict[str, torch.Tensor]:
+    """Run a layer, or a half of one; returns its results by name. The result has a row of zeros at
+    its end, which pairs without a row read."""
+    first = next(iter(operands.values()))
+    workspace = workspace_for(given.group, first, "tokens", NAME)
+    try:
+        engine, options = workspace.engine, number_call(workspace, NAME)
+        if engine.hosts.count > 1:
+            raise NotImplementedError(
+                f"ficco.experts: the ranks of this group are on {engine.hosts.count} hosts, which "
+                "is not served yet; pass a group of ranks of one host"
+            )
+        schedule = given.schedule
+        key = NAME, layer, schedule, options.workspace_bytes, options.machine, first.device
+        cached = workspace.programs.get(key)
+        if cached is None:
+            known = workspace.known(options.machine)
+            chosen = decide_for_experts(layer, schedule, known.machine).schedule
+            (plan,) = expert_plans(layer, chosen, [engine.rank])
+            keep_to_cap(engine, plan, options.workspace_bytes)
+            single, agreed = options.workspace_bytes is not None, [str(known)]
+            cached = new_kind(workspace, plan, options, [*agreed, purpose], single)
+        tensors = {name: plain(tensor) for name, tensor in operands.items()}
+        results = {}
+        for buffer in cached.plan.buffers:
+            if buffer.memory in ("result", "local"):
+                rows, cols = buffer.shapes[engine.rank]
+                whole = first.new_empty(rows + (buffer.name == "out"), cols)
+                tensors[buffer.name] = whole[:rows]
+                if buffer.memory == "result":
+                    results[buffer.name] = whole
+        if "out" in results:
+            results["out"][-1].zero_()
+        post_call(workspace, key, cached, options, purpose)
+        execute(workspace, program_of(workspace, cached), Call(tensors))
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return results
+
+
+# What depends on the routing.
+
+
+def _spread(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    rows: int,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The rows of all pairs, those of tokens or of a gradient times their weights; zeros in rows
+    that no pair has. Pairs without a row share the last one."""
+    spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
+    for choice in range(slots.shape[1]):
+        some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
+        spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
+    return spread
+
+
+def _gather(
+    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of the rows of each token's pairs, by their weights, in float32 or float64."""
+    wide = _wide(rows.dtype)
+    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+    for choice in range(slots.shape[1]):
+        some = rows.index_select(0, slots[:, choice]).to(wide)
+        total += some if weights is None else some * weights[:, choice, None].to(wide)
+    return total
+
+
+def _inner(rows: torch.Tensor, slots: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The products of the rows of each token's pairs with a gradient."""
+    chosen = (rows.index_select(0, some).to(grad.dtype) for some in slots.unbind(1))
+    inner = [(one * grad).sum(1) for one in chosen]
+    return torch.stack(inner, 1) if inner else grad.new_zeros(slots.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _by_expert(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Rows expert by expert."""
+    return rows.view(weights.shape[0], -1, rows.shape[1])

@@ -1,0 +1,230 @@
+"""Which rows of the blocks of an expert-parallel layer the tokens of a rank take.
+
+A rank has ``capacity`` rows for each expert of every rank. A *pair* is a token and one of the
+experts that its router chose. Pairs take the rows of their expert in the order of choices, then of
+tokens: first choices come first. What this needs of the other ranks is one number, and only if the
+capacity follows from the tokens, or if what is left over goes in further rounds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.ops.operands import process_group
+from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.planned import number_call, workspace_for
+from ficco.options import current
+
+if TYPE_CHECKING:
+    from ficco.workspace import Workspace
+
+#: What becomes of pairs that find no room.
+OVERFLOWS = ("drop", "again")
+
+#: What errors and the board call it.
+NAME = "route"
+
+
+class Routing:
+    """Where the tokens of a rank go: what :func:`route` gives.
+
+    Attributes:
+        indices: [t, top_k], the experts of each token.
+        experts: number of experts of all ranks.
+        counts: int64 [experts], the pairs of this rank for each expert, on the device of
+            ``indices``.
+    """
+
+    def __init__(
+        self, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
+    ) -> None:
+        self.indices, self.experts = indices, experts
+        choices = indices.t().reshape(-1).long()  # first choices first
+        self.counts = choices.new_zeros(experts).scatter_add_(0, choices, torch.ones_like(choices))
+        order = choices.argsort(stable=True)
+        begins = (self.counts.cumsum(0) - self.counts)[choices[order]]
+        places = torch.empty_like(choices)
+        places[order] = torch.arange(len(order), device=choices.device) - begins
+        self._places = places.view(indices.shape[1], -1).t()  # among the pairs of its expert
+        self._capacity, self._overflow, self._rounds = capacity, overflow, 1
+        self._asked: tuple[Workspace, int] | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Rows of this rank for each expert; waits for the other ranks if it follows from the
+        tokens."""
+        self.settle()
+        assert self._capacity is not None
+        return self._capacity
+
+    @property
+    def rounds(self) -> int:
+        """How often the rows are used, the same on every rank."""
+        self.settle()
+        return self._rounds
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """Pairs of this rank that find no room, int64 [experts]."""
+        return (self.counts - self.capacity * self.rounds).clamp(min=0)
+
+    def slots(self, turn: int = 0) -> torch.Tensor:
+        """The row that each pair takes in a round, int64 [t, top_k]; ``experts * capacity`` for
+        pairs that take none."""
+        row = self._places - turn * self.capacity
+        taken = (row >= 0) & (row < self.capacity)
+        return torch.where(taken, self.indices * self.capacity + row, self.experts * self.capacity)
+
+    # What is asked of the other ranks.
+
+    def ask(self, workspace: Workspace, number: int) -> None:
+        """Tell the other ranks the most pairs that an expert gets from this one, with a call that
+        has this number and is not posted yet."""
+        workspace.board.tell(number, int(self.counts.max()))
+        self._asked = workspace, number
+
+    def settle(self) -> None:
+        """Wait for what other ranks have to tell."""
+        if self._asked is None:
+            return
+        (workspace, number), self._asked = self._asked, None
+        try:
+            workspace.raise_error()
+            seconds = current().timeout_s
+            workspace.board.agree(number, seconds, NAME, "none")
+            most = max(workspace.board.told(number))
+        except BaseException as error:
+            workspace.end(error)
+            raise
+        if self._capacity is None:
+            self._capacity = rounded(most)
+        elif self._overflow == "again":
+            self._rounds = max(-(-most // self._capacity), 1)
+
+
+def rounded(rows: int) -> int:
+    """A number of rows that is at least as large, by at most an eighth or 8 rows: one of few, so
+    that there are few kinds of calls.
+
+    >>> [rounded(rows) for rows in (0, 1, 8, 9, 65, 1000, 1025)]
+    [8, 8, 8, 16, 72, 1024, 1152]
+    """
+    granule = 1 << max((rows - 1).bit_length() - 4, 3)
+    return max(-(-rows // granule), 1) * granule
+
+
+def route(
+    indices: torch.Tensor,
+    experts: int,
+    *,
+    capacity: int | None = None,
+    on_overflow: str = "drop",
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> Routing:
+    """Give the tokens of this rank their rows in the blocks of an expert-parallel layer.
+
+    :func:`ficco.experts` does this itself if it gets indices. Call it before work that can go on
+    meanwhile, such as a shared expert, where ranks have to tell each other how many tokens they
+    have: without a capacity, or with ``on_overflow="again"``. Every rank then makes the call, among
+    its others in the same place.
+
+    Args:
+        indices: [t, top_k], whole numbers: the experts of each token, all of them different.
+        experts: number of experts of all ranks. Rank r has experts r * experts / W and following.
+        capacity: rows of each rank for each expert. None: as many as the most that any rank has
+            for any expert, rounded up by at most an eighth; the host waits for its device.
+        on_overflow: what becomes of pairs beyond the capacity: ``"drop"``, they count as zero; or
+            ``"again"``, all are served, in as many rounds as that takes.
+        group: the ranks, default WORLD.
+
+    Returns:
+        Routing: ``counts``, ``dropped``, ``capacity`` and ``rounds`` tell what became of them.
+
+    Raises:
+        ValueError: an argument is wrong. On CPUs also if there is no expert of that number; on a
+            GPU that is an assertion of the device.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call, when the result is used.
+    """
+    members = process_group(group)
+    if not isinstance(indices, torch.Tensor):
+        raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
+    if watched(indices):
+        refuse_sharded(indices=indices)
+        raise NotImplementedError(
+            "ficco.route is not traced; decorate the function that calls it with "
+            "torch.compiler.disable"
+        )
+    _check(indices, experts, capacity, on_overflow, members.size())
+    with torch.no_grad():
+        if capacity is not None and on_overflow == "drop":
+            _check_experts(indices, experts)
+            return Routing(indices, experts, capacity, on_overflow)
+        workspace = workspace_for(members, indices, "indices", NAME)
+        return _asking(workspace, indices, experts, capacity, on_overflow)
+
+
+def _asking(
+    workspace: Workspace, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
+) -> Routing:
+    """A routing for which ranks tell each other something."""
+    try:
+        number_call(workspace, NAME)
+        if workspace.engine.hosts.count > 1:
+            raise NotImplementedError(
+                f"ficco.route: the ranks of this group are on {workspace.engine.hosts.count} "
+                "hosts, and they tell each other numbers on one; pass a capacity"
+            )
+        _check_experts(indices, experts)
+        found = Routing(indices, experts, capacity, overflow)
+        found.ask(workspace, workspace.calls)
+        text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
+        workspace.board.post(workspace.calls, workspace.board.describe(text))
+        workspace.raise_error()
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return found
+
+
+def _check(
+    indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, world: int
+) -> None:
+    whole = (
+        not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
+    )
+    if indices.dim() != 2 or not whole:
+        raise ValueError(
+            f"indices: required whole numbers [t, top_k], got {indices.dtype} of shape "
+            f"{list(indices.shape)}; reshape them"
+        )
+    if type(experts) is not int or experts < 1 or experts % world:
+        raise ValueError(
+            f"experts: required a multiple of {world} ranks, got {experts!r}; give every rank as "
+            "many"
+        )
+    if capacity is not None and (type(capacity) is not int or capacity < 1):
+        raise ValueError(
+            f"capacity: required at least 1 row, or None for as many as are needed, got "
+            f"{capacity!r}"
+        )
+    if overflow not in OVERFLOWS:
+        raise ValueError(f"on_overflow: required one of {', '.join(OVERFLOWS)}, got {overflow!r}")
+
+
+def _check_experts(indices: torch.Tensor, experts: int) -> None:
+    """All experts that are named exist: on a GPU without waiting for it."""
+    if not indices.numel():
+        return
+    low, high = torch.aminmax(indices)
+    if indices.is_cpu:
+        if low < 0 or high >= experts:
+            raise ValueError(
+                f"indices: required experts from 0 to {experts - 1}, got {int(low)} to {int(high)}"
+            )
+        return
+    torch._assert_async((low >= 0) & (high < experts))
