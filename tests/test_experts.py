@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from experts import Data, Layer, data, part, plain, weights_of
-from ranks import Rank, ranks, run
+from experts import Data, Layer, data, kept, part, plain, weights_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import Failure, Rank, caught, ranks, run
 
 import ficco
 
@@ -21,10 +25,13 @@ SCHEDULES = (
 )
 
 
-def call(at: Rank, layer: Layer, given: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
+def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
     up, down = (part(one, at.rank, at.world) for one in weights_of(layer, iteration))
     ways = {"activation": "relu", "capacity": 5} | ways
-    moved = (one.to(at.device) for one in (given.tokens, given.indices, given.weights))
+    indices: Any = mine.indices
+    if isinstance(indices, torch.Tensor):
+        indices = indices.to(at.device)
+    moved = mine.tokens.to(at.device), indices, mine.weights.to(at.device)
     return ficco.experts(*moved, up.to(at.device), down.to(at.device), **ways)
 
 
@@ -67,3 +74,381 @@ LAYERS = {
 def test_it_equals_all_experts_in_one_process(world: int) -> None:
     for layer in LAYERS[world]:
         run(world, every_way, layer)
+
+
+# Gradients.
+
+
+def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
+    """Those of each rank, and of its experts, equal those of one process that has all tokens."""
+    for iteration in range(2):
+        mine = data(layer, at.rank, iteration).leaves()
+        whole = [one.requires_grad_() for one in weights_of(layer, iteration)]
+        own = [part(one.detach(), at.rank, at.world).requires_grad_() for one in whole]
+        moved = [one.detach().to(at.device).requires_grad_() for one in own]
+        every = [data(layer, rank, iteration).leaves() for rank in range(at.world)]
+        losses = []
+        capacity = None if ways.get("on_overflow") == "again" else ways["capacity"]
+        for rank, theirs in enumerate(every):
+            made = plain(theirs, *whole, capacity)
+            losses.append((made * (torch.arange(made.numel()).view_as(made) % 3 + rank)).sum())
+        sum(losses).backward()
+        given = [one.detach().to(at.device) for one in (mine.tokens, mine.weights)]
+        tokens, weights = (one.requires_grad_() for one in given)
+        found = ficco.experts(
+            tokens, mine.indices.to(at.device), weights, *moved, activation="relu", **ways
+        )
+        factors = torch.arange(found.numel(), device=at.device).view_as(found) % 3 + at.rank
+        (found * factors).sum().backward()
+        for name, one, two in (
+            ("tokens", tokens.grad, every[at.rank].tokens.grad),
+            ("weights", weights.grad, every[at.rank].weights.grad),
+            ("up", moved[0].grad, part(whole[0].grad, at.rank, at.world)),
+            ("down", moved[1].grad, part(whole[1].grad, at.rank, at.world)),
+        ):
+            assert torch.equal(one.cpu(), two), f"rank {at.rank}: {name} of {layer} {ways}"
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"capacity": 3},
+        {"capacity": 2, "on_overflow": "again", "schedule": "serial"},
+        {"capacity": None, "schedule": "hetero-fused-1d:pieces=2"},
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_one_process(world: int, ways: dict[str, Any]) -> None:
+    for layer in LAYERS[world]:
+        if layer.dtype == torch.float32:
+            run(world, gradients, layer, ways)
+
+
+def some_gradients(at: Rank) -> None:
+    """Only those that are asked for, each the same as with the others."""
+    layer = Layer((4,) * at.world, experts=2 * at.world, gated=True)
+    given = data(layer, at.rank)
+    up, down = (part(one, at.rank, at.world) for one in weights_of(layer))
+    operands = [given.tokens, given.weights, up, down]
+
+    def made(wanted: set[int]) -> list[torch.Tensor | None]:
+        ones = [one.clone().requires_grad_(i in wanted) for i, one in enumerate(operands)]
+        y = ficco.experts(ones[0], given.indices, *ones[1:], capacity=4, activation="relu")
+        assert y.requires_grad == bool(wanted)
+        if wanted:
+            y.sum().backward()
+        return [one.grad for one in ones]
+
+    every = made({0, 1, 2, 3})
+    for wanted in (set(), {0}, {1}, {2}, {3}, {0, 1}, {2, 3}):
+        for i, grad in enumerate(made(wanted)):
+            assert (grad is None) == (i not in wanted)
+            assert grad is None or torch.equal(grad, every[i])
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
+    run(2, some_gradients)
+
+
+def smooth(at: Rank, activation: str) -> None:
+    """Activations and their derivatives, against float64 in one process."""
+    layer = Layer((5, 3), experts=4, gated=activation != "gelu", dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    whole = [
+        torch.randn(one.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for one in weights_of(layer)
+    ]
+    every = [data(layer, rank).leaves() for rank in range(2)]
+    wanted = [plain(one, *whole, 4, activation) for one in every]
+    sum(one.square().sum() for one in wanted).backward()
+    own = [part(one.detach(), at.rank, 2).requires_grad_() for one in whole]
+    mine = data(layer, at.rank).leaves()
+    ways = {"capacity": 4, "activation": activation}
+    y = ficco.experts(mine.tokens, mine.indices, mine.weights, *own, **ways)
+    y.square().sum().backward()
+    # The comparison sums in float32.
+    torch.testing.assert_close(y.float(), wanted[at.rank], rtol=1e-5, atol=1e-4)
+    for one, two in zip(own, whole, strict=True):
+        torch.testing.assert_close(one.grad, part(two.grad, at.rank, 2), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(mine.tokens.grad, every[at.rank].tokens.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_activations_and_their_derivatives(activation: str) -> None:
+    run(2, smooth, activation)
+
+
+class Mixture(torch.nn.Module):
+    """A layer of experts between two others; with a group its experts are those of a rank."""
+
+    def __init__(self, world: int, rank: int | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.head = torch.nn.Linear(12, 8), torch.nn.Linear(12, 12)
+        up, down = torch.randn(8, 12, 32) / 4, torch.randn(8, 16, 12) / 4
+        if rank is not None:
+            up, down = part(up, rank, world), part(down, rank, world)
+        self.up, self.down, self.spread = torch.nn.Parameter(up), torch.nn.Parameter(down), rank
+
+    def forward(self, x: torch.Tensor, capacity: int) -> torch.Tensor:
+        weights, indices = self.router(x).softmax(1).topk(2)
+        if self.spread is None:
+            made = plain(Data(x, indices, weights), self.up, self.down, capacity, "silu")
+        else:
+            made = ficco.experts(x, indices, weights, self.up, self.down, capacity=capacity)
+        return x + self.head(made)
+
+
+def trained(at: Rank) -> None:
+    """Ranks that share router and head have the losses of a process that has all tokens."""
+    one, all_of = Mixture(at.world, at.rank), Mixture(at.world, None)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, all_of)]
+    seen: list[float] = []
+    for _ in range(4):
+        inputs = [
+            torch.randn(20, 12, generator=torch.Generator().manual_seed(rank))
+            for rank in range(at.world)
+        ]
+        losses = [(all_of(x, 7) - x.roll(1, 1)).square().mean() for x in inputs]
+        x = inputs[at.rank]
+        loss = (one(x, 7) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        sum(losses).backward()
+        for shared in (*one.router.parameters(), *one.head.parameters()):
+            torch.distributed.all_reduce(shared.grad)
+        # Float32, in another order of the same sums.
+        torch.testing.assert_close(loss, losses[at.rank], rtol=1e-4, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(loss.item())
+    assert seen[-1] < seen[0]
+
+
+def test_a_model_trains_with_the_losses_of_one_process() -> None:
+    run(4, trained)
+
+
+# Routes.
+
+
+def routed(at: Rank, layer: Layer, schedule: str) -> None:
+    """Every pair is served or counted as dropped."""
+    given = data(layer, at.rank)
+    for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
+        ways = {"capacity": capacity, "on_overflow": overflow}
+        routing = ficco.route(given.indices, layer.experts, **ways)
+        room = kept(
+            given.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
+        )
+        counts = torch.bincount(given.indices.flatten(), minlength=layer.experts)
+        assert torch.equal(routing.counts, counts)
+        lost = torch.bincount(given.indices[~room], minlength=layer.experts)
+        assert torch.equal(routing.dropped, lost)
+        found = call(
+            at, layer, Data(given.tokens, routing, given.weights), capacity=None, schedule=schedule
+        )
+        wanted = plain(given, *weights_of(layer), 2 if lost.any() else None)
+        assert torch.equal(found, wanted)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    tokens=st.tuples(*[st.integers(0, 9)] * 3),
+    each=st.integers(1, 3),
+    top_k=st.integers(1, 2),
+    routes=st.sampled_from(["spread", "one", "few"]),
+    schedule=st.sampled_from(SCHEDULES),
+    gated=st.booleans(),
+)
+def test_any_routes(
+    tokens: tuple[int, ...], each: int, top_k: int, routes: str, schedule: str, gated: bool
+) -> None:
+    layer = Layer(tokens, 3 * each, top_k, 4, 3, 5, gated, routes)
+    run(3, routed, layer, schedule)
+
+
+def again(at: Rank) -> None:
+    """Kinds of calls by turns, two of them in flight, find their own rows."""
+    layer = Layer((6, 3), experts=4)
+    for iteration in range(12):
+        given = data(layer, at.rank, iteration)
+        capacity = (None, 1, 4)[iteration % 3]
+        found = call(at, layer, given, iteration, capacity=capacity)
+        assert torch.equal(found, plain(given, *weights_of(layer, iteration), capacity))
+        a = torch.full((2, 4), float(at.rank + iteration))
+        total = ficco.all_gather_matmul(a, torch.eye(4))
+        assert total[0, 0] == iteration and total[2, 0] == iteration + 1
+
+
+def test_calls_of_several_kinds_take_turns() -> None:
+    run(2, again)
+
+
+def early(at: Rank) -> None:
+    """Ranks may exchange their counts before other calls."""
+    layer = Layer((6, 3), experts=4)
+    given = data(layer, at.rank)
+    routings = [ficco.route(given.indices, 4) for _ in range(3)]
+    total = ficco.all_gather_matmul(torch.ones(2, 4), torch.eye(4))
+    assert total.shape == (4, 4)
+    for routing in reversed(routings):
+        found = call(at, layer, Data(given.tokens, routing, given.weights), capacity=None)
+        assert torch.equal(found, plain(given, *weights_of(layer)))
+        assert routing.capacity == 8 and not routing.dropped.any()
+
+
+def test_counts_are_exchanged_before_other_calls() -> None:
+    run(2, early)
+
+
+# Wrong calls.
+
+
+def operands(at: Rank) -> dict[str, Any]:
+    layer = Layer((4,) * at.world, experts=2 * at.world)
+    given = data(layer, at.rank)
+    up, down = (part(one, at.rank, at.world) for one in weights_of(layer))
+    fields = {"tokens": given.tokens, "indices": given.indices, "weights": given.weights}
+    return {**fields, "up": up, "down": down, "capacity": 4, "activation": "relu"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
+    "experts that do not exist": ({"indices": torch.full((4, 2), 4)}, "ValueError", "0 to 3"),
+    "negative experts": ({"indices": torch.full((4, 2), -1)}, "ValueError", "got -1 to -1"),
+    "indices of floats": ({"indices": torch.ones(4, 2)}, "ValueError", "whole numbers"),
+    "indices of other tokens": ({"indices": torch.ones(3, 2).long()}, "ValueError", "4 tokens"),
+    "weights of other tokens": ({"weights": torch.ones(4, 3)}, "ValueError", "4 tokens"),
+    "whole weights": ({"weights": torch.ones(4, 2).long()}, "ValueError", "floating-point"),
+    "no capacity": ({"capacity": 0}, "ValueError", "at least 1 row"),
+    "half a row": ({"capacity": 1.5}, "ValueError", "at least 1 row"),
+    "another activation": ({"activation": "tanh"}, "ValueError", "relu, silu, gelu"),
+    "another overflow": ({"on_overflow": "keep"}, "ValueError", "drop, again"),
+    "up of another k": ({"up": torch.ones(2, 7, 6)}, "ValueError", "one k, h"),
+    "up of another h": ({"up": torch.ones(2, 8, 7)}, "ValueError", "one k, h"),
+    "down for other experts": ({"down": torch.ones(3, 6, 8)}, "ValueError", "number of experts"),
+    "no experts": (
+        {"up": torch.ones(0, 8, 6), "down": torch.ones(0, 6, 8)},
+        "ValueError",
+        "at least one expert",
+    ),
+    "a matrix": ({"up": torch.ones(8, 6)}, "ValueError", "reshape"),
+    "another dtype": ({"down": torch.ones(2, 6, 8).half()}, "ValueError", "one dtype"),
+    "whole tokens": (
+        {
+            "tokens": torch.ones(4, 8).int(),
+            "up": torch.ones(2, 8, 6).int(),
+            "down": torch.ones(2, 6, 8).int(),
+        },
+        "NotImplementedError",
+        "int32 is not served",
+    ),
+    "no tensor": ({"tokens": 3}, "ValueError", "torch.Tensor"),
+    "another schedule": ({"schedule": "ring"}, "ValueError", "one that is ring"),
+    "no schedule": ({"schedule": "fast"}, "ValueError", "required one of"),
+    "a number as a schedule": ({"schedule": 3}, "ValueError", "schedule"),
+}
+
+
+def wrong(at: Rank, what: str) -> Failure:
+    """Refused everywhere, and the group goes on."""
+    changes, *_ = WRONG[what]
+    failure = caught(partial(ficco.experts, **(operands(at) | changes)))
+    right = ficco.experts(**operands(at))
+    assert right.shape == (4, 8)
+    return failure
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_call_is_refused_on_every_rank(what: str) -> None:
+    _, kind, text = WRONG[what]
+    for failure in run(2, wrong, what):
+        assert failure.type == kind and text in failure.text, failure.text
+        assert "required" in failure.text or kind == "NotImplementedError"
+
+
+def one_wrong(at: Rank, what: str) -> Failure:
+    changes = WRONG[what][0] if at.rank else {}
+    return caught(partial(ficco.experts, **(operands(at) | changes)))
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["experts that do not exist", "weights of other tokens", "no capacity", "up of another k"],
+)
+def test_a_rank_that_refuses_tells_the_others(what: str) -> None:
+    first, second = run(2, one_wrong, what, fresh=True)
+    assert second.type == WRONG[what][1]
+    assert first.type == "RankMismatch" and WRONG[what][2] in first.text
+
+
+def differ(at: Rank, changes: dict[str, list[Any]]) -> Failure:
+    mine = {name: values[at.rank] for name, values in changes.items()}
+    return caught(partial(ficco.experts, **(operands(at) | mine)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"capacity": [4, 5]},
+        {"activation": ["relu", "silu"]},
+        {"schedule": ["serial", "growing"]},
+        {"capacity": [None, 4]},
+        {"on_overflow": ["drop", "again"]},
+        {"down": [torch.ones(2, 6, 8), torch.ones(2, 6, 9)]},
+        {"up": [torch.ones(2, 8, 6), torch.ones(2, 8, 6).requires_grad_()]},
+    ],
+    ids=lambda changes: " ".join(changes),
+)
+def test_ranks_that_differ_are_named(changes: dict[str, list[Any]]) -> None:
+    for failure in run(2, differ, changes, fresh=True):
+        assert failure.type == "RankMismatch", failure.text
+
+
+def refused_routings(at: Rank) -> list[Failure]:
+    given = operands(at)
+    routing = ficco.route(given["indices"], 4, capacity=4)
+    other = ficco.route(given["indices"] * 0, 6, capacity=4)
+    twice = given | {"indices": routing}
+    return [
+        caught(partial(ficco.experts, **twice)),
+        caught(partial(ficco.experts, **(twice | {"indices": other, "capacity": None}))),
+        caught(partial(ficco.route, given["indices"], 5, capacity=4)),
+        caught(partial(ficco.route, given["indices"].tolist(), 4, capacity=4)),
+    ]
+
+
+def test_a_routing_that_does_not_fit_is_refused() -> None:
+    texts = ("required none with a routing", "6 experts in all", "multiple of 2", "torch.Tensor")
+    for failures in run(2, refused_routings):
+        for failure, text in zip(failures, texts, strict=True):
+            assert failure.type == "ValueError" and text in failure.text
+
+
+def autocast(at: Rank) -> None:
+    given = operands(at)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ficco.experts(**given)
+    assert found.dtype == torch.bfloat16
+    given |= {name: given[name].bfloat16() for name in ("tokens", "up", "down")}
+    assert torch.equal(found, ficco.experts(**given))
+
+
+def test_autocast_casts_tokens_and_experts() -> None:
+    run(2, autocast)
+
+
+def bounded(at: Rank) -> Failure:
+    with ficco.options(workspace_bytes=512):
+        failure = caught(partial(ficco.experts, **operands(at)))
+    with ficco.options(workspace_bytes=1 << 20):
+        ficco.experts(**operands(at))
+    return failure
+
+
+def test_memory_is_bounded() -> None:
+    for failure in run(2, bounded):
+        assert failure.type == "ValueError" and "workspace_bytes" in failure.text

@@ -22,10 +22,11 @@ def decide_for_experts(
     Raises:
         ValueError: this is no schedule.
     """
-    if isinstance(schedule, Schedule):
-        return Decision(schedule, "caller", "as given")
+    if not isinstance(schedule, (str, Schedule)):
+        raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
     if schedule != "auto":
-        return Decision(Schedule.parse(schedule), "caller", "as given")
+        parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+        return Decision(parsed, "caller", "given")
     if layer.world == 1:
         return Decision(Schedule.parse("serial"), "rule", "one rank has nothing to wait for")
     known = described(machine, layer.world) if machine else None

@@ -239,7 +239,10 @@ class ExpertWorld:
 
     def __init__(self, layer: ExpertLayer, schedule: Schedule) -> None:
         if why := expert_refusal(schedule):
-            raise ValueError(f"schedule {schedule}: {why}, which {layer.operator} does not serve")
+            raise ValueError(
+                f"schedule {schedule}: required one that pushes rows, fused, unfused, growing or "
+                f"shrinking, for {layer.operator}, got one {why}; take another schedule"
+            )
         self.layer, self.schedule = layer, schedule
         self.shares = self.cut(schedule.pieces or layer.world)
         self.words = WordAllocator(layer.world)
@@ -538,16 +541,16 @@ def _label(sources: Sequence[int], number: int) -> str:
 
 
 def expert_refusal(schedule: Schedule) -> str:
-    """What a schedule would do that no layer of experts does; empty if there is nothing."""
+    """Why a schedule is none for layers of experts; empty if it is one."""
     if schedule.grouping not in ("fused", "unfused", "growing", "shrinking"):
-        return f"it is {schedule.grouping}"
+        return f"that is {schedule.grouping}"
     if schedule.dims == 2:
-        return "it cuts columns"
+        return "that cuts columns"
     if schedule.mover != "dma":
-        return f"its mover is {schedule.mover}"
-    return (
-        "it has pull, beta or a tail" if schedule.pull or schedule.beta or schedule.tail > 1 else ""
-    )
+        return f"whose mover is {schedule.mover}"
+    if schedule.pull or schedule.beta or schedule.tail > 1:
+        return "with pull, beta or a tail"
+    return ""
 
 
 def expert_plans(
