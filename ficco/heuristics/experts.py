@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 from ficco.heuristics.decide import Decision, described
 from ficco.heuristics.model import lacking
 from ficco.machine import Machine
@@ -9,7 +12,8 @@ from ficco.schedules import Schedule
 from ficco.schedules.experts import ExpertLayer, expert_plans
 from ficco.simulate import simulate
 
-#: What is compared: few, since every new capacity is planned for all of them.
+#: What is compared. Capacities that follow from tokens change from step to step, so that a
+#: decision is for all capacities up to the next power of two.
 COMPARED = ("growing", "shard-overlap", "shrinking", "hetero-fused-1d:pieces=2", "serial")
 
 
@@ -33,11 +37,18 @@ def decide_for_experts(
     if known is None or (lacks := lacking(known, mode)):
         why = f"lacks {', '.join(lacks)}" if known else "is not described for these ranks"
         return Decision(Schedule.parse(COMPARED[0]), "fallback", f"the machine {why}")
+    octave = 1 << (layer.capacity - 1).bit_length()
+    name, gain = _fastest(replace(layer, capacity=octave), known, mode)
+    reason = f"simulated on {known.name}: {gain:.2f} times as fast as serial"
+    return Decision(Schedule.parse(name), "model", reason, machine=known, mode=mode)
+
+
+@lru_cache(maxsize=1024)
+def _fastest(layer: ExpertLayer, machine: Machine, mode: str) -> tuple[str, float]:
+    """The fastest schedule, and how many times as fast as serial it is."""
     seconds = {
-        name: simulate(expert_plans(layer, Schedule.parse(name)), known, mode).stop_s
+        name: simulate(expert_plans(layer, Schedule.parse(name)), machine, mode).stop_s
         for name in COMPARED
     }
     best = min(seconds, key=seconds.__getitem__)
-    gain = seconds["serial"] / seconds[best]
-    reason = f"simulated on {known.name}: {gain:.2f} times as fast as serial"
-    return Decision(Schedule.parse(best), "model", reason, machine=known, mode=mode)
+    return best, seconds["serial"] / seconds[best]
