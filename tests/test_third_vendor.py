@@ -36,6 +36,12 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, on this modu
     test_two_groups_at_once,
     test_workspace_grows_and_is_reused,
 )
+from test_experts import (  # noqa: F401  likewise
+    test_any_routes,
+    test_calls_of_several_kinds_take_turns,
+    test_gradients_equal_those_of_one_process,
+    test_it_equals_all_experts_in_one_process,
+)
 from test_faults import (  # noqa: F401  likewise
     MISMATCHES,
     test_calls_in_another_order,

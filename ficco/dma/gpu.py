@@ -393,30 +393,23 @@ class GpuEngine(StreamEngine):
         return op
 
     def _strided(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """A batch of copies of whole rows: one 2D copy, each of whose rows is one of them."""
+        """A batch of copies of contiguous rows: one 2D copy, each of whose rows is one of them."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        src, dst = transfer.src, transfer.dst
-        row, width = places.row_bytes(src), places.row_bytes(src) * src.rows
-        to, pitch = places.place(dst)
-        source, down, across = places.source(src), transfer.src_stride, transfer.dst_stride * pitch
-        rectangle = None
-        if self.means.rectangles:
-            rectangle = self.driver.rectangle(to, across, width, transfer.batch)
+        src, dst, count = transfer.src, transfer.dst, transfer.batch
+        row = places.row_bytes(src)
+        (to, pitch), source = places.place(dst), places.source(src)
+        down, across, width = transfer.src_stride * row, transfer.dst_stride * row, row * src.rows
+        assert pitch == row and not places.cuts_rows(src)
         ranks = dst.rank, src.rank
-        each = [self.driver.copy(to + i * across, width, ranks) for i in range(transfer.batch)]
-        if pitch != row or places.cuts_rows(src):
-            raise NotImplementedError(f"{transfer}: a batch of copies takes whole rows")
+        if self.means.rectangles:
+            rectangle = self.driver.rectangle(to, across, width, count)
+            return lambda call: rectangle(source(call)[0], down, call.state[lane])
+        copies = [self.driver.copy(to + i * across, width, ranks) for i in range(count)]
 
         def op(call: Call) -> None:
-            at, source_pitch = source(call)
-            stream = call.state[lane]
-            if source_pitch != row:
-                raise NotImplementedError("a batch of copies takes rows that are contiguous")
-            if rectangle:
-                rectangle(at, down * row, stream)
-                return
-            for i, copy in enumerate(each):
-                copy(at + i * down * row, stream)
+            at, _ = source(call)
+            for i, copy in enumerate(copies):
+                copy(at + i * down, call.state[lane])
 
         return op
 
