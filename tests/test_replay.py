@@ -196,6 +196,25 @@ def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
     assert {one.signal for one in coming} == waited
 
 
+def test_a_layer_of_experts_is_replayed() -> None:
+    """Tokens of peers arrive, and those of this rank come back, when a link would bring them."""
+    with played(1, 3, link(MACHINE, 1e-4)) as (group, workspace):
+        engine: Any = workspace.engine
+        torch.manual_seed(0)
+        weights, indices = torch.rand(20, 6).topk(2)
+        operands = torch.ones(20, 16), indices, weights, torch.ones(2, 16, 8), torch.ones(2, 8, 16)
+        for _ in range(3):
+            began = time.perf_counter()
+            ficco.experts(*operands, capacity=8, group=group, schedule="shard-overlap")
+            seconds = time.perf_counter() - began
+            timetable = engine.courier.timetable(engine.latest)
+            coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
+            assert [one.signal.kind for one in coming].count("ready") == 2
+            assert [one.signal.kind for one in coming].count("returned") == 2
+            assert seconds > coming[-1].at > 5e-3
+            assert min(engine.courier.errors()) > -1e-3
+
+
 def test_the_courier_learns_what_delays_it() -> None:
     """A begin that is seen late, and copies that others slow down: the plan is met in the end, but
     for what follows sooner than a copy can."""

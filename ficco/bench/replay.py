@@ -40,6 +40,7 @@ from ficco.machine import Machine, Provenance
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
+from ficco.schedules.experts import ExpertLayer, expert_plans
 from ficco.simulate.events import Simulation
 from ficco.workspace import SLOTS
 
@@ -137,17 +138,20 @@ def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
     Raises:
         NotImplementedError: its staging is capped.
     """
-    if plan.stages or not isinstance(plan.problem, Problem | AttentionProblem):
+    problem = plan.problem
+    if plan.stages or not isinstance(problem, Problem | AttentionProblem | ExpertLayer):
         raise _without_peers("staging in turns")
-    return _plans(plan.problem, plan.schedule, packs_columns)
+    return _plans(problem, plan.schedule, packs_columns)
 
 
 @lru_cache(maxsize=16)
 def _plans(
-    problem: Problem | AttentionProblem, schedule: str, packs_columns: bool
+    problem: Problem | AttentionProblem | ExpertLayer, schedule: str, packs_columns: bool
 ) -> tuple[Plan, ...]:
     if isinstance(problem, AttentionProblem):
         return tuple(attention_plans(problem, Schedule.parse(schedule)))
+    if isinstance(problem, ExpertLayer):
+        return tuple(expert_plans(problem, Schedule.parse(schedule)))
     return tuple(plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
 
 
@@ -289,7 +293,7 @@ class ReplayEngine(GpuEngine):
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
-        seconds = crossing(self.courier.machine, program.plan.nbytes(transfer.src))
+        seconds = crossing(self.courier.machine, program.plan.moved_bytes(transfer))
         passes, places = self.courier.passage(seconds, arrives, meets=True), buffers_of(program)
 
         def op(call: Call) -> None:
