@@ -17,7 +17,7 @@ import traceback
 from typing import Protocol
 
 from ficco.board import Board
-from ficco.dma.engine import Engine, Slot, timed_out
+from ficco.dma.engine import Engine, Missing, Program, Slot, timed_out
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
@@ -53,7 +53,8 @@ class Watchdog:
     def __init__(self, workspace: Watched) -> None:
         self._workspace = workspace
         self._since: dict[int, float] = {}  # slot -> when its running call was first seen
-        self._ended: dict[int, float] = {}  # rank -> when its process was first seen to have ended
+        # Rank -> when its process was first seen to have ended, or its connection to have broken.
+        self._ended: dict[int, float] = {}
         self._stop = threading.Event()
         self.timeout_s = 60.0
         self.on_timeout = "abort"
@@ -109,7 +110,7 @@ class Watchdog:
         slots = workspace.slots
         there = {id(slot) for slot in slots}
         for rank in set(range(workspace.board.world)) - self._ended.keys():
-            if workspace.board.ended(rank):
+            if workspace.board.ended(rank) or rank in workspace.engine.lost:
                 self._ended[rank] = now
         self._since = {key: since for key, since in self._since.items() if key in there}
         for slot in slots:
@@ -135,7 +136,7 @@ class Watchdog:
         missing = self._workspace.engine.missing(slot, program)
         if missing is None or missing.peer not in self._ended:
             return None
-        return timed_out(program.plan, missing, seconds, ended=True)
+        return self._timed_out(program, missing, seconds, ended=True)
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
@@ -148,7 +149,13 @@ class Watchdog:
             return SignalTimeout(
                 operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
             )
-        return timed_out(program.plan, missing, seconds)
+        return self._timed_out(program, missing, seconds)
+
+    def _timed_out(
+        self, program: Program, missing: Missing, seconds: float, ended: bool = False
+    ) -> SignalTimeout:
+        host = self._workspace.engine.hosts.named(missing.peer)
+        return timed_out(program.plan, missing, seconds, ended, host)
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace

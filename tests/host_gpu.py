@@ -120,6 +120,9 @@ class HostTensors:
     def peers(self, address: int, nbytes: int) -> torch.Tensor:
         return self.tensor(address, nbytes)[0]
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def synchronize(self) -> None:
         self.use()
         for stream in list(self.named.values()):
@@ -296,16 +299,18 @@ def _hip_on_host() -> type:
     return HipOnHost
 
 
-def hip_engine(group: Any, device: torch.device, signals: str, timeout_s: float) -> GpuEngine:
+def hip_engine(
+    group: Any, device: torch.device, signals: str, timeout_s: float, hosts: Any = None
+) -> GpuEngine:
     """The HIP engine, on the double for tensors on the CPU."""
     from ficco.dma import hip_api as hip
     from ficco.dma import hip_driver
 
     adopted = adopter() if device.type == "cpu" else None
     if adopted is None:
-        return hip_driver.engine(group, device, signals, timeout_s)
+        return hip_driver.engine(group, device, signals, timeout_s, hosts)
     driver = _hip_on_host()(device, group.rank() % hip.start(), adopted)
-    return HostEngine(group, driver, signals, timeout_s)
+    return HostEngine(group, driver, signals, timeout_s, hosts)
 
 
 def serve_cpu_tensors() -> None:

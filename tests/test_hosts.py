@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import test_gradients
 import test_operators
-from cases import Case, equal
+from cases import Case, call, equal, make
 from cases import exact as exact_gather
 from disturbance import Disturbance, disturb, install
 from ranks import Failure, Rank, caught, run
 
 import ficco
-from ficco.dma.cpu_network import _Wait as Waiting
+from ficco.dma.gloo import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, Network, Provenance, Tuned, find
@@ -349,14 +349,17 @@ def _exact(at: Rank, hosts: int, cases: Sequence[Any], gradients: Sequence[Any])
     return len(cases), len(gradients)
 
 
-def cases_of(operator: str, hosts: int, local: int) -> list[Any]:
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def cases_of(operator: str, hosts: int, local: int, dtypes: Sequence[str] = DTYPES) -> list[Any]:
     """Every schedule that serves a problem; rows, sizes and dtypes in turns."""
     found: list[Any] = []
     for kind in ("equal", "ragged", "sparse"):
         problem = problem_of(operator, hosts, local, kind)
         names = [*map(str, served(problem)), "serial:collective"]
         for turn, name in enumerate(names):
-            dtype = ("float32", "bfloat16", "float64")[turn % 3]
+            dtype = dtypes[turn % len(dtypes)]
             rows, sizes = test_operators.rows_for(operator, hosts * local, kind), (24, 40)
             if operator == "all_gather_matmul":
                 found.append(Case(rows, *sizes, dtype, name, gathered=turn % 2 == 0))
@@ -365,21 +368,28 @@ def cases_of(operator: str, hosts: int, local: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(
-    ("hosts", "local"),
-    [pytest.param(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 2), (2, 1)))],
-)
-def test_every_schedule_is_exact_over_hosts(operator: str, hosts: int, local: int) -> None:
-    cases = cases_of(operator, hosts, local)
+def exact_over_hosts(
+    operator: str, hosts: int, local: int, dtypes: Sequence[str] = DTYPES, **where: Any
+) -> None:
+    """Every schedule, and gradients; ``where`` they run, as :func:`ranks.run` has it."""
+    cases = cases_of(operator, hosts, local, dtypes)
     world = hosts * local
     schedules = ("hetero-fused-1d:pieces=2", "growing", "auto")
     gradients = [
         test_gradients.case_of(operator, world, 4, 8, 8, schedule=schedule)
         for schedule in schedules
     ]
-    found = run(world, _exact, hosts, cases, gradients)
+    found = run(world, _exact, hosts, cases, gradients, **where)
     assert found == [(len(cases), len(gradients))] * world
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [pytest.param(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 2), (2, 1)))],
+)
+def test_every_schedule_is_exact_over_hosts(operator: str, hosts: int, local: int) -> None:
+    exact_over_hosts(operator, hosts, local)
 
 
 def _jittered(at: Rank, hosts: int, calls: int) -> int:
@@ -425,18 +435,17 @@ def test_hosts_that_are_not_served(names: str, got: str) -> None:
         assert f"got by rank {got}; pass a group made by dist.new_group" in failure.text
 
 
-def _on_gpus(at: Rank) -> tuple[str, str, list[str]]:
-    """What an engine of GPUs says of hosts, and the threads that are left."""
+def _without_an_engine(at: Rank) -> tuple[str, list[str]]:
+    """The error where no engine can be made, and the threads that are left."""
     with host_of(at, 2), ficco.options(engine="hip"):
         failure = caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
     names = [thread.name for thread in threading.enumerate()]
-    return failure.type, failure.text, [name for name in names if "courier" in name]
+    return failure.type, [name for name in names if "courier" in name]
 
 
-def test_engines_of_gpus_refuse_several_hosts_and_leave_nothing() -> None:
-    for kind, text, threads in run(2, _on_gpus, fresh=True):
-        assert kind == "NotImplementedError"
-        assert "on 2 hosts, which only the CPU engine serves yet; pass a group of" in text
+def test_an_engine_that_cannot_be_made_leaves_nothing() -> None:
+    for kind, threads in run(2, _without_an_engine, fresh=True):
+        assert kind in ("ImportError", "BackendError", "NotImplementedError")
         assert threads == []
 
 
@@ -513,6 +522,45 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
         assert "host-" in outcome.text and "rank" in outcome.text
     blamed = [found[rank][0].fields.get("peer") for rank in set(range(4)) - set(victims)]
     assert set(blamed) & set(victims), blamed
+
+
+def bereaved(at: Rank, victims: Sequence[int], how: int, hosts: int, group: Any = None) -> Any:
+    """What a rank learns of others that are lost, where calls return before they are over."""
+    with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+        os.environ["FICCO_HOST"] = f"host-{at.rank // (at.world // hosts)}"
+        case = equal(at.world, 4, 8, 8, schedule="hetero-fused-1d:pieces=2")
+        for iteration in range(3):
+            exact_gather(at, case, iteration, group)
+        made = make(at, case, 3, group)
+        ficco.synchronize()
+        at.barrier()
+        if at.rank in victims:
+            os.kill(os.getpid(), how)
+        begin = time.monotonic()
+
+        def calls() -> None:
+            for _ in range(3):
+                call(case, made.a, made.b, group)
+            ficco.synchronize()
+
+        outcome = caught(calls)
+        waited = time.monotonic() - begin
+        closed = caught(ficco.close)
+        return outcome, waited, closed
+
+
+def assert_all_learn(found: Sequence[Any], victims: Sequence[int]) -> None:
+    """Every survivor gets an error in time, and some of them name who is lost."""
+    survivors = set(range(len(found))) - set(victims)
+    for rank in survivors:
+        outcome, seconds, closed = found[rank]
+        assert isinstance(outcome, Failure), (rank, outcome)
+        assert outcome.type in ("SignalTimeout", "PeerFailed"), outcome
+        assert seconds < PATIENCE_S + SLACK_S
+        assert "host-" in outcome.text, outcome
+        assert closed is None, closed
+    blamed = {found[rank][0].fields.get("peer") for rank in survivors}
+    assert blamed & set(victims), [found[rank][0].text for rank in survivors]
 
 
 def _killed_at(at: Rank, victim: int, step: int, operator: str) -> Any:
@@ -665,6 +713,6 @@ def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
     def broken() -> Any:
         raise RuntimeError("Connection closed by peer")
 
-    wait = Waiting([(1, lambda: None), (3, broken), (2, lambda: None)], 1.0)
+    wait = PeerExchange([(1, lambda: None), (3, broken), (2, lambda: None)], 1.0)
     assert wait.over.is_set() and wait.peer == 3
     assert "closed by peer" in str(wait.error)

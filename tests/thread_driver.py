@@ -287,9 +287,9 @@ class ThreadEngine(HostEngine):
     _sums_by_kernel = True
 
 
-def engine(group: Any, device: torch.device, signals: str, timeout_s: float) -> HostEngine:
+def engine(group: Any, device: torch.device, *options: Any) -> HostEngine:
     """The engine of a group's ranks on threads."""
-    return ThreadEngine(group, ThreadDriver(device, group.rank()), signals, timeout_s)
+    return ThreadEngine(group, ThreadDriver(device, group.rank()), *options)
 
 
 def serve() -> None:

@@ -45,7 +45,7 @@ from ficco.simulate.events import Simulation
 from ficco.workspace import SLOTS
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
@@ -278,11 +278,11 @@ class ReplayEngine(GpuEngine):
 
     courier: Courier
 
-    def __init__(self, group: ProcessGroup, driver: Driver, signals: str, timeout_s: float) -> None:
+    def __init__(self, *made: Any) -> None:
         self.images: Images | None = None
         self.latest: Program | None = None
         self._turns: deque[Slot] = deque(maxlen=SLOTS)
-        super().__init__(group, driver, signals, timeout_s)
+        super().__init__(*made)
 
     def _source(self) -> Allocate:
         return partial(LocalMapped, self)

@@ -10,9 +10,11 @@ cpu                      the CPU engine: threads as queues
 cpu_lanes                its memory and its calls in flight: the threads, how they fail
 cpu_collectives          its collectives, whose errors name the absent rank
 cpu_network              what it sends to other hosts and receives from them
+gloo                     messages between hosts by a gloo group of ficco's own
 host                     host memory that ranks share, and semaphores in it
 hosts                    which ranks of a group share a host
 gpu                      the GPU engine
+gpu_network              what it sends to other hosts and receives: by NCCL, or gloo and the host
 driver                   what it needs of a vendor
 cuda_driver, hip_driver  the vendors: NVIDIA, AMD
 hip_api                  HIP's calls, in both series of the binding

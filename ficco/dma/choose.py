@@ -56,13 +56,8 @@ def make_engine(
 ) -> Engine:
     """The engine of a name; its ranks wait ``timeout_s`` for each other. ``more`` is for the
     engine's module."""
-    if name != "cpu" and hosts is not None and hosts.count > 1:
-        raise NotImplementedError(
-            f"group: its ranks are on {hosts.count} hosts, which only the CPU engine serves yet; "
-            "pass a group of the ranks of one host"
-        )
     module, function = ENGINES[name]
     make: Callable[..., Engine] = getattr(import_module(module), function)
     if name == "cpu":
         return make(group, device, hosts)
-    return make(group, device, signals, timeout_s, **more)
+    return make(group, device, signals, timeout_s, hosts, **more)

@@ -17,6 +17,9 @@ from ficco.problem import Problem
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+#: The longest time limit that is passed to a library, whose durations cannot hold infinity.
+LONGEST_S = 1e9
+
 #: Starts one collective; None from a library that completes it at once.
 Start = Callable[[], "Work | None"]
 

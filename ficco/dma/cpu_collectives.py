@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.dma import collectives
+from ficco.dma.collectives import LONGEST_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, CpuMemory
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
 from ficco.dma.host import dead
@@ -26,8 +27,6 @@ from ficco.errors import BackendError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-#: The longest timeout passed to the library, whose durations cannot hold infinity.
-LONGEST_S = 1e9
 #: Seconds within which a peer whose connection was lost is seen to be dead, if it is.
 DEATH_S = 1.0
 #: Bytes of symmetric memory that each rank's count takes.

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
 from ficco.dma.driver import URGENT, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
+from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
 from ficco.dma.scaled import cuda_release, lacking_on_cuda
 from ficco.errors import BackendError
@@ -385,7 +386,8 @@ def engine(
     device: torch.device,
     signals: str,
     timeout_s: float,
+    hosts: Hosts | None = None,
     kind: type[GpuEngine] = GpuEngine,
 ) -> GpuEngine:
     """The engine of a group's ranks on NVIDIA's GPUs, or one of another ``kind``."""
-    return kind(group, CudaDriver(device), signals, timeout_s)
+    return kind(group, CudaDriver(device), signals, timeout_s, hosts)

@@ -322,6 +322,15 @@ class Driver(ABC):
     def host(self, nbytes: int) -> int:
         """Pinned host memory, zeroed, that the device writes through to. Kept until closing."""
 
+    def waitable(self, kind: str) -> int:
+        """A word of the host, zeroed, that streams wait for and this process writes. Kept until
+        closing. ``kind`` is that of signal words (:attr:`Means.words`)."""
+        return self.host(WORD)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory as bytes, not zeroed. Kept as long as a tensor looks into it."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """Memory of the device and the same as bytes. Kept until closing."""
         raise self._lacks("memory of its own")
@@ -433,6 +442,7 @@ class StreamEngine(Engine):
     side: Stream  #: for what must not wait for calls
     graveyard: Any  #: memory that is freed once peers let go of it
     watched: int  #: pinned memory of words that watched calls write
+    means: Means  #: what was agreed on with the other ranks
 
     @abstractmethod
     def settle(self, stream: Any) -> None:

@@ -47,6 +47,7 @@ class Capabilities:
         tiles: whether such a product is one launch, whose tiles wait and tell.
         scaled: whether products may be scaled.
         functions: functions that a place may apply.
+        network: what moves bytes between hosts; empty where the ranks share one.
     """
 
     engine: str
@@ -61,6 +62,7 @@ class Capabilities:
     tiles: bool = False
     scaled: bool = False
     functions: tuple[str, ...] = ()
+    network: str = ""
 
     @property
     def offers(self) -> tuple[str, ...]:
@@ -282,6 +284,11 @@ class Engine(ABC):
         """What a stuck program waits for; None if the words cannot be read."""
         raise NotImplementedError
 
+    @property
+    def lost(self) -> set[int]:
+        """Ranks of other hosts whose connection has broken."""
+        return set()
+
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
         """Satisfy all waits of this rank so that its streams drain; whether that worked."""
         raise NotImplementedError
@@ -347,7 +354,7 @@ class Engine(ABC):
 
     def network(self, program: Program, step: int) -> Op:
         """Send and receive what a step moves between hosts."""
-        raise NotImplementedError(f"the {self.name} engine does not serve several hosts yet")
+        raise NotImplementedError(f"the {self.name} engine does not serve several hosts")
 
     @abstractmethod
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:

@@ -18,7 +18,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ from ficco.dma.engine import (
     Symmetric,
 )
 from ficco.dma.gate import GATE
+from ficco.dma.gpu_network import GpuNetwork, network_of
+from ficco.dma.hosts import Hosts
 from ficco.dma.lane_ops import (
     KernelBatch,
     Launch,
@@ -139,16 +141,19 @@ class SlotState:
 
 
 class GpuEngine(StreamEngine):
-    """See the module's docstring.
-
-    Attributes:
-        means: what was agreed on with the other ranks.
-    """
+    """See the module's docstring."""
 
     asynchronous = True
 
-    def __init__(self, group: ProcessGroup, driver: Driver, signals: str, timeout_s: float) -> None:
-        super().__init__(group, driver.device)
+    def __init__(
+        self,
+        group: ProcessGroup,
+        driver: Driver,
+        signals: str,
+        timeout_s: float,
+        hosts: Hosts | None = None,
+    ) -> None:
+        super().__init__(group, driver.device, hosts)
         self.name, self.driver, self.timeout_s = driver.name, driver, timeout_s
         self.graveyard = Graveyard()
         self.replayed = Replays(driver)
@@ -164,6 +169,7 @@ class GpuEngine(StreamEngine):
         self._read_into = 0, 0  # pinned memory for words: address and how many
         self._allocate: Allocate | None = None
         self._batch: MakeBatch = driver.batch
+        self._network: GpuNetwork | None = None
         self.means = Means()
         try:
             with driver.aside():
@@ -186,6 +192,10 @@ class GpuEngine(StreamEngine):
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
+        if self.hosts.count > 1:
+            self._network = network_of(self, self._batch)
+            uncaptured = self.means.uncaptured or self._network.uncaptured
+            self.means = replace(self.means, uncaptured=uncaptured)
 
     def _source(self) -> Allocate:
         return MEMORIES[self.means.memory](self)
@@ -242,7 +252,7 @@ class GpuEngine(StreamEngine):
                 # Not a signal's word: the peer's first call may have begun. Pairs may differ.
                 self._writes_reach = self.means.kernels or all(
                     self.driver.writes_reach(self.side.handle, found.address(peer, words))
-                    for peer in range(self.world)
+                    for peer in self.hosts.here
                     if peer != self.rank
                 )
         state = self._state(found, captured)
@@ -318,7 +328,8 @@ class GpuEngine(StreamEngine):
         if not any(step in later.after for later in steps if later.lane != "sync"):
             return None  # the sync lane begins when all others are over
         lane, event = steps[step].lane, self._event(program, step)
-        if steps[step].op != "copy" or not self.means.writes_before_events:
+        copies = steps[step].op in ("copy", "network")
+        if not copies or not self.means.writes_before_events:
             return lambda call: event.record(call.state[lane])
         before = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
 
@@ -551,6 +562,11 @@ class GpuEngine(StreamEngine):
     def collective(self, program: Program, step: int) -> Op:
         return self._on_lane(program, step, super().collective(program, step))
 
+    def network(self, program: Program, step: int) -> Op:
+        assert self._network is not None
+        program.state["network"] = True
+        return self._network.op(program, step)
+
     def _on_lane(self, program: Program, step: int, op: Op) -> Op:
         return self.driver.on_lane(program.plan.steps[step].lane, op)
 
@@ -619,8 +635,10 @@ class GpuEngine(StreamEngine):
     def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
         """Enqueue a call on a stream of the caller."""
         slot, flight = program.slot, self._begin(program, call, raw)
-        # Calls that share nothing are collectives, and traced ones are looked at step by step.
-        replays = self.replays and bool(slot and slot.words) and "base" not in program.state
+        # Calls that share nothing are collectives, and traced ones are looked at step by step. What
+        # goes between hosts is told to a thread, or numbered by the library, in every call.
+        live = program.state.keys() & {"base", "network"}
+        replays = self.replays and bool(slot and slot.words) and not live
         replays = replays and self.replayed.possible and bool(run.parts or not run.before)
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
@@ -801,6 +819,8 @@ class GpuEngine(StreamEngine):
         steps = program.plan.steps
         if slot.memory is None:
             return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
+        if self._network is not None and (crossing := self._network.missing(program.plan)):
+            return crossing
         words: list[int] = []
         with contextlib.suppress(BackendError):
             words = self._read(slot)
@@ -833,12 +853,18 @@ class GpuEngine(StreamEngine):
                 return []
         return list((ctypes.c_uint32 * words.count).from_address(target))
 
+    @property
+    def lost(self) -> set[int]:
+        return self._network.lost if self._network is not None else set()
+
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
         """Write, again and again, what every wait wants, until no call is running."""
         end = time.monotonic() + seconds
         aborting = False
         with self.driver.aside():
             while True:
+                if self._network is not None:
+                    self._network.give_up()
                 try:
                     self._satisfy()
                     if all(slot.state.idle() for slot in slots):
@@ -904,6 +930,7 @@ class GpuEngine(StreamEngine):
             tiles=not self.driver.untiled,
             scaled=True,
             functions=(*FUNCTIONS, CAST),
+            network=self._network.name if self._network is not None else "",
         )
 
     def unscaled(self, problem: Problem, scaling: Scaling) -> str:
@@ -954,6 +981,9 @@ class GpuEngine(StreamEngine):
             while dead and time.monotonic() < end:
                 attempt(self.graveyard.sweep)
                 time.sleep(1e-3)
+            if self._network is not None:
+                attempt(self._network.close)
+                self._network = None
             self.graveyard.leave()
             self._allocate = None
             self._lanes.clear()

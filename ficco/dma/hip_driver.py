@@ -26,6 +26,7 @@ from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Meeting
+from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, MemOp
 from ficco.dma.scaled import cuda_release, lacking_on_cuda, lacking_on_hip
 from ficco.dma.ways import WAYS, asked, variable
@@ -143,7 +144,8 @@ class HipDriver(Driver):
         engine.settle(side)
         uncaptured = self._uncaptured(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
-        self._indices = self._find(engine, meeting.gather(hip.bus_id(self.index)))
+        found = self._find(engine, meeting.gather(hip.bus_id(self.index)))
+        self._indices = engine.hosts.spread(found, self.index)
         way = self._way(engine, meeting)
         memory = self._memory(meeting)
         rectangles, columns = self._how_columns_travel(meeting, rectangles)
@@ -188,10 +190,11 @@ class HipDriver(Driver):
         )
 
     def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
-        """The number of every rank's device in this process, this rank's where it is not seen."""
+        """The number of the device of every rank of this host in this process, this rank's where
+        it is not seen."""
         known = {hip.bus_id(index): index for index in range(hip.start())}
         indices = [known.get(place, self.index) for place in places]
-        for rank, index in enumerate(indices):
+        for rank, index in zip(engine.hosts.here, indices, strict=True):
             if index != self.index and not hip.reach(self.index, index):
                 raise NotImplementedError(
                     f"device {self.index} of rank {engine.rank} cannot access the memory of device "
@@ -232,9 +235,9 @@ class HipDriver(Driver):
         try:
             shared = word and hip.tried(hip.share, word)
             handles = meeting.gather(shared or bytes(hip.HANDLE_BYTES))
-            peer = handles[(engine.rank + 1) % engine.world]
+            peer = handles[(engine.hosts.near.rank() + 1) % len(handles)]
             can = bool(word) and any(peer)
-            if can and engine.world > 1:
+            if can and len(handles) > 1:
                 can = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
             meeting.gather(b"")  # nobody has it mapped any more
         finally:
@@ -331,6 +334,13 @@ class HipDriver(Driver):
         ctypes.memset(self._hosts[-1], 0, nbytes)
         return self._hosts[-1]
 
+    def waitable(self, kind: str) -> int:
+        if kind != "signal":
+            return self.host(WORD)
+        self._locals.append(hip.malloc(hip.SIGNAL_BYTES, kind))  # which the host reaches, too
+        ctypes.memset(self._locals[-1], 0, hip.SIGNAL_BYTES)
+        return self._locals[-1]
+
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         self._locals.append(hip.malloc(nbytes))
         return self._locals[-1], self.tensor(self._locals[-1], nbytes)[0]
@@ -388,7 +398,13 @@ def target_of(device: torch.device) -> Target:
     return Target("cuda", f"sm_{properties.major}{properties.minor}")
 
 
-def engine(group: ProcessGroup, device: torch.device, signals: str, timeout_s: float) -> GpuEngine:
+def engine(
+    group: ProcessGroup,
+    device: torch.device,
+    signals: str,
+    timeout_s: float,
+    hosts: Hosts | None = None,
+) -> GpuEngine:
     """The engine of a group's ranks on AMD's GPUs."""
     hip.start()
     if device.type == "cpu":
@@ -397,4 +413,5 @@ def engine(group: ProcessGroup, device: torch.device, signals: str, timeout_s: f
             "HIP library, for tests. Move the tensors to the GPU or use the cpu engine"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    return GpuEngine(group, HipDriver(torch.device("cuda", index), index), signals, timeout_s)
+    driver = HipDriver(torch.device("cuda", index), index)
+    return GpuEngine(group, driver, signals, timeout_s, hosts)

@@ -64,10 +64,21 @@ class Hosts:
         return rank
 
     @property
+    def here(self) -> range:
+        """The ranks of this rank's host."""
+        return range(self.first, self.first + self.near.size())
+
+    @property
     def far(self) -> list[int]:
         """The ranks of other hosts."""
-        mine = range(self.first, self.first + self.near.size())
-        return [rank for rank in range(len(self.names)) if rank not in mine]
+        return [rank for rank in range(len(self.names)) if rank not in self.here]
+
+    @property
+    def rail(self) -> list[int]:
+        """The ranks that have this rank's place on the other hosts."""
+        each = self.near.size()
+        ranks = range(self.near.rank(), len(self.names), each)
+        return [rank for rank in ranks if rank not in self.here]
 
     def spread(self, near: list[Any], absent: Any) -> list[Any]:
         """What each rank of this host has, by rank of the group; ``absent`` for all others."""

@@ -58,10 +58,11 @@ class TorchMapped(Symmetric):
             engine.settle(engine.side.handle)
             # Every rank has zeroed its part before any rank learns of it.
             self._handle = rendezvous.meet(self.tensor)
-        self.addresses = list(self._handle.buffer_ptrs)
+        self.addresses = engine.hosts.spread(list(self._handle.buffer_ptrs), 0)
 
     def part(self, rank: int) -> torch.Tensor:
-        part: torch.Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.uint8)
+        place = rank - self._engine.hosts.first
+        part: torch.Tensor = self._handle.get_buffer(place, (self.nbytes,), torch.uint8)
         return part
 
     def free(self) -> None:
@@ -122,7 +123,7 @@ class Shared:
         """``count`` allocations of ``nbytes`` each, zeroed."""
         self._graveyard: Graveyard = engine.graveyard
         self.mine: list[int] = []
-        self._handles, self._rank = engine.driver.handles, engine.rank
+        self._handles, self._rank, self._hosts = engine.driver.handles, engine.rank, engine.hosts
         self._open: dict[tuple[int, int], int] = {}
         self._meeting: Meeting | None = None
         side = engine.side.handle
@@ -149,7 +150,8 @@ class Shared:
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:
-            handle = self._shared[rank][index * self._each :][: self._each]
+            shared = self._shared[rank - self._hosts.first]
+            handle = shared[index * self._each :][: self._each]
             self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
 
@@ -163,7 +165,7 @@ class Shared:
             self._handles.close_shared(address)
             del self._open[key]
         if self._meeting is not None:
-            self._meeting.maps[self._rank][self._flag] = 1
+            self._meeting.maps[self._meeting.rank][self._flag] = 1
 
     def freeable(self) -> bool:
         """Whether all ranks have let go."""
@@ -191,7 +193,8 @@ class SharedMapped(Shared, Symmetric):
         super().__init__(engine, "plain", 1, nbytes, f"{engine.name} allocation {serial}")
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
         self._keeper = weakref.ref(keeper)
-        self.addresses = [self.mapped(rank, 0) for rank in range(engine.world)]
+        mapped = [self.mapped(rank, 0) for rank in engine.hosts.here]
+        self.addresses = engine.hosts.spread(mapped, 0)  # none of the ranks of other hosts
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _SymmetricMemory,
+    _unregister_process_group,
+)
 
 from ficco.dma.driver import drained
 from ficco.dma.engine import Engine
 from ficco.dma.host import HostMemory
 from ficco.errors import SignalTimeout
-
-if TYPE_CHECKING:
-    pass
 
 _lock = threading.Lock()
 _count = 0  # rendezvous of this process
@@ -39,13 +41,26 @@ def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Rendezvous:
-    """Where the ranks of an engine meet to make symmetric memory. Making one is collective."""
+    """Where the ranks of an engine that share a host meet to make symmetric memory. Making one is
+    collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._meeting = engine, 0
-        host = HostMemory(engine.group, 8, engine.timeout_s, "symmetric memory")
+        self._group = self._subgroup() if engine.hosts.count > 1 else engine.group
+        host = HostMemory(engine.hosts.near, 8, engine.timeout_s, "symmetric memory")
         # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
         self._words = [np.frombuffer(part, np.int64, 1) for part in host.maps]
+
+    def _subgroup(self) -> Any:
+        """The ranks of this host as a group of PyTorch's, known by its name for as long as this is
+        there."""
+        hosts = self._engine.hosts
+        group = dist.ProcessGroup(hosts.near.store, hosts.near.rank(), hosts.near.size())
+        name: Any = f"ficco: {hosts.names[self._engine.rank]} {hosts.session}"
+        group._set_group_name(name)
+        _register_process_group(name, group)
+        weakref.finalize(self, _unregister_process_group, name).atexit = False
+        return group
 
     def meet(self, tensor: torch.Tensor) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
@@ -56,39 +71,40 @@ class Rendezvous:
         global _count
         engine, self._meeting = self._engine, self._meeting + 1
         deadline = time.monotonic() + engine.timeout_s
+        me, count = engine.hosts.near.rank(), engine.hosts.near.size()
 
-        def absent(peer: int | None) -> SignalTimeout:
+        def absent(place: int | None) -> SignalTimeout:
             return SignalTimeout(
                 operator=engine.operator,
                 rank=engine.rank,
-                peer=peer,
+                peer=None if place is None else engine.hosts.here[place],
                 step=f"symmetric memory, allocation {self._meeting}",
                 schedule="none yet",
                 seconds=engine.timeout_s,
             )
 
-        def wait_for(peer: int) -> None:
+        def wait_for(place: int) -> None:
             def here() -> bool:
-                return int(self._words[peer][0]) >> 32 >= self._meeting
+                return int(self._words[place][0]) >> 32 >= self._meeting
 
             if not drained(here, deadline - time.monotonic(), engine.interrupt):
-                raise absent(peer)
+                raise absent(place)
 
         # Every rank holds its process's lock meanwhile. They take it in the order of ranks, as
         # all groups do, so that no two groups wait for each other.
-        if engine.rank:
-            wait_for(engine.rank - 1)
+        if me:
+            wait_for(me - 1)
         rest = max(0.0, deadline - time.monotonic())
         if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
             raise absent(None)
         try:
-            self._words[engine.rank][0] = self._meeting << 32 | _count
-            wait_for(engine.world - 1)
+            self._words[me][0] = self._meeting << 32 | _count
+            wait_for(count - 1)
             most = max(int(word[0]) & 0xFFFFFFFF for word in self._words)
             for _ in range(most - _count):
                 _meet_alone(tensor.device)
             _count = most + 1
-            return symm_mem.rendezvous(tensor, engine.group)
+            return symm_mem.rendezvous(tensor, self._group)
         finally:
             _lock.release()
 

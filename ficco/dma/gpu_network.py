@@ -1,0 +1,366 @@
+"""What goes between hosts on GPUs: by NCCL (RCCL) on a lane's stream, or by gloo through the host.
+
+The library is that of the caller's group: NCCL where it is the group's backend for GPUs, else gloo,
+which also serves ranks that share a GPU. Either way it is a group of ficco's own, the calling
+thread never waits, and steps go in the order in which they are enqueued.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ficco.dma.buffers import buffers_of
+from ficco.dma.collectives import LONGEST_S
+from ficco.dma.driver import WORD, StreamEngine, drained
+from ficco.dma.engine import Call, Missing, Op, Program
+from ficco.dma.gloo import GlooLinks, PeerExchange, messages
+from ficco.dma.lane_ops import MakeBatch
+from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
+from ficco.dma.memories import align
+from ficco.errors import SignalTimeout
+from ficco.plan import Plan
+
+#: Thread blocks, and so SMs, that NCCL may take from products for what goes between hosts. The
+#: variable NCCL_MAX_CTAS takes precedence. Assumed: no card between hosts was measured.
+MAX_CTAS = 4
+#: Seconds between two looks of the relay at a word that a stream writes, at most.
+LOOK_S = 1e-4
+#: Seconds that closing waits for the library.
+CLOSE_S = 3.0
+#: PyTorch's variable that says what its watchdog does when a peer is lost, and its value for
+#: nothing: by default it ends the process, before ficco's watchdog can say which rank is missing.
+ON_ERROR, NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+
+
+class GpuNetwork(ABC):
+    """A rank's connections with other hosts. The constructor is collective.
+
+    Attributes:
+        name: what moves the bytes, for reports.
+        uncaptured: why graphs do not capture it, and what to do; empty if they do.
+        lost: ranks of other hosts whose connection has broken.
+    """
+
+    name: str
+    uncaptured: str = ""
+
+    def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
+        """``batch`` makes waits and writes of a stream."""
+        self._engine, self._batch = engine, batch
+        self.lost: set[int] = set()
+
+    @abstractmethod
+    def op(self, program: Program, step: int) -> Op:
+        """Send and receive what a step moves, on the step's lane."""
+
+    @abstractmethod
+    def missing(self, plan: Plan) -> Missing | None:
+        """The network step that the lane is in, and the peer that it waits for; None if it is in
+        none of this Plan."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Let the lane go on, whatever arrives, and again whenever this is called."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group. Calls are over, or were given up."""
+
+
+def network_of(engine: StreamEngine, batch: MakeBatch) -> GpuNetwork:
+    """The network of an engine whose ranks are on several hosts. Collective.
+
+    Raises:
+        SignalTimeout: a rank of another host does not come, or cannot be reached.
+    """
+    backend = engine.group._get_backend(engine.device).name().lower()
+    return (NcclNetwork if backend == "nccl" else GlooRelay)(engine, batch)
+
+
+# gloo, through memory of the host.
+
+
+class _Job(NamedTuple):
+    """A network step for the relay's thread: contiguous bytes to send and receive."""
+
+    plan: Plan
+    step: int
+    parts: Sequence[tuple[bool, int, torch.Tensor]]
+
+
+#: A region in memory of the host, and where it lies on the device.
+_Staged = tuple[torch.Tensor, Callable[[Call], torch.Tensor]]
+
+
+class GlooRelay(GpuNetwork):
+    """A thread that sends what a stream has copied to pinned memory, and receives there.
+
+    The stream writes a word when it has come to a step, and waits for another one, which the thread
+    writes when the step is over. The thread asks nothing of the device: streams that are full, or
+    whoever waits for them, cannot hold it up. Steps follow each other, so that all use the same
+    memory.
+    """
+
+    name = "gloo through pinned host memory"
+    uncaptured = (
+        "gloo moves what goes between the hosts of this group, which no graph captures; make the "
+        "call outside of the capture, or use an NCCL group"
+    )
+
+    def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
+        super().__init__(engine, batch)
+        self._links = GlooLinks(engine)
+        self._reached = engine.driver.host(WORD)
+        self._done = engine.driver.waitable(engine.means.words)
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._under_way: tuple[_Job, PeerExchange] | None = None
+        self._stopped, self._writing = False, threading.Lock()
+        thread = threading.Thread(target=self._serve, name="ficco network", daemon=True)
+        thread.start()
+
+    def op(self, program: Program, step: int) -> Op:
+        lane, driver = program.plan.steps[step].lane, self._engine.driver
+        if not (moves := messages(program.plan, step)):
+            return lambda call: None
+        places = buffers_of(program)
+        sizes = [program.plan.nbytes(one.region) for one in moves]
+        cut = self._cut(sizes)
+        packs: list[_Staged] = []
+        lands: list[_Staged] = []
+        for one, data in zip(moves, cut, strict=True):
+            region = data.view(places.dtype(one.region)).view(one.region.rows, one.region.cols)
+            (packs if one.outward else lands).append((region, places.view(one.region)))
+        parts = [(one.outward, one.peer, data) for one, data in zip(moves, cut, strict=True)]
+        job = _Job(program.plan, step, parts)
+        there, back = MemOp(WRITE_32, self._reached, 1), MemOp(WAIT_32, self._done, 1)
+        meet = self._batch([there, back, MemOp(WRITE_32, self._done, 0)])
+
+        def pack(call: Call) -> None:
+            for region, view in packs:
+                region.copy_(view(call), non_blocking=True)
+
+        def land(call: Call) -> None:
+            for region, view in lands:
+                view(call).copy_(region, non_blocking=True)
+
+        begin, end = (driver.on_lane(lane, one) for one in (pack, land))
+
+        def op(call: Call) -> None:
+            if packs:
+                begin(call)
+            self._jobs.put(job)
+            meet.enqueue(call.state[lane])
+            if lands:
+                end(call)
+
+        return op
+
+    def _cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Pinned memory of so many bytes each."""
+        each = [align(size) for size in sizes]
+        with torch.inference_mode(False):  # calls of other modes use it, too
+            if sum(each) > self._room.numel():  # what was cut before stays in use: at least twice
+                with self._engine.driver.aside():
+                    self._room = self._engine.driver.pinned(max(sum(each), 2 * self._room.numel()))
+            whole = self._room[: sum(each)].split(each)
+            return [part[:size] for part, size in zip(whole, sizes, strict=True)]
+
+    def _serve(self) -> None:
+        reached, done = map(ctypes.c_uint32.from_address, (self._reached, self._done))
+        while (job := self._jobs.get()) is not None:
+            pause = 1e-5
+            while not reached.value:
+                if self._stopped:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, LOOK_S)
+            reached.value = 0
+            exchange = self._links.exchange(job.parts)
+            self._under_way = job, exchange
+            exchange.run()
+            if exchange.error is not None:
+                self.lost.add(exchange.peer)
+                return
+            self._under_way = None
+            with self._writing:
+                if self._stopped:
+                    return
+                done.value = 1
+
+    def missing(self, plan: Plan) -> Missing | None:
+        if (found := self._under_way) is None or found[0].plan is not plan:
+            return None
+        job, exchange = found
+        return Missing(job.step, exchange.peer)
+
+    def give_up(self) -> None:
+        with self._writing:
+            self._stopped = True
+        ctypes.c_uint32.from_address(self._done).value = 1
+
+    def close(self) -> None:
+        with self._writing:
+            self._stopped = True
+        self._jobs.put(None)
+        self._links.broken = self._under_way is not None
+        self._links.close()
+
+
+# NCCL, on the lane's stream.
+
+
+class NcclNetwork(GpuNetwork):
+    """NCCL's sends and receives, a group of them for each step.
+
+    The stream writes the number of the step, from 1, into a word of the host before it, and 0 after
+    it: where a lane is stuck is seen there.
+    """
+
+    def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
+        super().__init__(engine, batch)
+        self.name = f"NCCL on at most {MAX_CTAS} SMs (NCCL_MAX_CTAS)"
+        self._at = engine.driver.host(WORD)
+        self._connected: set[tuple[bool, int]] = set()
+        self._aborted = False
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=LONGEST_S)  # ficco's watchdog looks after the time
+        options.config.max_ctas = MAX_CTAS
+        store = engine.hosts.store("network")
+        with _variable(ON_ERROR, NOTHING):
+            self._backend = dist.ProcessGroupNCCL(store, engine.rank, engine.world, options)
+        self._group: Any = dist.ProcessGroup(store, engine.rank, engine.world)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        self._group._register_backend(engine.device, kind, self._backend)
+        self._group._set_default_backend(kind)
+        self._connect({(outward, peer) for peer in engine.hosts.rail for outward in (True, False)})
+
+    def _connect(self, ways: set[tuple[bool, int]]) -> None:
+        """Send to peers, or receive from them, for the first time: NCCL connects meanwhile, and
+        keeps its thread waiting. Both sides of a way come here at the same step."""
+        engine = self._engine
+        failed: list[RuntimeError] = []
+
+        def connect() -> None:
+            try:
+                with engine.driver.aside(), torch.cuda.stream(engine.side.torch):
+                    words = torch.zeros(len(ways), 1, dtype=torch.uint8, device=engine.device)
+                    self._move(
+                        [(*way, word) for way, word in zip(sorted(ways), words, strict=True)]
+                    )
+            except RuntimeError as error:
+                failed.append(error)
+
+        begin = time.monotonic()
+        thread = threading.Thread(target=connect, name="ficco connects", daemon=True)
+        thread.start()
+        idle = partial(engine.driver.idle, engine.side.handle)
+        over = drained(lambda: not thread.is_alive(), engine.timeout_s, engine.interrupt)
+        left = begin + engine.timeout_s - time.monotonic()
+        with engine.driver.aside():
+            over = over and not failed and drained(idle, left, engine.interrupt)
+        if not over:
+            why = f": {failed[0]}" if failed else ""
+            raise SignalTimeout(
+                operator=engine.operator,
+                rank=engine.rank,
+                peer=min(peer for _, peer in ways),
+                step=f"connect with the ranks of other hosts{why}",
+                seconds=time.monotonic() - begin,
+            ) from (failed[0] if failed else None)
+        self._connected |= ways
+
+    def _move(self, parts: Sequence[tuple[bool, int, torch.Tensor]]) -> None:
+        """Enqueue sends and receives on the current stream, as one operation of NCCL's."""
+        group, device = self._group, self._engine.device
+        group._start_coalescing(device)
+        for outward, peer, data in parts:
+            (group.send if outward else group.recv)([data], peer, 0)
+        group._end_coalescing(device).wait()  # of the stream, not of this thread
+
+    def op(self, program: Program, step: int) -> Op:
+        lane = program.plan.steps[step].lane
+        if not (found := messages(program.plan, step)):
+            return lambda call: None
+        if new := {(one.outward, one.peer) for one in found} - self._connected:
+            if self._engine.capturing():
+                raise NotImplementedError(
+                    f"rank {self._engine.rank} has exchanged nothing with rank "
+                    f"{min(peer for _, peer in new)} of another host yet, with which NCCL cannot "
+                    "connect in a capture; make one such call before it"
+                )
+            self._connect(new)
+        view = buffers_of(program).view
+        moves = [(one, view(one.region)) for one in found]
+        reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
+
+        def move(call: Call) -> None:
+            parts, lands = [], []
+            for one, mine in moves:
+                part = mine(call)
+                if one.outward:
+                    data = part.contiguous()
+                elif part.is_contiguous():
+                    data = part
+                else:
+                    data = torch.empty_like(part, memory_format=torch.contiguous_format)
+                    lands.append((part, data))
+                parts.append((one.outward, one.peer, data.view(torch.uint8)))
+            self._move(parts)
+            for part, data in lands:
+                part.copy_(data)
+
+        carry_out = self._engine.driver.on_lane(lane, move)
+
+        def op(call: Call) -> None:
+            reached.enqueue(call.state[lane])
+            carry_out(call)
+            over.enqueue(call.state[lane])
+
+        return op
+
+    def missing(self, plan: Plan) -> Missing | None:
+        step = ctypes.c_uint32.from_address(self._at).value - 1
+        if not 0 <= step < len(plan.steps) or plan.steps[step].op != "network":
+            return None
+        # Who receives waits for longer than who sends.
+        return Missing(step, min(messages(plan, step), key=lambda one: one.outward).peer)
+
+    def give_up(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            threading.Thread(target=self._backend.abort, daemon=True).start()
+
+    def close(self) -> None:
+        # Gently: what a peer has not taken yet may still be in this process.
+        thread = threading.Thread(target=self._backend.shutdown, daemon=True)
+        if not self._aborted:
+            thread.start()
+            thread.join(CLOSE_S)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment has a value that libraries read within this block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
