@@ -46,21 +46,23 @@ class Rendezvous:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._meeting = engine, 0
-        self._group = self._subgroup() if engine.hosts.count > 1 else engine.group
+        self._group: Any = engine.group  # or the name of one
+        if engine.hosts.count > 1:
+            self._group = self._subgroup()
         host = HostMemory(engine.hosts.near, 8, engine.timeout_s, "symmetric memory")
         # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
         self._words = [np.frombuffer(part, np.int64, 1) for part in host.maps]
 
     def _subgroup(self) -> Any:
-        """The ranks of this host as a group of PyTorch's, known by its name for as long as this is
-        there."""
+        """The name of the ranks of this host as a group of PyTorch's, which is there as long as
+        this is."""
         hosts = self._engine.hosts
-        group = dist.ProcessGroup(hosts.near.store, hosts.near.rank(), hosts.near.size())
         name: Any = f"ficco: {hosts.names[self._engine.rank]} {hosts.session}"
-        group._set_group_name(name)
-        _register_process_group(name, group)
+        # Which the registry does not keep.
+        self._near = dist.ProcessGroup(hosts.near.store, hosts.near.rank(), hosts.near.size())
+        _register_process_group(name, self._near)
         weakref.finalize(self, _unregister_process_group, name).atexit = False
-        return group
+        return name
 
     def meet(self, tensor: torch.Tensor) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.

@@ -97,8 +97,6 @@ def _untiled(scaling: Scaling) -> str:
 
 def _between_hosts(problem: Problem, schedule: Schedule) -> str:
     """What a schedule would have to do between hosts and cannot; empty if it can do all."""
-    if problem.scaling:
-        return "it sends the factors of float8 operands"
     if schedule.pull:
         return "ranks fetch (pull) and sum where the data lie"
     if schedule.grouping == "tiled":

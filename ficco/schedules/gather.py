@@ -12,7 +12,7 @@ from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names, targets_in_order
-from ficco.schedules.network import Sending, add_moves, legs, via
+from ficco.schedules.network import LANE, Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -368,30 +368,35 @@ class GatherStage(Stage):
 
     def _relay(self) -> None:
         """Exchange units with other hosts, and copy those that come to the peers."""
-        world, me, mine = self.world, self.me, self.mine
-        sent = {}
-        ways = list(legs(self.problem, me))
-        for target, _ in ways:
-            landing = world.landing[target]
-            moves = zip(self._sources(me, landing.arrivals), landing.regions(me), strict=True)
-            sent[target] = [Sending(Transfer(*move)) for move in moves]
+        ways = list(legs(self.problem, self.me))
         sources = [source for _, source in ways]
-        received = {
-            source: [
-                Transfer(*move)
-                for move in zip(self._sources(source, mine), self.regions[source], strict=True)
-            ]
-            for source in sources
-        }
+        sent = {}
+        for target, _ in ways:
+            pieces = self._crossing(self.me, target)
+            # What the call casts itself it casts before it sends it.
+            sent[target] = [Sending(moves, self._cast(moves[0].src, LANE)[-1:]) for moves in pieces]
+        received = {source: self._crossing(source, self.me) for source in sources}
         order = self.schedule.order
         self.brought = add_moves(self.problem, self.builder, order, sent, received)
         if not self.problem.kind.blocks:
             onward = [one for source in sources for one in self._onward(source)]
             self.steps += sorted(onward, key=lambda step: step.after)
 
+    def _crossing(self, source: int, target: int) -> list[tuple[Transfer, ...]]:
+        """What a rank of one host sends to one of another, unit by unit: its rows, and the factors
+        that travel with them."""
+        landing = self.world.landing[target]
+        units, froms = landing.arrivals.units(source), self._sources(source, landing.arrivals)
+        found: list[tuple[Transfer, ...]] = []
+        for unit, src, dst in zip(units, froms, landing.regions(source), strict=True):
+            factors = self._factor_move(landing.arrivals, unit, self.world.factors_from)
+            rows = Transfer(src, dst)
+            found.append((rows, factors) if factors else (rows,))
+        return found
+
     def _onward(self, source: int) -> Iterator[Step]:
         """The copies of what came from another host to the peers."""
-        came, world, mover = self.mine.units(source), self.world, self.schedule.mover
+        mine, world, mover = self.mine, self.world, self.schedule.mover
         targets = targets_in_order(self.me, self.problem.world, self.problem.hosts)
         for target in targets[: len(self.peers)]:
             landing, ready = world.landing[target], world.of_units("ready", source, target)
@@ -400,10 +405,18 @@ class GatherStage(Stage):
             pieces = zip(units, names(source, len(units)), here, there, ready, strict=True)
             for unit, name, src, dst, signal in pieces:
                 # They come in order: what holds the end of a unit is the last of it.
-                last = next(i for i, one in enumerate(came) if one.stop >= unit.stop)
-                after, move = (self.brought[source, last],), Transfer(src, dst)
+                last = next(i for i, one in enumerate(mine.units(source)) if one.stop >= unit.stop)
+                after, rows = (self.brought[source, last],), Transfer(src, dst)
                 lane, label = self.lane_of[target], f"{name}>{target}"
-                yield Step("copy", lane, label, (), (signal,), (), after, move, mover=mover)
+                copy = Step("copy", lane, label, (), (signal,), (), after, rows, mover=mover)
+                came, goes = (
+                    self._factor_move(arrivals, unit, world.factors_from)
+                    for arrivals in (mine, landing.arrivals)
+                )
+                if came and goes:
+                    factors = Transfer(came.dst, goes.dst)
+                    yield copy._replace(label=f"scale {label}", posts=(), transfer=factors)
+                yield copy
 
     def _pulls(self) -> list[list[Step]]:
         groups = []
@@ -539,7 +552,8 @@ class GatherStage(Stage):
         at once where peers read when they are told that it is there."""
         rows, cols = self.world.a.shapes[self.me]
         leaving: list[tuple[int, Region]] = []
-        for target in [] if self.schedule.pull else self._in_turn():
+        far = [target for target, _ in legs(self.problem, self.me)]
+        for target in [] if self.schedule.pull else [*far, *self._in_turn()]:
             arrivals = self.world.landing[target].arrivals
             units = zip(arrivals.units(self.me), self._sources(self.me, arrivals), strict=True)
             leaving += [(unit.group, source) for unit, source in units]

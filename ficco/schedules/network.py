@@ -8,6 +8,7 @@ all-to-all have one receiver each and go there directly.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ficco.plan.model import Step, Transfer
@@ -20,7 +21,7 @@ LANE = "network0"
 class Sending(NamedTuple):
     """What travels at once, and the steps of its sender that come first."""
 
-    move: Transfer
+    moves: tuple[Transfer, ...]
     after: tuple[int, ...] = ()
 
 
@@ -46,7 +47,7 @@ def add_moves(
     builder: Builder,
     order: str,
     sent: Mapping[int, Sequence[Sending]],
-    received: Mapping[int, Sequence[Transfer]],
+    received: Mapping[int, Sequence[tuple[Transfer, ...]]],
 ) -> dict[tuple[int, int], int]:
     """Add network steps for pieces by receiver and by sender; returns the step that brings each, by
     its sender and its number there. Each step moves a piece both ways; ``order`` as schedules have
@@ -60,13 +61,13 @@ def add_moves(
     brought: dict[tuple[int, int], int] = {}
     for turn, (target, source) in turns:
         out = sent.get(target, ())[turn : turn + 1]
-        moves = [piece.move for piece in out]
         coming = received.get(source, ())[turn : turn + 1]
         labels = [f"{turn}>{target}" for _ in out] + [f"{source}.{turn}" for _ in coming]
         if not labels:
             continue
         after = tuple(i for piece in out for i in piece.after)
-        step = Step("network", LANE, " ".join(labels), after=after, moves=(*moves, *coming))
+        moves = chain(*(piece.moves for piece in out), *coming)
+        step = Step("network", LANE, " ".join(labels), after=after, moves=tuple(moves))
         index = builder.add(step)
         if coming:
             brought[source, turn] = index

@@ -521,8 +521,8 @@ class ScatterStage(Stage):
         for target, source in ways:
             units = self.mine.units(target)
             moves = zip(world.crossing(me, target), units, strict=True)
-            sent[target] = [Sending(move, (made[unit],)) for move, unit in moves]
-            received[source] = world.crossing(source, me)
+            sent[target] = [Sending((move,), (made[unit],)) for move, unit in moves]
+            received[source] = [(move,) for move in world.crossing(source, me)]
         order = self.schedule.order
         self.brought = add_moves(self.problem, self.builder, order, sent, received)
 
@@ -601,11 +601,12 @@ class ScatterStage(Stage):
         sent, received = {}, {}
         for target, source in legs(self.problem, me):
             made = [(self.made_by[unit],) for unit in self.mine.own]
-            sent[target] = list(map(Sending, moves(me, target), made))
-            received[source] = moves(source, me)
+            sent[target] = list(map(Sending, zip(moves(me, target)), made))
+            received[source] = list(zip(moves(source, me)))
         brought = add_moves(self.problem, self.builder, self.schedule.order, sent, received)
         for (source, turn), index in brought.items():
-            here, unit = received[source][turn].dst, world.departures[source].own[turn]
+            ((_, here, *_),) = received[source][turn]
+            unit = world.departures[source].own[turn]
             for peer, lane in self.lane_of.items():
                 move = Transfer(here, world.returning(source, peer, unit), everyone)
                 posts = (world.of_units("summed", me, peer, source)[turn],)

@@ -256,7 +256,7 @@ class Footprint:
         meets &= (src.col < dst.col_stop) & (dst.col < src.col_stop)
         demand(~meets, who, "moves to where it still reads")
         # What rows without a place hold is assumed to be what the target, or the signal after the
-        # copy, takes them for. The rules for reads check that.
+        # copy, takes them for, or else their numbers. The rules for reads check that.
         lands = of.leaves[src.buffer] & ~of.leaves[dst.buffer]
         way = self._way(matrix, src.row, src.row_stop, src.rank, dst.rank, lands, who)
         down, across = src.row - dst.row, src.col - dst.col
@@ -265,7 +265,8 @@ class Footprint:
         here_across = np.where(loose & of.placed[dst.buffer], -across, 0)
         on = np.flatnonzero(loose & ~of.placed[dst.buffer])
         posts = [self.steps.of.posts[number] for number in step[on]]
-        here[on] = ints(signals[0].first if signals else 0 for signals in posts) - src.row[on]
+        gated = ints(signals[0].first if signals else -1 for signals in posts)
+        here[on] = np.where(gated < 0, 0, gated - src.row[on])
         there, there_across = here + down + way, here_across + across
         home = ~of.placed[dst.buffer] | (there == begins) & (there_across == 0)
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
