@@ -413,6 +413,16 @@ def test_calls_out_of_step_over_hosts(hosts: int, local: int) -> None:
     assert run(hosts * local, _jittered, hosts, 140) == [140] * (hosts * local)
 
 
+def _first_call(at: Rank, operator: str, rows: Sequence[int]) -> None:
+    with host_of(at, 2), ficco.options(timeout_s=10):
+        test_operators.exact(at, test_operators.Case(operator, tuple(rows), 8, 8), 0)
+
+
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "all_gather_transposed_matmul"])
+def test_ranks_connect_although_some_have_nothing_to_send(operator: str) -> None:
+    run(4, _first_call, operator, (0, 0, 11, 0), fresh=True)
+
+
 # Which ranks share a host.
 
 

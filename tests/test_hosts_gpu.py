@@ -82,7 +82,7 @@ def _ahead(at: Rank, hosts: int, calls: int, names: Sequence[str]) -> int:
 def test_more_calls_than_queues_hold(world: int, connections: int) -> None:
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     names = ("hetero-fused-1d:pieces=4", "growing", "uniform-fused-2d", "shard-overlap:pieces=3")
-    where: Any = {"device": "cuda", "fresh": True, "env": env, "timeout": 200}
+    where: Any = {"device": "cuda", "fresh": True, "env": env, "timeout": 90}
     assert run(world, _ahead, 2, 400, names, **where) == [400] * world
 
 
@@ -125,7 +125,7 @@ def _jitter(at: Rank, hosts: int, calls: int) -> int:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_order_under_jitter(world: int) -> None:
-    assert run(world, _jitter, 2, 140, device="cuda", timeout=200) == [140] * world
+    assert run(world, _jitter, 2, 140, device="cuda") == [140] * world
 
 
 # Graphs.

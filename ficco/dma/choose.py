@@ -59,5 +59,5 @@ def make_engine(
     module, function = ENGINES[name]
     make: Callable[..., Engine] = getattr(import_module(module), function)
     if name == "cpu":
-        return make(group, device, hosts)
+        return make(group, device, hosts, timeout_s)
     return make(group, device, signals, timeout_s, hosts, **more)

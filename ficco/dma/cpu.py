@@ -66,14 +66,19 @@ class CpuEngine(Engine):
     bandwidth: float | None = None
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        hosts: Hosts | None = None,
+        timeout_s: float = Engine.timeout_s,
     ) -> None:
         super().__init__(group, device, hosts)
-        self._serial = 0
+        self.timeout_s, self._serial = timeout_s, 0
         self._lanes: dict[str, Lane] = {}
         self._counts: CpuMemory | None = None  # of collectives that were started
-        self._network: GlooNetwork | None = None
         self._in_flight = 0
+        # Now, since not every rank has something to send in every call.
+        self._network = GlooNetwork(self) if self.hosts.count > 1 else None
 
     @property
     def out_of_step(self) -> bool:
@@ -198,8 +203,7 @@ class CpuEngine(Engine):
         return place_op(program, transfer)
 
     def network(self, program: Program, step: int) -> Op:
-        if self._network is None:
-            self._network = GlooNetwork(self)
+        assert self._network is not None
         return self._network.op(program, step)
 
     def collective(self, program: Program, step: int) -> Op:

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from ficco.dma.buffers import buffers_of
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WORD, StreamEngine, drained
-from ficco.dma.engine import Call, Missing, Op, Program
+from ficco.dma.engine import Call, Missing, Op, Program, timed_out
 from ficco.dma.gloo import GlooLinks, PeerExchange, messages
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import align
-from ficco.errors import SignalTimeout
+from ficco.errors import BackendError, FiccoError, SignalTimeout
 from ficco.plan import Plan
 
 #: Thread blocks, and so SMs, that NCCL may take from products for what goes between hosts. The
@@ -40,6 +40,8 @@ MAX_CTAS = 4
 LOOK_S = 1e-4
 #: Seconds that closing waits for the library.
 CLOSE_S = 3.0
+#: What NCCL calls its error where a peer has gone.
+REMOTE = "ncclRemoteError"
 #: PyTorch's variable that says what its watchdog does when a peer is lost, and its value for
 #: nothing: by default it ends the process, before ficco's watchdog can say which rank is missing.
 ON_ERROR, NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
@@ -319,7 +321,10 @@ class NcclNetwork(GpuNetwork):
                     data = torch.empty_like(part, memory_format=torch.contiguous_format)
                     lands.append((part, data))
                 parts.append((one.outward, one.peer, data.view(torch.uint8)))
-            self._move(parts)
+            try:
+                self._move(parts)
+            except RuntimeError as error:
+                raise self._refused(program.plan, step, error) from error
             for part, data in lands:
                 part.copy_(data)
 
@@ -332,12 +337,23 @@ class NcclNetwork(GpuNetwork):
 
         return op
 
+    def _refused(self, plan: Plan, step: int, error: RuntimeError) -> FiccoError:
+        """The error of a step that NCCL does not take, since a peer of an earlier one is lost."""
+        if REMOTE not in str(error):
+            return BackendError("send and receive of NCCL", "error", str(error))
+        missing = Missing(step, self._peer(plan, step))
+        host = self._engine.hosts.named(missing.peer)
+        return timed_out(plan, missing, 0.0, ended=True, host=host)
+
+    def _peer(self, plan: Plan, step: int) -> int:
+        """Whom a step waits for: who receives waits for longer than who sends."""
+        return min(messages(plan, step), key=lambda one: one.outward).peer
+
     def missing(self, plan: Plan) -> Missing | None:
         step = ctypes.c_uint32.from_address(self._at).value - 1
         if not 0 <= step < len(plan.steps) or plan.steps[step].op != "network":
             return None
-        # Who receives waits for longer than who sends.
-        return Missing(step, min(messages(plan, step), key=lambda one: one.outward).peer)
+        return Missing(step, self._peer(plan, step))
 
     def give_up(self) -> None:
         if not self._aborted:
