@@ -64,17 +64,17 @@ def test_factors_that_stay_behind_are_missed(scaling: Scaling) -> None:
         check(bare)
 
 
-def cases_of(operator: str, world: int, hosts: int) -> list[ScaledCase]:
+def cases_of(operator: str, world: int, hosts: int, device: str = "cpu") -> list[ScaledCase]:
     chance = random.Random(f"{operator} {world} {hosts}")
     names = served(problem_of(operator, hosts, world // hosts, KINDS[1], "equal"))
-    cases = [drawn(chance, operator, world, "cpu", str(name)) for name in ("auto", *names)]
+    cases = [drawn(chance, operator, world, device, str(name)) for name in ("auto", *names)]
     if operator not in SUMS:
         return cases
     # Sums are rounded on their way from host to host.
     return [case.on(out=torch.float32, bias=False) for case in cases]
 
 
-def _exact(
+def exact_over(
     at: Rank,
     hosts: int,
     exactly: Callable[[Rank, Sequence[ScaledCase]], int],
@@ -89,7 +89,7 @@ def _exact(
 def test_every_schedule_is_exact(operator: str, hosts: int, local: int) -> None:
     world = hosts * local
     cases = cases_of(operator, world, hosts)
-    found = run(world, _exact, hosts, test_fp8.all_exact, cases)
+    found = run(world, exact_over, hosts, test_fp8.all_exact, cases)
     assert found == [len(cases)] * world
 
 
@@ -101,4 +101,4 @@ def test_every_schedule_casts_exactly(operator: str) -> None:
         right = E4M3 if case.dtypes[1] == FNUZ or recipe == "block" else case.dtypes[1]
         k = 256 if recipe == "block" else case.k
         cases.append(case.on(recipe=recipe, k=k, replicated=False, dtypes=(E4M3, right)))
-    assert run(4, _exact, 2, test_fp8_quantize.cast_exactly, cases) == [len(cases)] * 4
+    assert run(4, exact_over, 2, test_fp8_quantize.cast_exactly, cases) == [len(cases)] * 4

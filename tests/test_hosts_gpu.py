@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import test_fp8
+import test_hosts_fp8
 import test_operators
 import torch
 import torch.distributed as dist
@@ -38,6 +40,14 @@ SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE
 @pytest.mark.parametrize(("hosts", "local"), TOPOLOGIES)
 def test_every_schedule_is_exact(operator: str, hosts: int, local: int) -> None:
     exact_over_hosts(operator, hosts, local, DTYPES, device="cuda", timeout=300)
+
+
+@pytest.mark.parametrize("operator", test_fp8.OPERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_schedule_is_exact_in_float8(operator: str, world: int) -> None:
+    cases = test_hosts_fp8.cases_of(operator, world, 2, "cuda")
+    found = run(world, test_hosts_fp8.exact_over, 2, test_fp8.all_exact, cases, device="cuda")
+    assert found == [len(cases)] * world
 
 
 def _by(at: Rank, hosts: int) -> str:
