@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-clients test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test: lint ## Lint, then run the tests that need no GPU
 test-clients: ## Run ficco inside torchtitan, Transformers and Megatron-core, in an environment of their own
 	PYTHON=$(PYTHON) tests/environments/install.sh clients
 	build/clients/bin/python -m pytest -m clients tests/clients --ignore tests/clients/test_vllm.py
+
+test-titan: ## Run ficco inside torchtitan with a later PyTorch: all its backends, compiled, type-checked (6 GB)
+	PYTHON=$(PYTHON) tests/environments/install.sh clients-titan
+	build/clients-titan/bin/python -m pytest -m clients tests/clients/test_torchtitan.py
 
 test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 	PYTHON=$(PYTHON) tests/environments/install.sh clients-vllm

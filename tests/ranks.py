@@ -53,6 +53,8 @@ _context.set_forkserver_preload(
         "ficco",
         "pytest",
         "hypothesis",
+        "torch._inductor.compile_fx",
+        "datasets",  # of torchtitan, in the environment of clients
         "tests.preloaded",  # found where tests start in the root of the project, or left out
     ]
 )

@@ -1,11 +1,5 @@
 """torchtitan's trainer on CPU ranks: small models, a tokenizer and a text made here, and a shim.
 
-    torchrun --nproc-per-node 2 titan.py '[["", "--module", "titan", ...], ...]' '[PORT, ...]'
-
-Each list is a training: how ficco comes in other than by overrides ("", "symm_mem", "inductor"),
-then torchtitan's own arguments. Rank 0 prints a line for each: the losses, how often ficco's
-operators ran, and what the pass replaced and left.
-
 torchtitan has no CPU mode. The shim names the device, gives the functions that the trainer asks of
 its module, takes dense causal attention in place of FlexAttention, and sums in place of NCCL's
 divided sums. Nothing that concerns tensor parallelism is replaced.
@@ -14,10 +8,12 @@ divided sums. Nothing that concerns tensor parallelism is replaced.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +22,8 @@ from unittest import mock
 
 import torch
 import torch._utils
+import torch.distributed as dist
+from ranks import Rank, counted
 
 
 def assets(folder: Path) -> None:
@@ -79,6 +77,22 @@ def separate() -> Any:
     return _model(False, "default")
 
 
+def _checkpointed(config: Any) -> Any:
+    """Whole blocks run again in the backward."""
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    config.activation_checkpoint = FullAC.Config()
+    return config
+
+
+def full() -> Any:
+    return _checkpointed(fused())
+
+
+def full_separate() -> Any:
+    return _checkpointed(separate())
+
+
 def dist_gemm() -> Any:
     config = _model(True, "dist_gemm")
     config.parallelism.spmd_backend = "spmd_types"
@@ -101,8 +115,24 @@ def cpu_device() -> None:
     torch._utils._get_available_device_type = lambda: "cpu"
     utils.device_type, utils.device_module = "cpu", module
     utils.get_local_device = lambda: torch.device("cpu")
-    if not hasattr(torch.distributed, "set_timeout"):  # of a later PyTorch than 2.13
-        torch.distributed.set_timeout = lambda timeout, group=None: None
+
+
+def as_in_later_pytorch() -> None:
+    """What torchtitan 0.3.0 asks for and PyTorch 2.13 has not got."""
+    from torch.distributed.pipelining.schedules import Schedule1F1B
+
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = lambda timeout, group=None: None
+    if "arg_mbs" in inspect.signature(Schedule1F1B.step).parameters:
+        return
+
+    def step(self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **kwargs: Any) -> None:
+        """With microbatches that the trainer has cut."""
+        self._stage.has_backward = True
+        self._stage.clear_runtime_states()
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **kwargs)
+
+    Schedule1F1B.step = step
 
 
 def dense_attention() -> None:
@@ -138,16 +168,19 @@ def sums_on_gloo() -> None:
 
 
 @contextlib.contextmanager
-def losses() -> Iterator[list[float]]:
-    """The losses that the trainer logs, as numbers."""
+def logged() -> Iterator[dict[str, list[float]]]:
+    """The losses and the norms of all gradients that the trainer logs, as numbers."""
     from torchtitan.components.metrics import MetricsProcessor
 
-    values: list[float] = []
+    values: dict[str, list[float]] = {"losses": [], "norms": []}
     stock = MetricsProcessor.log
 
-    def log(self: Any, step: int, global_avg_loss: float, *args: Any, **kwargs: Any) -> None:
-        values.append(float(global_avg_loss))
-        stock(self, step, global_avg_loss, *args, **kwargs)
+    def log(
+        self: Any, step: int, loss: float, max_loss: float, norm: float, *args: Any, **kwargs: Any
+    ) -> None:
+        values["losses"].append(float(loss))
+        values["norms"].append(float(norm))
+        stock(self, step, loss, max_loss, norm, *args, **kwargs)
 
     with mock.patch.object(MetricsProcessor, "log", log):
         yield values
@@ -169,44 +202,46 @@ def behind_symm_mem() -> None:
 LIBRARIES: list[torch.library.Library] = []
 
 
-def train(how: str, *arguments: str) -> dict[str, Any]:
-    """One training by torchtitan's own main program."""
-    from ranks import counted
+def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, Any]:
+    """One training by torchtitan's own main program, in a process of its own: what this rank logs,
+    how often it ran ficco's operators, what ficco warned of, and what the pass replaced
+    and left.
+
+    Args:
+        how: ficco comes in other than by overrides: "", "symm_mem", "inductor".
+        arguments: torchtitan's own.
+    """
+    os.chdir(folder)
+    os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
+    dist.init_process_group = lambda *args, **kwargs: None  # there is one
+    cpu_device()
+    dense_attention()
+    sums_on_gloo()
+    as_in_later_pytorch()
+    import torchtitan.trainer as trainer
     from torch._inductor import config
-    from torchtitan.train import main as stock
+    from torchtitan.tools.logging import logger
+    from torchtitan.train import main
 
     import ficco
     from ficco import passes
 
-    torch._dynamo.reset()
+    # Rank 0 would wait for two seconds at the end.
+    trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     if how == "symm_mem":
         behind_symm_mem()
     found = passes.inductor_pass() if how == "inductor" else None
     sys.argv = ["train", *arguments]
-    with counted() as counts, losses() as logged:
-        with config.patch(post_grad_custom_pre_pass=found):
-            stock()
+    with (
+        counted() as counts,
+        logged() as values,
+        mock.patch.object(logger, "warning", wraps=logger.warning) as warning,
+        config.patch(post_grad_custom_pre_pass=found),
+    ):
+        main()
     ficco.close()
+    warned = [text % tuple(given) for text, *given in (one.args for one in warning.call_args_list)]
+    warned = [text for text in warned if text.startswith("ficco:")]
     report = getattr(found, "report", passes.Report())
     replaced = [len(report.replaced), len(report.left)]
-    return {"losses": logged, "calls": counts, "replaced": replaced}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    cpu_device()
-    dense_attention()
-    sums_on_gloo()
-    # A store for each group: keys of an earlier one would be taken for those of the next.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    trainings, ports = (json.loads(argument) for argument in sys.argv[1:])
-    for arguments, port in zip(trainings, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        line = train(*arguments)
-        if os.environ["RANK"] == "0":
-            print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    main()
+    return {**values, "calls": counts, "warned": warned, "replaced": replaced}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environments of `make test-clients`, `make test-vllm` and `make test-oldest`, by name, from
-# the pinned lists beside this script. vLLM has one of its own: it wants an older Transformers, and takes 3 GB. Ends
+# Makes the environments of `make test-clients`, `make test-titan`, `make test-vllm` and `make test-oldest`, by name,
+# from the pinned lists beside this script. vLLM has one of its own: it wants an older Transformers, and takes 3 GB. Ends
 # with an error where anything is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
