@@ -76,6 +76,12 @@ def _mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, g: Any) -> torch
     return scatter(torch.relu(gather(x, 1, g) @ up) @ down, 1, g)
 
 
+def _with_gradients(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, g: Any) -> torch.Tensor:
+    ops, wait, name = torch.ops._c10d_functional_autograd, funcol.wait_tensor, g.group_name
+    h = wait(ops.all_gather_into_tensor(x, WORLD, name)) @ up
+    return wait(ops.reduce_scatter_tensor(h @ down, "sum", WORLD, name))
+
+
 def _products(a: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(a @ w for w in weights)
 
@@ -252,6 +258,7 @@ REPLACED = [
         "sum of 2 products",
     ),
     Program("a layer", ((2, 3, 8), (8, 6), (6, 8)), _mlp, (AGM, MRS)),
+    Program("collectives with gradients", ((6, 8), (8, 6), (6, 8)), _with_gradients, (AGM, MRS)),
     Program("a slice of all", ((2, 3, 8), (8, 6)), _sliced, (AGM,)),
 ]
 
@@ -672,6 +679,79 @@ def test_what_stays_has_a_reason(program: Program, groups: dict[int, Any]) -> No
     assert not entry.replaced and entry.operator == "" and not report
     assert graph.code == before
     assert entry.group == groups[2].group_name and entry.world == 2
+
+
+def _received(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    """What is received overwrites what was gathered, in front of the product."""
+    a = gather(x, 0, g)
+    funcol.wait_tensor(torch.ops._c10d_functional.irecv(x, 0, 0, g.group_name))
+    return a @ w
+
+
+def _batched(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
+    send = torch.ops._c10d_functional.batch_p2p_ops
+    return send(["isend", "irecv"], [0, 0], [0, 0], [x @ w, x], g.group_name)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops._c10d_functional, "batch_p2p_ops"),
+    reason=f"PyTorch {torch.__version__} has no functional messages",
+)
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (
+            lambda x, w, g: torch.ops._c10d_functional.isend(x @ w, 0, 0, g.group_name),
+            {"isend": "a message between two ranks"},
+        ),
+        (_batched, {"batch_p2p_ops": "messages between pairs of ranks"}),
+        (
+            _received,
+            {
+                "all-gather": "irecv may write to the operand before the product",
+                "irecv": "a message between two ranks",
+            },
+        ),
+        (
+            lambda x, w, g: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, g.group_name) @ w.t(),
+            {"shard_dim_alltoall": "joins one dimension and cuts another"},
+        ),
+    ],
+    ids=["isend", "batch", "irecv", "dtensor"],
+)
+def test_what_is_no_collective_of_a_product_is_reported_by_name(
+    fn: Callable[..., Any], says: dict[str, str], groups: dict[int, Any]
+) -> None:
+    tensors = [torch.ones(shape) for shape in MATRICES]
+    report = passes.replace(trace(fn, tensors, groups[2]))
+    assert not report and [entry.collective for entry in report] == list(says)
+    for entry, text in zip(report, says.values(), strict=True):
+        assert text in entry.reason and (entry.group, entry.world) == (groups[2].group_name, 2)
+
+
+def test_a_collective_of_a_later_pytorch_is_reported_by_name(groups: dict[int, Any]) -> None:
+    library = torch.library.Library("_c10d_functional", "FRAGMENT")
+    library.define("later(Tensor input, str group_name) -> Tensor")
+    library.impl("later", lambda x, group: x.clone(), "CompositeExplicitAutograd")
+    run = lambda x, w, g: funcol.wait_tensor(  # noqa: E731
+        torch.ops._c10d_functional.later(x @ w, g.group_name)
+    )
+    (entry,) = passes.replace(trace(run, [torch.ones(shape) for shape in MATRICES], groups[2]))
+    assert (entry.collective, entry.replaced) == ("later", False)
+    assert entry.reason == "no operator of ficco stands for later"
+
+
+def test_every_functional_collective_of_this_pytorch_has_a_row() -> None:
+    from ficco.passes.graph import COLLECTIVES, OTHER_FORMS
+
+    names = {
+        name.partition("::")[2].partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(("_c10d_functional::", "_c10d_functional_autograd::"))
+    }
+    # The first wait; the last is a test's.
+    names -= {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "later"}
+    assert names and names <= {*COLLECTIVES, *OTHER_FORMS}
 
 
 def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:

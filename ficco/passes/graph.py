@@ -20,6 +20,10 @@ from ficco.scaling import RESULTS
 
 aten = torch.ops.aten
 
+#: Where PyTorch has its functional collectives, and what is there besides.
+_NAMESPACES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_WAITS = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}
+
 #: Functional collectives by the name of their overload packet, in words. In these graphs a
 #: wait_tensor follows each collective, which has its group by name.
 COLLECTIVES = {
@@ -28,7 +32,8 @@ COLLECTIVES = {
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
 }
-#: Forms of collectives that are reported but not replaced, and why.
+#: Forms of collectives that are reported but not replaced, and why; so are those that a later
+#: PyTorch adds.
 OTHER_FORMS = {
     "all_gather_into_tensor_coalesced": "several tensors are gathered in one collective",
     "reduce_scatter_tensor_coalesced": "several tensors are reduced in one collective",
@@ -39,7 +44,13 @@ OTHER_FORMS = {
     "all_reduce_coalesced_": "the collective works in place",
     "broadcast": "no operator of ficco multiplies what is broadcast",
     "broadcast_": "no operator of ficco multiplies what is broadcast",
+    "shard_dim_alltoall": "it joins one dimension and cuts another: no operator of ficco does",
+    "isend": "a message between two ranks is no collective of the group",
+    "irecv": "a message between two ranks is no collective of the group",
+    "batch_p2p_ops": "messages between pairs of ranks are no collective of the group",
 }
+#: They write into what they are given, though their schemas do not say so.
+_RECEIVE = {"irecv", "batch_p2p_ops"}
 
 _SAME_ORDER = {
     aten.view.default,
@@ -98,10 +109,11 @@ def is_op(node: Node) -> bool:
 
 def collective(node: Node) -> str | None:
     """The name of a functional collective's overload packet; None for other nodes."""
-    if not is_op(node) or op_of(node).namespace not in ("_c10d_functional", "c10d_functional"):
+    if not is_op(node):
         return None
-    name = str(op_of(node)._schema.name).partition("::")[2]
-    return name if name in COLLECTIVES or name in OTHER_FORMS else None
+    space, _, name = str(op_of(node)._schema.name).partition("::")
+    known = space == "_dtensor" and name in OTHER_FORMS
+    return name if known or (space in _NAMESPACES and name not in _WAITS) else None
 
 
 def is_wait(node: Node) -> bool:
@@ -394,7 +406,7 @@ def written(node: Node) -> list[Node]:
     """The tensors that a node may write to: all its inputs, if the node is not known."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
-    if is_op(node):
+    if is_op(node) and collective(node) not in _RECEIVE:
         return [
             tensor
             for argument in op_of(node)._schema.arguments

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from ficco.passes.graph import (
+    COLLECTIVES,
     OTHER_FORMS,
     MatrixProduct,
     Relayout,
@@ -137,8 +138,8 @@ def call_of(node: Node, group: str | None) -> CollectiveCall:
     """The collective of a node; :class:`Leave` if it cannot be replaced whatever its product."""
     name = collective(node)
     assert name is not None
-    if name in OTHER_FORMS:
-        raise Leave(OTHER_FORMS[name])
+    if name not in COLLECTIVES:
+        raise Leave(OTHER_FORMS.get(name, f"no operator of ficco stands for {name}"))
     given = arguments(node)
     if not isinstance(given["group_name"], str):
         raise Leave("the group is an object that the graph computes, not a name")
