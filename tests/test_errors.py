@@ -6,8 +6,10 @@ All ranks make the same mistake here, and the group must be as good as new after
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import re
+import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import fields
@@ -570,3 +572,29 @@ def test_exception_tree() -> None:
     text = str(ficco.PeerFailed({2: "MemoryError: none left.", 1: "KeyboardInterrupt"}))
     assert "since rank 1 failed: KeyboardInterrupt; rank 2 failed: MemoryError: none left. " in text
     assert "output of rank 1 and rank 2" in text and "ficco.close(group)" in text
+
+
+@pytest.mark.parametrize(
+    ("package", "release"),
+    [
+        ("torchtitan", "0.3.0"),
+        ("transformers", "5.23"),
+        ("megatron", "megatron-core 0.16"),
+        ("vllm", "0.32"),
+    ],
+)
+def test_an_integration_without_its_client_names_the_release(
+    package: str, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"ficco.integrations.{package}"
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("FICCO_VLLM", "1")
+    with pytest.raises(ImportError) as error:
+        module = importlib.import_module(name)
+        module.register()  # vLLM's is imported by its plug-in, wherever that is installed
+    text = str(error.value)
+    assert text.startswith(
+        f"{package}: required release {release} or one that has the same modules"
+    )
+    assert ", got " in text and text.endswith("; install that release")

@@ -13,17 +13,20 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.spec_utils import ModuleSpec
 
+from ficco.integrations import client
 from ficco.nn import copied_linear, gathered_linears, reduced_linear, scattered_linear
+
+with client("megatron", "megatron-core 0.16"):
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def _check(layer: Any) -> None:
     if layer.gradient_accumulation_fusion:
         raise NotImplementedError(
-            "gradient_accumulation_fusion is not served: gradients of weights come from ficco's "
-            "operators; set gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion)"
+            "gradient_accumulation_fusion: required False, since gradients of weights come from "
+            "ficco's operators, got True; set --no-gradient-accumulation-fusion"
         )
 
 

@@ -13,27 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torchtitan.config.override import derive, override
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.distributed.spmd_types import current_spmd_mesh
-from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear
-from torchtitan.models.common.decoder_sharding import (
-    dense_activation_placement,
-    dense_param_placement,
-    dense_sequence_parallel_placement,
-)
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.tools.logging import logger
 
+from ficco.integrations import client
 from ficco.nn import gathered_linears, scattered_linear
+
+with client("torchtitan", "0.3.0"):
+    import spmd_types as spmd
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.distributed.spmd_types import current_spmd_mesh
+    from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVLinear
+    from torchtitan.models.common.decoder_sharding import (
+        dense_activation_placement,
+        dense_param_placement,
+        dense_sequence_parallel_placement,
+    )
+    from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.tools.logging import logger
 
 #: Layouts in torchtitan's words: a sequence shard; the sequence whole, heads or features shared.
 _ROWS, _COLUMNS = dense_sequence_parallel_placement(), dense_activation_placement(tp=spmd.S(2))
@@ -42,12 +46,22 @@ Tensors = Sequence[torch.Tensor]
 
 
 def _group(x: torch.Tensor) -> ProcessGroup | None:
-    """The ranks of tensor parallelism; None where there is one."""
+    """The ranks of tensor parallelism; None where there is one, which is logged."""
     mesh = x.device_mesh if isinstance(x, DTensor) else current_spmd_mesh()
-    if mesh is None or "tp" not in (mesh.mesh_dim_names or ()):
-        return None
-    group = mesh.get_group("tp")
-    return group if group.size() > 1 else None
+    group = mesh.get_group("tp") if mesh and "tp" in (mesh.mesh_dim_names or ()) else None
+    if group is not None and group.size() > 1:
+        return group
+    if not torch.compiler.is_compiling():
+        _warn_of_one_rank()
+    return None
+
+
+@cache
+def _warn_of_one_rank() -> None:
+    logger.warning(
+        "ficco: attention and feed-forward run torchtitan's own code: required a "
+        "parallelism.tensor_parallel_degree of 2 or more, got 1; set it, or leave out the overrides"
+    )
 
 
 def _local(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -201,9 +215,15 @@ def _refusal(cfg: Any, name: str, column: Sequence[Any], row: Any) -> str:
     """Why a block with the input ``name`` stays as it is; '' if ficco serves it."""
     blocks = cfg.sharding_config
     if any(type(layer) is not Linear.Config for layer in (*column, row)):
-        return "it has other layers than torchtitan's Linear"
+        return (
+            "required layers of torchtitan's Linear, got others, as of float8; leave out the "
+            "converter, or this override"
+        )
     if row.bias:
-        return "its row-parallel layer has a bias, whose gradient torchtitan sums by itself"
+        return (
+            "required a row-parallel layer without bias, got one whose gradient torchtitan sums by "
+            "itself; leave out the bias, or this override"
+        )
     if (
         blocks is None
         or blocks.in_src_shardings != {name: _ROWS}
@@ -211,7 +231,7 @@ def _refusal(cfg: Any, name: str, column: Sequence[Any], row: Any) -> str:
         or row.sharding_config.out_dst_shardings != _ROWS
     ):
         return (
-            "required a sequence shard that it gathers and scatters; set "
+            "required a sequence shard that it gathers and scatters, got another layout; set "
             "parallelism.enable_sequence_parallel, and not tp_gemm_backend"
         )
     return ""
@@ -239,8 +259,13 @@ def attention(cfg: Any) -> Any:
     kinds = {FusedQKVLinear.Config: FiccoFusedQKV.Config, QKVLinear.Config: FiccoQKV.Config}
     names = [name for name in ("wqkv", "wq", "wkv") if hasattr(qkv, name)]
     refusal = _refusal(cfg, "x_BLD", [getattr(qkv, name) for name in names], cfg.wo)
-    if type(qkv) not in kinds or refusal:
-        logger.warning("ficco: an attention stays as it is: %s", refusal or type(qkv).__qualname__)
+    if type(qkv) not in kinds:
+        refusal = (
+            f"required q, k and v of torchtitan's own layers, got {type(qkv).__qualname__}; leave "
+            "out this override"
+        )
+    if refusal:
+        logger.warning("ficco: an attention stays as it is: %s", refusal)
         return cfg
     columns = {name: _states(getattr(qkv, name)) for name in names}
     return _derived(

@@ -19,13 +19,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.distributed import tensor_parallel as stock
-from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
+from ficco.integrations import client
 from ficco.nn import ColwiseParallel, RowParallelLinear, RowwiseParallel
 from ficco.nn.styles import share_inputs
 from ficco.warn import warn_once
+
+with client("transformers", "5.23"):
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+    from transformers.distributed import tensor_parallel as stock
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
 
 class _FiccoLinear:
@@ -182,7 +185,7 @@ def plan(
     Raises:
         NotImplementedError: (``sequence_parallel``) the model is not a stack of decoder layers with
             norms, an attention and an MLP whose plan has column- and row-parallel layers only.
-        ValueError: the model has no plan.
+        ValueError: the model has no plan, or one without layers that ficco serves.
     """
     with torch.device("meta"):
         model = auto_class.from_config(config)
@@ -202,6 +205,11 @@ def plan(
         for name, style in own.items()
         if style in _LINEAR and name in linears
     }
+    if not served:
+        raise ValueError(
+            "config: required a model whose plan has column- or row-parallel nn.Linear layers, got "
+            f"{type(model).__name__} with {', '.join(sorted({*own.values()}))}; use its own plan"
+        )
     # Those in the model itself, such as lm_head, share their input with no other.
     parents = {name.rpartition(".")[0] for name in served if ".*." in name}
     rules = {**dict.fromkeys(sorted(parents - own.keys()), "ficco_module"), **served}

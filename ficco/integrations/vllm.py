@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from ficco.integrations import client
 from ficco.passes import replace
 from ficco.passes.graph import arguments
 
@@ -20,17 +21,19 @@ def register() -> None:
     """The entry point in the group ``vllm.general_plugins``."""
     if os.environ.get("FICCO_VLLM") != "1":
         return
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.linear import RowParallelLinear
+    with client("vllm", "0.32"):
+        from vllm.model_executor.custom_op import op_registry_oot
+        from vllm.model_executor.layers.linear import RowParallelLinear
 
     if RowParallelLinear.__name__ not in op_registry_oot:
         RowParallelLinear.register_oot(name=RowParallelLinear.__name__)(_row_parallel_linear())
 
 
 def _row_parallel_linear() -> Any:
-    from vllm.distributed import get_tp_group
-    from vllm.logger import init_logger
-    from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+    with client("vllm", "0.32"):
+        from vllm.distributed import get_tp_group
+        from vllm.logger import init_logger
+        from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
     from ficco.ops.operators import matmul_all_reduce
 
@@ -52,6 +55,11 @@ def _row_parallel_linear() -> Any:
                 # On CPUs the weight would be packed for vLLM's own product.
                 self._cpu_skip_gemm_dispatch = True
                 logger.info_once("ficco: products and all-reduces of RowParallelLinear are one")
+            if get_tp_group().world_size == 1:
+                logger.warning_once(
+                    "ficco: RowParallelLinear stays vLLM's: required --tensor-parallel-size of 2 "
+                    "or more, got 1; set it, or unset FICCO_VLLM"
+                )
 
         def forward(self, input_: torch.Tensor) -> Any:
             if self.ficco_group is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def _compared(at: Rank) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from ficco.integrations.megatron import ficco_spec
+    from ficco.integrations.megatron import _check, ficco_spec
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=at.world)
     # What Megatron asks of GPUs: where its buffers are, and random states, of which none is used.
@@ -95,6 +96,8 @@ def _compared(at: Rank) -> None:
     parallel_state.destroy_model_parallel()
     refused = caught(lambda: ficco_spec(ModuleSpec(module=torch.nn.Identity)))
     assert refused.type == "ValueError" and "get_gpt_layer_local_spec" in refused.text
+    refused = caught(lambda: _check(SimpleNamespace(gradient_accumulation_fusion=True)))
+    assert refused.type == "NotImplementedError" and "required False" in refused.text
 
 
 def test_specs_train_as_stock() -> None:

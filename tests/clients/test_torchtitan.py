@@ -80,11 +80,18 @@ def test_overrides_train_as_stock(tmp_path: Path) -> None:
             assert calls(found) == step, (config, backend, overrides)
 
 
-def test_blocks_without_a_sequence_shard_stay_and_are_named(tmp_path: Path) -> None:
-    flags = f"{TWO} {PARTIAL} --parallelism.no-enable_sequence_parallel --training.steps 1"
-    for found in trained(2, tmp_path, "fused", flags, *OVERRIDES):
-        assert found["calls"] == {} and len(found["warned"]) == 4
-        assert all("set parallelism.enable_seq" in text for text in found["warned"])
+@pytest.mark.parametrize(
+    ("flags", "count", "says"),
+    [
+        (f"{TWO} --parallelism.no-enable_sequence_parallel", 4, "set parallelism.enable_sequence"),
+        # FSDP2 alone.
+        ("--parallelism.tensor_parallel_degree 1", 1, "tensor_parallel_degree of 2 or more, got 1"),
+    ],
+)
+def test_what_stays_as_it_is_is_logged(flags: str, count: int, says: str, tmp_path: Path) -> None:
+    for found in trained(2, tmp_path, "fused", f"{flags} {PARTIAL} --training.steps 1", *OVERRIDES):
+        assert found["calls"] == {} and len(found["warned"]) == count
+        assert all(says in text for text in found["warned"])
 
 
 def pair(

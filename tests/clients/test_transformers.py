@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,10 +184,18 @@ def _refused(at: Rank) -> list[Any]:
     assert rules["model.layers.*.self_attn.o_proj"] == "ficco_rowwise"
     assert not any("experts" in name for name in rules), rules
     without = AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1, vocab_size=8)
-    return [caught(lambda: plan(experts, sequence_parallel=True)), caught(lambda: plan(without))]
+    model = torch.nn.Module()
+    model.tp_plan = {"layers.*.attention": "colwise"}
+    named = SimpleNamespace(from_config=lambda config: model)
+    return [
+        caught(lambda: plan(experts, sequence_parallel=True)),
+        caught(lambda: plan(without)),
+        caught(lambda: plan(without, auto_class=named)),
+    ]
 
 
 def test_plans_refuse_what_they_do_not_serve() -> None:
-    (experts, without), _ = run(2, _refused)
+    (experts, without, unnamed), _ = run(2, _refused)
     assert experts.type == "NotImplementedError" and "moe_tp_experts" in experts.text
     assert without.type == "ValueError" and "GPT2LMHeadModel has none" in without.text
+    assert unnamed.type == "ValueError" and "nn.Linear layers, got Module with col" in unnamed.text
