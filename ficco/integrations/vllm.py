@@ -55,11 +55,6 @@ def _row_parallel_linear() -> Any:
                 # On CPUs the weight would be packed for vLLM's own product.
                 self._cpu_skip_gemm_dispatch = True
                 logger.info_once("ficco: products and all-reduces of RowParallelLinear are one")
-            if get_tp_group().world_size == 1:
-                logger.warning_once(
-                    "ficco: RowParallelLinear stays vLLM's: required --tensor-parallel-size of 2 "
-                    "or more, got 1; set it, or unset FICCO_VLLM"
-                )
 
         def forward(self, input_: torch.Tensor) -> Any:
             if self.ficco_group is None:
@@ -78,7 +73,8 @@ def _row_parallel_linear() -> Any:
 def inductor_pass(graph: torch.fx.Graph) -> None:
     """ficco's pass on vLLM's own all-reduces, for its compiled models::
 
-        CompilationConfig(inductor_passes={"post_grad_custom_pre_pass": inductor_pass})
+        passes = {"post_grad_custom_pre_pass": CallableInductorPass(inductor_pass)}
+        CompilationConfig(inductor_compile_config=passes)
 
     ``vllm::all_reduce`` is PyTorch's functional collective while :func:`ficco.passes.replace` runs;
     those that it leaves become vLLM's again.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pages import snippet
 from ranks import Rank, caught, counted, run
 
 pytestmark = pytest.mark.clients
@@ -33,12 +34,10 @@ def _spec(replace: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[replace(layer)] * 2, layer_norm=Norm)
 
 
-def _trained(at: Rank, spec: Any, sequence: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the parameters behind them."""
-    from megatron.core.models.gpt import GPTModel
+def _config(at: Rank, sequence: bool) -> Any:
     from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
@@ -52,6 +51,13 @@ def _trained(at: Rank, spec: Any, sequence: bool) -> tuple[list[float], dict[str
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+
+
+def _trained(at: Rank, spec: Any, sequence: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of three steps, and the parameters behind them."""
+    from megatron.core.models.gpt import GPTModel
+
+    config = _config(at, sequence)
     torch.manual_seed(0)
     model = GPTModel(config, spec, vocab_size=64, max_sequence_length=16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,6 +99,10 @@ def _compared(at: Rank) -> None:
         torch.testing.assert_close(losses, stock, rtol=1e-6, atol=0)
         for name, param in want.items():
             torch.testing.assert_close(params[name], param, rtol=0, atol=1e-6, msg=name)
+    names: dict[str, Any] = {"config": _config(at, False)}
+    exec(snippet("megatron"), names)
+    kinds = [type(module).__name__ for module in names["model"].decoder.modules()]
+    assert kinds.count("FiccoColumnParallelLinear") == kinds.count("FiccoRowParallelLinear") == 4
     parallel_state.destroy_model_parallel()
     refused = caught(lambda: ficco_spec(ModuleSpec(module=torch.nn.Identity)))
     assert refused.type == "ValueError" and "get_gpt_layer_local_spec" in refused.text

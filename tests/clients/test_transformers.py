@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pages import snippet
 from ranks import Rank, caught, counted, run
 
 pytestmark = pytest.mark.clients
@@ -118,6 +120,21 @@ def _models(at: Rank, family: str, sequence: bool, folder: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
 def test_models_are_the_unsharded_ones(family: str, sequence: bool, tmp_path: Path) -> None:
     run(2, _models, family, sequence, str(tmp_path), timeout=120)
+
+
+def _as_the_page_has_it(at: Rank, folder: str) -> None:
+    saved("llama", at, folder)
+    names: dict[str, Any] = {"path": folder}
+    # As torchrun does.
+    os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
+    exec(snippet("transformers"), names)
+    with counted() as counts:
+        close(trained(names["model"], 16), trained(loaded(folder), 16))
+    assert counts == SEQUENCE, counts
+
+
+def test_the_page_has_what_runs(tmp_path: Path) -> None:
+    run(2, _as_the_page_has_it, str(tmp_path), timeout=120, fresh=True)
 
 
 def _by_stock_names(at: Rank, folder: str) -> None:

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from pages import snippet
 from ranks import Rank, run
 
 pytestmark = pytest.mark.clients
@@ -58,8 +60,9 @@ def _passed(at: Rank) -> list[str]:
     from torch.fx.experimental.proxy_tensor import make_fx
     from vllm.distributed import parallel_state
 
-    from ficco.integrations.vllm import inductor_pass
-
+    with mock.patch("vllm.LLM") as engine:
+        exec(snippet("vllm"), {"MODEL": "model"})
+    config = engine.call_args.kwargs["compilation_config"].inductor_compile_config
     coordinator = SimpleNamespace(
         device_group=dist.group.WORLD,
         world_size=at.world,
@@ -74,7 +77,7 @@ def _passed(at: Rank) -> list[str]:
     x, w = torch.arange(12.0).view(3, 4) + at.rank, torch.arange(8.0).view(4, 2)
     with FakeTensorMode() as mode:
         graph = make_fx(layer)(mode.from_tensor(x), mode.from_tensor(w))
-    inductor_pass(graph.graph)
+    config["post_grad_custom_pre_pass"](graph.graph)
     graph.recompile()
     want = sum((torch.arange(12.0).view(3, 4) + rank) @ w for rank in range(at.world))
     found, left = graph(x, w)
