@@ -23,7 +23,7 @@ from ficco.bench.inputs import draw_normal
 from ficco.bench.measure import Item
 from ficco.bench.replay import last_arrival
 from ficco.bench.replay_run import ReplaySettings, ReplayWatch
-from ficco.dma.attention import Heads, _cudnn, _flash
+from ficco.dma.attention import Heads, cudnn, flash
 from ficco.schedules import Schedule
 from ficco.simulate import simulate
 from ficco.workspace import workspace_of
@@ -84,15 +84,8 @@ def alone(problem: AttentionProblem, rank: int) -> dict[str, Callable[[], Any]]:
 
         return call
 
-    apart = []
-    for one in rectangles:  # cuDNN's causal mask begins in the first rows
-        queries = one.q_stop - one.q
-        if one.causal and not one.square:
-            middle = one.k_stop - queries
-            apart += [one._replace(k_stop=middle, right=None), one._replace(k=middle)]
-        else:
-            apart.append(one)
-    return {"flash": run(_flash, list(rectangles)), "cudnn": run(_cudnn, apart)}
+    some = list(rectangles)
+    return {"flash": run(flash, some), "cudnn": run(cudnn, some)}
 
 
 def share_of_merges(call: Callable[[], Any]) -> float:

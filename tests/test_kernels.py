@@ -825,6 +825,37 @@ def check_reduce(
                     assert torch.equal(total, wanted), (part, out, count, first, last, wider)
 
 
+def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+    """Against float64, to the rounding of the result; a single part and equal ones exactly."""
+    torch.manual_seed(4)
+    for dtype in launch.MERGES:
+        for count, (batch, heads, rows, size) in itertools.product(
+            (1, 2, 3, 5, 16), ((1, 1, 1, 8), (2, 3, 5, 64), (1, 4, 7, 128), (1, 2, 0, 8))
+        ):
+            shape = batch, rows, heads, size
+            made = [torch.randn(shape, device=device).to(dtype) for _ in range(count)]
+            means = [
+                one.transpose(1, 2) if i % 2 else one.transpose(1, 2).contiguous()
+                for i, one in enumerate(made)
+            ]
+            lses = [40 * torch.randn(batch, heads, rows, device=device) for _ in range(count)]
+            if count == 3:  # strided, and far apart
+                lses = [torch.stack([one, one], -1)[..., 0] * 100 for one in lses]
+            out = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
+            total = torch.full((batch, rows, heads), 7.0, device=device).transpose(1, 2)
+            merge(out, total, means, lses, stream)
+            wide = torch.stack(lses).double()
+            weights = (wide - wide.logsumexp(0)).exp().unsqueeze(-1)
+            wanted = (torch.stack(means).double() * weights).sum(0)
+            eps = torch.finfo(dtype).eps
+            assert ((out.double() - wanted).abs() <= 0.6 * eps * wanted.abs() + 1e-5).all()
+            assert torch.allclose(total.double(), wide.logsumexp(0), rtol=1e-6, atol=1e-5)
+            again = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
+            merge(again, None, means[:1] * count, lses[:1] * count, stream)
+            if count & count - 1 == 0:
+                assert torch.equal(again, means[0])
+
+
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """All values there are, those halfway between two, infinities and what is no number."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
@@ -851,6 +882,22 @@ def test_placement(on_host: Kernels) -> None:
 
 def test_reduction_is_exact(on_host: Kernels) -> None:
     check_reduce(on_host.reduce)
+
+
+def test_merge(on_host: Kernels) -> None:
+    check_merge(on_host.merge)
+    one = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 2, 3)
+    for wrong, message in (
+        ((one, None, [], []), "required 1 to 16"),
+        ((one, None, [one.half()], [lse]), "required shape"),
+        ((one, None, [one[..., :4]], [lse]), "required shape"),
+        ((one, lse[:, :1], [one], [lse]), "lse: required float32"),
+        ((one, None, [one], [lse.double()]), "lse: required float32"),
+        ((one[..., 1:], None, [one[..., 1:]], [lse]), "multiples of 16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            on_host.merge(*wrong, None)
 
 
 #: Of parts of the result's dtype.

@@ -21,6 +21,7 @@ from test_kernels import (
     at_peers,
     check_casts,
     check_halves,
+    check_merge,
     check_place,
     check_reduce,
     rectangle,
@@ -89,6 +90,7 @@ def test_placement() -> None:
 def _reduce(at: Rank) -> None:
     mine, stream = loaded(at)
     check_reduce(mine.reduce, "cuda", stream)
+    check_merge(mine.merge, "cuda", stream)
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
     assert arrived.item() == 0

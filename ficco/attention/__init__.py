@@ -8,9 +8,10 @@ operator in ``ficco.ops``.
 from ficco.attention.choose import Choice, choose
 from ficco.attention.mask import Mask, Rectangle, Segment
 from ficco.attention.plans import attention_plans
-from ficco.attention.problem import PLACEMENTS, AttentionProblem
+from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
 
 __all__ = [
+    "MERGE",
     "PLACEMENTS",
     "AttentionProblem",
     "Choice",

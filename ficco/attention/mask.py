@@ -7,7 +7,7 @@ a document of a packed sequence ends.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,13 +58,16 @@ class Rectangle(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether a library's plain causal mask says the same."""
+        """Whether it is masked as by a causal mask that ends in the last row of both."""
         return self.left is None and self.right == 0
 
     @property
-    def square(self) -> bool:
-        """Whether it has as many queries as keys."""
-        return self.q_stop - self.q == self.k_stop - self.k
+    def squared(self) -> tuple[Rectangle, ...]:
+        """The same as calls that all libraries have: a causal mask for as many queries as keys."""
+        middle = self.k_stop - (self.q_stop - self.q)
+        if not self.causal or middle == self.k:
+            return (self,)
+        return self._replace(k_stop=middle, right=None), self._replace(k=middle)
 
     @property
     def pairs(self) -> int:
@@ -130,10 +133,9 @@ class Mask:
         in the order of their rows."""
         found: list[Rectangle] = []
         for query in queries:
-            row = [one for key in keys for one in self._of(query, key)]
-            for one in _joined(row, across=True):
-                found.append(one)
-        return tuple(_joined(found, across=False))
+            found += _joined([one for key in keys for one in self._of(query, key)], _beside)
+        apart = (part for one in _joined(found, _below) for part in one.squared)
+        return tuple(apart)
 
     def _of(self, query: Segment, key: Segment) -> Iterator[Rectangle]:
         """The rectangles of two segments."""
@@ -176,15 +178,16 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def _joined(rectangles: list[Rectangle], across: bool) -> list[Rectangle]:
-    """Fewer rectangles with the same pairs: neighbours, across the keys or down the queries, become
-    one where that is one call, too."""
+def _joined(
+    rectangles: list[Rectangle], join: Callable[[Rectangle, Rectangle], Rectangle | None]
+) -> list[Rectangle]:
+    """Fewer rectangles with the same pairs: neighbours become one where they can."""
     found: list[Rectangle] = []
     for one in rectangles:
         last = found[-1] if found else None
         joined = None
         if last is not None and last.left is None and one.left is None:
-            joined = _beside(last, one) if across else _below(last, one)
+            joined = join(last, one)
         if joined is None:
             found.append(one)
         else:

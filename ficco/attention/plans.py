@@ -1,7 +1,7 @@
 """Plans of attention: rows of KV are gathered as those of any gather, and attended to.
 
-The own rows come first, while the first pieces travel. What a group of pieces adds to the queries
-is merged into float32 sums, and rows that no later group adds to are rounded.
+The own rows come first, while the first pieces travel. What groups of pieces give to queries is
+merged, in float32, once no later group gives them anything.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ficco.attention.mask import Span, merged
-from ficco.attention.problem import SUMS, AttentionProblem
+from ficco.attention.problem import MERGE, SUMS, AttentionProblem
 from ficco.plan.collector import paused
-from ficco.plan.model import Attending, Plan, Region, Step
+from ficco.plan.model import Attending, Plan, Region, Step, Transfer
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit
@@ -79,16 +79,12 @@ class _AttentionWorld(GatherWorld):
         self.asked, whole = asked, asked.specification
         operands = (*whole.operands, *whole.results)
         super().__init__(asked.keys, schedule, words, cap, operands)
-        out, sums = self.out, SUMS[asked.dtype]
-        if sums != asked.dtype:
-            self.product = self.buffer("sum", out, out.shapes, "local", dtype=sums)
-        shapes = ((asked.rows, asked.batch * asked.heads),) * asked.world
-        holds = f"log-sum-exp of {out.holds}"
-        self.buffer("lse", out, shapes, "local", dtype=sums, holds=holds)
+        made = {"holds": whole.attentions[0].out, "dtype": SUMS[asked.dtype]}
+        self.product = self.buffer("parts", self.out, self.out.shapes, "local", **made)
 
 
 class AttentionStage(GatherStage):
-    """One rank's steps. They add to the same sums, so all are on one lane."""
+    """One rank's steps; those that attend are all on one lane."""
 
     world: _AttentionWorld
 
@@ -102,8 +98,7 @@ class AttentionStage(GatherStage):
 
     def _multiply_own(self) -> None:
         super()._multiply_own()
-        if self.product != self.world.out.name:
-            self._round("compute0", OWN)
+        self._round("compute0", OWN)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self.compute_lanes[0]
@@ -112,8 +107,13 @@ class AttentionStage(GatherStage):
         return Step("attend", lane, label, attends=tuple(self.attends[group]))
 
     def completed(self, group: int) -> Iterable[Span]:
-        direct = {one.out.buffer for one in self.attends[group]} == {self.world.out.name}
-        return [] if direct else self.last[group]
+        return self.last[group]
+
+    def _round(self, lane: str, group: int) -> None:
+        for first, last in self.completed(group):
+            src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
+            move = Transfer(src, src._replace(buffer=self.world.out.name), function=MERGE)
+            self.add(Step("place", lane, MERGE, transfer=move))
 
     @cached_property
     def runs(self) -> dict[int, list[_Run]]:
@@ -160,20 +160,16 @@ class AttentionStage(GatherStage):
         """By group, what is attended to."""
         begun, found = False, {}
         for group, runs in self.runs.items():
-            whole = [run.queries for run in runs] == self.last[group]
-            found[group] = [
-                self._attending(run, begun or i > 0, whole) for i, run in enumerate(runs)
-            ]
-            begun = begun or bool(runs)
+            found[group] = list[Attending]()
+            for run in runs:
+                found[group].append(self._attending(run, begun))
+                begun = True  # by all queries: to the own rows, or to all rows at once
         return found
 
-    def _attending(self, run: _Run, adds: bool, last: bool) -> Attending:
-        """``last``: no other step adds to the same queries."""
-        me, asked, alone = self.me, self.asked, last and not adds
-        q = Region("q", me, *run.queries, 0, asked.q_cols)
-        out = q._replace(buffer=self.world.out.name if alone else self.product)
-        lse = Region("lse", me, *run.queries, 0, asked.batch * asked.heads)
-        return Attending(q, run.kv, out, run.first, run.pairs, adds, None if alone else lse)
+    def _attending(self, run: _Run, adds: bool) -> Attending:
+        q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
+        out = q._replace(buffer=self.product)
+        return Attending(q, run.kv, out, run.first, run.pairs, adds)
 
 
 class _Run(NamedTuple):

@@ -26,6 +26,10 @@ SUMS = {
 }
 
 
+#: The function that makes the result of what the steps of attention give.
+MERGE = "merge"
+
+
 @dataclass(frozen=True)
 class KeyGather(Problem):
     """How rows of KV travel: an all-gather of which each rank gets only what it attends to.
@@ -231,7 +235,8 @@ class AttentionProblem:
             results=(Buffer("out", "O", self.dtype, wide, "result"),),
             contractions=(),
             exchanges={"KV": exchange},
-            attentions=(Attention("Q", "KV", "O", landed, self.needs),),
+            functions={(MERGE, "parts of O"): "O"},
+            attentions=(Attention("Q", "KV", "parts of O", landed, self.needs),),
         )
 
     def __str__(self) -> str:

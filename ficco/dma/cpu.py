@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from ficco.dma.attention import attend_op
+from ficco.attention import MERGE
+from ficco.dma.attention import attend_op, merge, merge_op
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
@@ -200,6 +201,8 @@ class CpuEngine(Engine):
         return op
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        if transfer.function == MERGE:
+            return merge_op(program, transfer, merge)
         return place_op(program, transfer)
 
     def network(self, program: Program, step: int) -> Op:
@@ -345,7 +348,7 @@ class CpuEngine(Engine):
             capture=False,
             partial_signals=True,
             scaled=True,
-            functions=(*FUNCTIONS, CAST),
+            functions=(*FUNCTIONS, CAST, MERGE),
         )
 
     def copy_engines(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,13 +130,37 @@ class Slot:
         return plan.words <= self.words and plan.slot_bytes <= self.nbytes
 
 
+class Part(NamedTuple):
+    """What some queries get of some keys: ``mean`` [batch, heads, queries, size], of the values,
+    and ``lse`` [batch, heads, queries], the logarithm of the sum of the weights."""
+
+    first: int
+    last: int
+    mean: torch.Tensor
+    lse: torch.Tensor
+
+    def covers(self, first: int, last: int) -> bool:
+        """Whether it has all queries of a range."""
+        return self.first <= first and last <= self.last
+
+    def rows(self, first: int, last: int) -> Part:
+        """Those of a range."""
+        some = slice(first - self.first, last - self.first)
+        return Part(first, last, self.mean[:, :, some], self.lse[:, :, some])
+
+
 @dataclass
 class Call:
     """One call: its operands, results and local buffers by name, and what the engine keeps for its
-    duration."""
+    duration.
+
+    Attributes:
+        parts: of attention, what is there so far.
+    """
 
     tensors: dict[str, torch.Tensor]
     state: Any = None
+    parts: list[Part] = field(default_factory=list)
 
 
 Op = Callable[[Call], None]
@@ -365,7 +389,7 @@ class Engine(ABC):
         """Enqueue matrix products of the vendor's library."""
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
-        """Enqueue attention of the vendor's library, and merge it with what there is."""
+        """Enqueue attention of the vendor's library."""
         raise NotImplementedError(f"the {self.name} engine does not serve attention yet")
 
     def tiled(self, program: Program, step: int) -> Op:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma.attention import attend_op
+from ficco.attention import MERGE
+from ficco.dma.attention import attend_op, merge, merge_op
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.driver import (
     WORD,
@@ -42,6 +43,7 @@ from ficco.dma.engine import (
     Capabilities,
     Missing,
     Op,
+    Part,
     Program,
     Slot,
     Span,
@@ -496,6 +498,8 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        if transfer.function == MERGE:
+            return self._merge(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -503,6 +507,24 @@ class GpuEngine(StreamEngine):
         lane, view = program.plan.steps[step].lane, buffers_of(program).view
         src, dst, factors = view(transfer.src), view(transfer.dst), view(transfer.factors)
         return lambda call: kernels.cast(dst(call), factors(call), src(call), call.state[lane])
+
+    def _merge(self, program: Program, step: int, transfer: Transfer) -> Op:
+        kernels, lane = self._kernels_or_none, program.plan.steps[step].lane
+        if kernels is None:
+            return self._on_lane(program, step, merge_op(program, transfer, merge))
+
+        def op(call: Call) -> None:
+            def by_kernel(
+                out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]
+            ) -> None:
+                if len(parts) > MAX_PARTS:
+                    return merge(out, lse, parts)
+                means, weights = [part.mean for part in parts], [part.lse for part in parts]
+                kernels.merge(out, lse, means, weights, call.state[lane])
+
+            merge_op(program, transfer, by_kernel)(call)
+
+        return self._on_lane(program, step, op)
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
@@ -929,7 +951,7 @@ class GpuEngine(StreamEngine):
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
             scaled=True,
-            functions=(*FUNCTIONS, CAST),
+            functions=(*FUNCTIONS, CAST, MERGE),
             network=self._network.name if self._network is not None else "",
         )
 

@@ -92,6 +92,8 @@ INLINE float to_float(f16 value) { return (float)__builtin_bit_cast(_Float16, va
 INLINE void from_float(float value, f16& to) {
   to.bits = __builtin_bit_cast(u16, (_Float16)value);
 }
+INLINE float exp2_of(float value) { return __builtin_amdgcn_exp2f(value); }
+INLINE float log2_of(float value) { return __builtin_amdgcn_logf(value); }
 INLINE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 INLINE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
@@ -184,6 +186,16 @@ INLINE float to_float(f16 value) {
 }
 INLINE void from_float(float value, f16& to) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));
+}
+INLINE float exp2_of(float value) {
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(value));
+  return found;
+}
+INLINE float log2_of(float value) {
+  float found;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(value));
+  return found;
 }
 INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE float float_of(u32 bits) { return __uint_as_float(bits); }

@@ -5,6 +5,7 @@
 // The same numbers as in launch.py.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
+constexpr u32 MERGE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
@@ -352,6 +353,78 @@ REDUCE(ficco_reduce_float16_float16, f16, f16)
 REDUCE(ficco_reduce_float32_float32, float, float)
 REDUCE(ficco_reduce_float32_bfloat16, float, bf16)
 REDUCE(ficco_reduce_float32_float16, float, f16)
+
+// Attention: results for the same queries become one.
+
+// Where the values of a query and a head begin, and its number, in tensors whose batches, heads and
+// rows lie so far apart.
+struct Strides {
+  u64 batch, head, row;
+};
+
+struct Means {
+  const void* at[MAX_PARTS];
+  const float* lse[MAX_PARTS];
+  Strides strides[MAX_PARTS], lse_strides[MAX_PARTS];
+};
+
+INLINE u64 along(const Strides& strides, u32 batch, u32 head, u32 row) {
+  return batch * strides.batch + head * strides.head + row * strides.row;
+}
+
+// `units` of 16 bytes for each of `heads` of each of `rows` of each batch. The first of these also
+// leaves the logarithm of the sum of all weights, if that is wanted.
+template <typename T>
+INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const Strides& lse_strides,
+                  const Means& parts, u32 count, u32 units, u32 heads, u32 rows, u64 total,
+                  u32 blocks) {
+  constexpr u32 EACH = 16 / sizeof(T);
+  constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+  const u64 first = (u64)block_index() * MERGE_THREADS + thread_index();
+  for (u64 n = first; n < total; n += (u64)blocks * MERGE_THREADS) {
+    const u32 unit = n % units;
+    u64 rest = n / units;
+    const u32 head = rest % heads;
+    rest /= heads;
+    const u32 row = rest % rows, batch = rest / rows;
+    float most = parts.lse[0][along(parts.lse_strides[0], batch, head, row)], all = 0.0f;
+    for (u32 p = 1; p < count; p++) {
+      const float other = parts.lse[p][along(parts.lse_strides[p], batch, head, row)];
+      if (!(other <= most)) most = other;
+    }
+    float sum[EACH];
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) sum[e] = 0.0f;
+#pragma unroll 4
+    for (u32 p = 0; p < count; p++) {
+      const float lse = parts.lse[p][along(parts.lse_strides[p], batch, head, row)];
+      const T* const from = (const T*)parts.at[p] + along(parts.strides[p], batch, head, row);
+      const float weight = exp2_of((lse - most) * LOG2_E);
+      Units<T, EACH> held;
+      held.units[0] = *(const u32x4*)(from + unit * EACH);
+      all += weight;
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[e] += weight * to_float(held.elements[e]);
+    }
+    Units<T, EACH> result;
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) from_float(sum[e] / all, result.elements[e]);
+    *(u32x4*)(out + along(out_strides, batch, head, row) + unit * EACH) = result.units[0];
+    if (total_lse && unit == 0)
+      total_lse[along(lse_strides, batch, head, row)] = most + log2_of(all) * LN_2;
+  }
+}
+
+#define MERGE(name, T)                                                                           \
+  KERNEL(MERGE_THREADS)                                                                          \
+  name(T* out, CONSTANT Strides out_strides, float* lse, CONSTANT Strides lse_strides,           \
+       CONSTANT Means parts, u32 count, u32 units, u32 heads, u32 rows, u64 total, u32 blocks) { \
+    merge<T>(out, out_strides, lse, lse_strides, parts, count, units, heads, rows, total,        \
+             blocks);                                                                            \
+  }
+
+MERGE(ficco_merge_bfloat16, bf16)
+MERGE(ficco_merge_float16, f16)
 
 // Sums of parts that lie at the peers: as a reduction, on few blocks, with what the ranks have to
 // tell each other around it.

@@ -19,6 +19,7 @@ from ficco.hip_kernels.build import Target, compiled
 # The same numbers as in kernels.cpp.
 COPY_THREADS = 512
 REDUCE_THREADS = 256
+MERGE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
 CAST_THREADS, CAST_HELD = 256, 8
@@ -54,6 +55,9 @@ REDUCTIONS = {
 }
 
 
+#: Dtypes whose parts of attention are merged.
+MERGES = (torch.bfloat16, torch.float16)
+
 #: Casts: dtypes that are cast, and those of the result.
 CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -74,6 +78,7 @@ NAMES = (
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
     *(f"ficco_one_shot_{_text(part)}" for part, out in REDUCTIONS if part == out),
     *(f"ficco_cast_{_text(dtype)}" for dtype in CASTS),
+    *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
     "ficco_post",
     "ficco_wait",
     "ficco_script",
@@ -84,6 +89,23 @@ class SumAddresses(ctypes.Structure):
     """Addresses of the parts of a sum."""
 
     _fields_ = [("at", _U64 * MAX_PARTS)]
+
+
+class Strides(ctypes.Structure):
+    """How far batches, heads and rows of a tensor lie apart, in elements."""
+
+    _fields_ = [(name, _U64) for name in ("batch", "head", "row")]
+
+
+class MeanAddresses(ctypes.Structure):
+    """Parts of attention, and where their log-sum-exp is."""
+
+    _fields_ = [
+        ("at", _U64 * MAX_PARTS),
+        ("lse", _U64 * MAX_PARTS),
+        ("strides", Strides * MAX_PARTS),
+        ("lse_strides", Strides * MAX_PARTS),
+    ]
 
 
 class CopyAddresses(ctypes.Structure):
@@ -308,6 +330,38 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             )
 
 
+def check_merge(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    means: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+) -> None:
+    """``ValueError`` unless parts of attention can be merged."""
+    if not 1 <= len(means) <= MAX_PARTS or len(means) != len(lses):
+        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(means)} and {len(lses)}")
+    for name, one in [("out", out), *(("parts", mean) for mean in means)]:
+        each = 16 // one.element_size()
+        apart = one.data_ptr() % 16 or any(
+            step % each for step in (*one.stride()[:3], one.shape[3])
+        )
+        if one.shape != out.shape or one.dtype != out.dtype or out.dtype not in MERGES:
+            raise ValueError(
+                f"{name}: required shape {tuple(out.shape)} and one of {MERGES}, got "
+                f"{tuple(one.shape)} and {one.dtype}"
+            )
+        if one.stride(3) != 1 or apart:
+            raise ValueError(
+                f"{name}: required heads at multiples of 16 bytes, got strides {one.stride()}; "
+                "call contiguous() on it"
+            )
+    for one in [*lses, *([] if lse is None else [lse])]:
+        if one.shape != out.shape[:3] or one.dtype != torch.float32:
+            raise ValueError(
+                f"lse: required float32 of shape {tuple(out.shape[:3])}, got {one.dtype} of shape "
+                f"{tuple(one.shape)}"
+            )
+
+
 def check_cast(out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor) -> None:
     """``ValueError`` unless a matrix can be cast to where it is wanted."""
     rows, cols = matrix.shape
@@ -456,6 +510,37 @@ class Kernels:
         ends = _U64(out.data_ptr()), packed, _U32(len(parts))
         sizes = tuple(map(_U64, (vectors, elements, width, pitch, out_pitch)))
         return lambda blocks: (*ends, _U32(blocks), *sizes), max(vectors, elements - vectors * each)
+
+    def merge(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        means: Sequence[torch.Tensor],
+        lses: Sequence[torch.Tensor],
+        stream: Any,
+    ) -> None:
+        """Merge results of attention to different keys, [batch, heads, rows, size], by their
+        log-sum-exp [batch, heads, rows], in float32 and rounded once; ``lse``: leave that of all
+        keys there. Elements of a head are adjacent, and heads begin at multiples of 16 bytes."""
+        check_merge(out, lse, means, lses)
+        batch, heads, rows, size = out.shape
+        units = size * out.element_size() // 16
+        total = batch * heads * rows * units
+        if not total:
+            return
+        parts = MeanAddresses()
+        for index, (mean, weight) in enumerate(zip(means, lses, strict=True)):
+            parts.at[index], parts.lse[index] = mean.data_ptr(), weight.data_ptr()
+            parts.strides[index] = Strides(*mean.stride()[:3])
+            parts.lse_strides[index] = Strides(*weight.stride())
+        blocks = min(8 * self.binding.processors, -(-total // MERGE_THREADS))
+        where = (0, Strides()) if lse is None else (lse.data_ptr(), Strides(*lse.stride()))
+        given = (
+            *(_U64(out.data_ptr()), Strides(*out.stride()[:3]), _U64(where[0]), where[1], parts),
+            *map(_U32, (len(means), units, heads, rows)),
+            *(_U64(total), _U32(blocks)),
+        )
+        self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
 
     def cast(
         self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any

@@ -131,7 +131,7 @@ def run_attention(
             dtype = str(q.dtype).removeprefix("torch.")
             problem = AttentionProblem(*sizes, dtype, **asked, symmetric=source is not None)
             cached = _new_kind(workspace, problem, schedule, mode, source, options)
-        call, out = _operands(cached, q, kv)
+        call, out = _operands(q, kv)
         post_call(workspace, key, cached, options)
         execute(workspace, program_of(workspace, cached), call)
     except BaseException as error:
@@ -258,15 +258,10 @@ def _new_kind(
     return new_kind(workspace, plan, options, agreed, cap is not None, kept)
 
 
-def _operands(cached: CachedCall, q: torch.Tensor, kv: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    """A call with its result and sums allocated, and the result as the caller sees it. Tensors of a
-    call have rows first."""
+def _operands(q: torch.Tensor, kv: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """A call with its result allocated, and that as the caller sees it. Tensors of a call have rows
+    first."""
     batch, heads, rows, size = q.shape
     out = q.new_empty(batch, rows, heads, size)
     tensors = {"kv": kv, "q": q.permute(2, 0, 1, 3), "out": out.transpose(0, 1)}
-    for name, _, dtype in cached.allocated:
-        if name == "lse":
-            tensors[name] = q.new_empty(batch, heads, rows, dtype=dtype).permute(2, 0, 1)
-        else:
-            tensors[name] = torch.empty_like(out, dtype=dtype).transpose(0, 1)
     return Call(tensors), out.transpose(1, 2)

@@ -108,7 +108,10 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
         return Fit(whole, single=True)
     if not problem.kind.scatters:
         make = partial(plan, problem, schedule, engine.rank, packs_columns=engine.packs_columns)
-        return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)), single=True)
+        try:
+            return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)), single=True)
+        except ValueError as error:
+            raise _NoRoom(str(error)) from None
     words = engine.slot_bytes(whole.words, 0)
     left = max(0, cap - words)
     if words + whole.slot_bytes <= cap:
@@ -139,7 +142,7 @@ def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> 
     try:
         return make(max(0, cap - other_bytes) // ALIGNMENT * ALIGNMENT)
     except StagingTooSmall as error:
-        raise _NoRoom(
+        raise ValueError(
             f"workspace_bytes: required at least {other_bytes + aligned(error.needed)} for one "
             f"step of schedule {whole.schedule} on {whole.problem}, got {cap}; allow more or cut "
             "finer (pieces=)"

@@ -15,7 +15,8 @@ buffer     what it is
 publish    copy of A for peers to read (pull); for scattering operators the product
 staging    where pieces of peers land
 sum        float32 sums of pieces, if the dtype is narrower
-lse        logarithms of what attention has divided its sums by
+parts      of attention: what each step gives, a mean of values and the weight of all these keys.
+           An engine keeps one beside the other until they are merged
 partial    the product before it travels (scattering operators)
 gathered   the gathered A that a collective makes
 a, scale_a A in float8 and its factors, where the caller's A, ``wide``, is cast by the call
@@ -180,15 +181,13 @@ class Reduction(NamedTuple):
 
 class Attending(NamedTuple):
     """Rows of queries attend to rows of keys and values, as far as the mask of the problem lets
-    them: ``out`` is their softmax-weighted mean of the values, ``lse`` the logarithm of the sum of
-    the weights.
+    them.
 
     Attributes:
-        q, kv, out: regions of whole rows. Rows of ``q``, ``out`` and ``lse`` have the same numbers.
+        q, kv, out: regions of whole rows. Rows of ``q`` and ``out`` have the same numbers.
         first: number of the first row of ``kv`` where it lands.
         pairs: how many pairs of a query and a key, for one head.
-        accumulate: ``out`` and ``lse`` hold the same of earlier keys, and those are included.
-        lse: None if no later step needs it.
+        accumulate: ``out`` holds what earlier keys gave, and this is added.
     """
 
     q: Region
@@ -197,7 +196,6 @@ class Attending(NamedTuple):
     first: int
     pairs: int
     accumulate: bool = False
-    lse: Region | None = None
 
 
 class Step(NamedTuple):

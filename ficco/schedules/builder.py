@@ -200,8 +200,7 @@ class Builder:
         moves = [step.transfer for step in self.steps if step.transfer]
         written |= {one.buffer for move in moves for one in (move.dst, move.factors) if one}
         written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
-        attends = [one for step in self.steps for one in step.attends]
-        written |= {one.buffer for each in attends for one in (each.out, each.lse) if one}
+        written |= {one.out.buffer for step in self.steps for one in step.attends}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,

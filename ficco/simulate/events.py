@@ -24,8 +24,7 @@ What is modelled, and how:
   or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
-- *Attention* runs at ``ATTENTION`` of the rate of full waves of products, in turn with these. What
-  it adds to sums is read and written at the rate of the memory.
+- *Attention* runs at ``ATTENTION`` of the rate of full waves of products, in turn with these.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -78,11 +77,6 @@ from ficco.timeline import SYNC_LANE, attended_flops
 LIVE = 0.6
 #: The rate of attention, as a share of that of full waves of library GEMMs. Assumed.
 ATTENTION = 0.6
-#: What merging a part of attention reads and writes: the part is written, then twice read, once
-#: as a copy in the dtype of the sums. In bytes per element of the part and of the sums.
-MERGED = 2, 4
-#: Operations that an attend enqueues beside the library's call, to merge its result.
-MERGES = 3
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
 
@@ -235,7 +229,7 @@ class _SimulatedRank:
                 now += host.matmul * (1 if step.part else len(step.products))
             elif step.op == "attend":
                 available = now + host.matmul
-                now += host.matmul * sum(1 + MERGES * one.accumulate for one in step.attends)
+                now += host.matmul * len(step.attends)
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
@@ -338,7 +332,7 @@ class Simulation:
         self.scaled = scaling is not None
         self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
-        self.memory: Memory = self._block("memory", bool({"place", "reduce", "attend"} & ops))
+        self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
         for name in {step.label for step in steps if step.op == "collective"}:
             if getattr(machine, COLLECTIVES[name]) is None:
                 self._block("all_gather", True)
@@ -620,10 +614,9 @@ class Simulation:
         """Seconds of a step's attends if nothing else runs."""
         seconds, gemm = 0.0, self.gemm
         for one in step.attends:
-            itemsize, width = self.itemsize[one.q.buffer], self.itemsize[one.out.buffer]
-            rate = ATTENTION * gemm.efficiency * gemm.peak * interpolate(gemm.shares, itemsize)
-            moved = (MERGED[0] * itemsize + MERGED[1] * width) * one.accumulate * one.out.elements
-            seconds += gemm.start + attended_flops(one) / rate + moved / self.memory.bandwidth
+            share = interpolate(gemm.shares, self.itemsize[one.q.buffer])
+            rate = ATTENTION * gemm.efficiency * gemm.peak * share
+            seconds += gemm.start + attended_flops(one) / rate
         return seconds
 
     def _batch_seconds(

@@ -82,6 +82,8 @@ INLINE u64 ticks() {
 }
 INLINE void pause() { sched_yield(); }
 
+INLINE float exp2_of(float value) { return exp2f(value); }
+INLINE float log2_of(float value) { return log2f(value); }
 INLINE u32 bits_of(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);
