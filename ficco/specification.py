@@ -98,6 +98,9 @@ class Exchange(NamedTuple):
         parts: how many parts a block has.
         leaves_apart, lands_apart: rows from the beginning of a part to that of the next one, where
             they leave and where they land.
+        senders: of a rank and the first and last of some of its rows, exclusive, the ranks that
+            have a block with each of these rows, rank r as bit r, or 0 if rows differ in that;
+            None: all ranks have one with all rows.
     """
 
     block: OfPair
@@ -108,6 +111,7 @@ class Exchange(NamedTuple):
     parts: int = 1
     leaves_apart: int = 0
     lands_apart: int = 0
+    senders: Callable[[int, int, int], int] | None = None
 
 
 class Factors(NamedTuple):
@@ -161,6 +165,7 @@ class Attention(NamedTuple):
         landed: by rank, how many rows of ``kv`` it has in the end.
         needs: of a rank and the first and last of some rows of ``q``, exclusive, the rows of ``kv``
             that any of them attends to, as disjoint ranges of their numbers where they land.
+        back: name of a matrix like ``kv`` that is made, too: of its rows that are attended to.
     """
 
     q: str
@@ -168,6 +173,7 @@ class Attention(NamedTuple):
     out: str
     landed: tuple[int, ...]
     needs: Callable[[int, int, int], Sequence[tuple[int, int]]]
+    back: str = ""
 
 
 @dataclass(frozen=True)

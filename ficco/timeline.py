@@ -71,8 +71,9 @@ class Timeline:
 
 
 def attended_flops(one: Attending) -> float:
-    """Floating-point operations of the two products of attention."""
-    return 4.0 * one.pairs * one.q.cols
+    """Floating-point operations of the two products of attention, or of the five of its
+    backward."""
+    return (4.0 if one.back is None else 10.0) * one.pairs * one.q.cols
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:

@@ -6,6 +6,7 @@ operator in ``ficco.ops``.
 """
 
 from ficco.attention.choose import Choice, choose
+from ficco.attention.gradient import AttentionGradient
 from ficco.attention.mask import Mask, Rectangle, Segment
 from ficco.attention.plans import attention_plans
 from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
@@ -13,6 +14,7 @@ from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
 __all__ = [
     "MERGE",
     "PLACEMENTS",
+    "AttentionGradient",
     "AttentionProblem",
     "Choice",
     "Mask",

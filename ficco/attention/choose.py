@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ficco.attention.gradient import AttentionGradient
 from ficco.attention.plans import attention_plans
 from ficco.attention.problem import AttentionProblem
 from ficco.machine import Machine
@@ -36,7 +37,9 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def choose(problem: AttentionProblem, machine: Machine | None, mode: str = "queued") -> Choice:
+def choose(
+    problem: AttentionProblem | AttentionGradient, machine: Machine | None, mode: str = "queued"
+) -> Choice:
     """The schedule for a problem on a machine; ``mode`` as of :func:`ficco.simulate.simulate`."""
     if machine is None or problem.world == 1:
         why = "no machine description" if machine is None else "one rank"

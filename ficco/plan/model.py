@@ -188,6 +188,7 @@ class Attending(NamedTuple):
         first: number of the first row of ``kv`` where it lands.
         pairs: how many pairs of a query and a key, for one head.
         accumulate: ``out`` holds what earlier keys gave, and this is added.
+        back: of a backward, the gradient of ``kv``; ``out`` is then that of ``q``.
     """
 
     q: Region
@@ -196,6 +197,7 @@ class Attending(NamedTuple):
     first: int
     pairs: int
     accumulate: bool = False
+    back: Region | None = None
 
 
 class Step(NamedTuple):

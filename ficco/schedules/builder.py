@@ -200,7 +200,8 @@ class Builder:
         moves = [step.transfer for step in self.steps if step.transfer]
         written |= {one.buffer for move in moves for one in (move.dst, move.factors) if one}
         written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
-        written |= {one.out.buffer for step in self.steps for one in step.attends}
+        attends = [one for step in self.steps for one in step.attends]
+        written |= {one.buffer for each in attends for one in (each.out, each.back) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,

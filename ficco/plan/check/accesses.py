@@ -31,7 +31,7 @@ class BufferColumns:
         for one in steps.asked.contractions:  # of which a rank without rows may hold none
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.scales)))
         for each in steps.asked.attentions:
-            matrices |= dict.fromkeys(each[:3])
+            matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
         self.matrix = {name: number for number, name in enumerate(matrices)}
         dtypes = sorted({buffer.dtype for buffer in buffers})
         self.holds = ints(self.matrix[buffer.holds] for buffer in buffers)
@@ -75,7 +75,8 @@ class Footprint:
         numbers: by set of ranks whose products are summed somewhere, its number.
         contraction, summed: by matrix, the product that makes it, if any, and the length of what
             that sums over on each rank.
-        attention: by matrix, the attention that makes it, if any.
+        attention, senders: by matrix, the attention that makes it, and which ranks have rows for a
+            rank, if that is asked for.
         transposed: by matrix, whether what is summed over comes in any order.
         sums, terms: by matrix, whether products of all ranks are added up in it, and whether steps
             say whose products they move.
@@ -119,6 +120,7 @@ class Footprint:
         exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
         self.route = {number: _Route(one, world) for number, one in exchanges.items()}
         self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
+        self.senders = {n: one.senders for n, one in exchanges.items() if one.senders}
         for number, exchange in exchanges.items():
             self.travels[number], self.common[number] = True, self.route[number].common
             self.sums[number], self.terms[number] = exchange.sums, exchange.terms
@@ -457,7 +459,34 @@ class Footprint:
         here = np.where(fixed, self._begins(kv), first - kv.row)
         keys = first, first + kv.rows
         reads = Accesses.of(step, kv, here)
-        return reads, Accesses.of(step, out, self._begins(out), 0, keys, adds)
+        made_out = Accesses.of(step, out, self._begins(out), 0, keys, adds)
+        made_back = self._backs(made.back, step, kv, first, out)
+        return reads, Accesses(*map(np.concatenate, zip(made_out, made_back, strict=True)))
+
+    def _backs(
+        self, backs: Sequence[Region | None], step: Ints, kv: Regions, first: Ints, out: Regions
+    ) -> Accesses:
+        """Writes of the gradients of keys: where they leave or, of own keys, where they land."""
+        of, which = self.buffers, np.flatnonzero(bools(map(bool, backs)))
+        wanted = [
+            of.matrix[self.attention[one].back] if self.attention[one].back else -1
+            for one in of.holds[out.buffer].tolist()
+        ]
+        there = np.zeros(len(step), np.bool_)
+        there[which] = True
+        demand(there == (ints(wanted) >= 0), self.steps.by_step(step), "leaves out a gradient")
+        step, kv, first = step[which], kv.at(which), first[which]
+        who, me = self.steps.by_step(step), self.steps.rank[step]
+        back = self._regions([one for one in backs if one], step)
+        lands = ~of.leaves[back.buffer]
+        way = self._way(of.holds[back.buffer], first, first + kv.rows, me, me, lands, who)
+        right = (of.holds[back.buffer] == ints(wanted)[which]) & (back.rank == me)
+        right &= (back.rows == kv.rows) & of.placed[back.buffer] & ~of.operand[back.buffer]
+        right &= (back.col == 0) & (back.col_stop == self._sizes[back.buffer, back.rank, 1])
+        right &= back.row + self._begins(back) == first + way
+        demand(right, who, "makes a gradient in the wrong place")
+        own = self._terms(1 << rank for rank in me.tolist())
+        return Accesses.of(step, back, self._begins(back), terms=own)
 
     def _first(self, regions: Regions, who: Who) -> Ints:
         """The numbers of the first rows of operands of products where these rows land."""

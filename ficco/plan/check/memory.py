@@ -91,7 +91,16 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
     whole = footprint.numbers.get((1 << footprint.world) - 1, -1)
     final = last_of_all & buffers.result[access.buffer[new]]
     final &= footprint.sums[buffers.holds[access.buffer[new]]]
-    demand(~final | (access.terms[new] == whole), who, "leaves out the product of a rank")
+    everyone = np.full(len(new), whole)
+    for number, senders in footprint.senders.items():
+        for at in np.flatnonzero(final & (buffers.holds[access.buffer[new]] == number)).tolist():
+            row, stop = (
+                int(column[new[at]] + access.row_shift[new[at]])
+                for column in (access.row, access.row_stop)
+            )
+            mask = senders(int(access.rank[new[at]]), row, stop)
+            everyone[at] = footprint.numbers.get(mask, -1)
+    demand(~final | (access.terms[new] == everyone), who, "leaves out the product of a rank")
     # If there is a read in between, the rules for that read cover both writes.
     bare = again & (before == np.flatnonzero(write) - 1)
     old, new = old[bare], new[bare]
