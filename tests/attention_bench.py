@@ -39,8 +39,6 @@ SCHEDULES = (
     "growing:pull",
     "shard-overlap",
     "hetero-fused-1d:pieces=1",
-    "hetero-fused-1d:pieces=2",
-    "growing:pieces=2",
 )
 #: Kernels of libraries' attention, by parts of their names.
 ATTENTION = ("flash", "fmha", "cudnn", "sdpa", "attention")

@@ -17,6 +17,7 @@ from ranks import Failure, Rank, caught, ranks, run
 import ficco
 from ficco.attention import (
     PLACEMENTS,
+    AttentionGradient,
     AttentionProblem,
     Mask,
     Rectangle,
@@ -46,6 +47,11 @@ SCHEDULES = (
 #: Of one library's call on everything. Partial results are rounded once more before they are
 #: merged: the square root of 2 in the mean.
 MOST_ERROR = 1.5
+
+
+#: Of gradients, in roundings of their own size: the result that they are computed from, what each
+#: rank sends, and the sum are rounded. In wider dtypes the library's own sums are no better.
+GRADIENT_ERROR = 3.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -543,6 +549,125 @@ def test_memory_is_capped() -> None:
     for failure in run(4, _capped):
         assert isinstance(failure, Failure) and failure.type == "ValueError"
         assert "workspace_bytes: required at least" in failure.text
+
+
+# Gradients.
+
+
+def differentiated(
+    at: Rank, case: AttentionCase, iteration: int, schedule: str = "auto", group: Any = None
+) -> None:
+    """Gradients of one call against those of the plain formulation in float64."""
+    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
+    whole = case.whole(world, iteration, at.device)
+    (grad,) = case.whole(world, iteration + 1, at.device)[:1]
+    mine = case.positions(rank, world).to(at.device)
+    shards = [one[:, :, mine].requires_grad_() for one in whole]
+    out = ficco.all_gather_attention(*shards, **case.asked, schedule=schedule, group=group)
+    out.backward(grad[:, :, mine])
+    wide = [one.double().requires_grad_() for one in whole]
+    every = torch.arange(whole[0].shape[2])
+    plain = reference(*wide, case.mask(every, every), case.scale)
+    plain.backward(grad.double())
+    for name, shard, one in zip("qkv", shards, wide, strict=True):
+        assert shard.grad is not None and one.grad is not None
+        assert shard.grad.dtype == shard.dtype and shard.grad.shape == shard.shape
+        wanted = one.grad[:, :, mine]
+        if wanted.numel():
+            error = root_mean_square(shard.grad.double() - wanted)
+            # Where few keys are seen, what is as large as the gradient of the result cancels.
+            size = max(map(root_mean_square, (one.grad, wanted, grad.double())))
+            limit = GRADIENT_ERROR[shard.dtype.itemsize > 2] * torch.finfo(shard.dtype).eps * size
+            assert error <= limit, (name, rank, case, schedule, error, limit)
+
+
+def _gradients(at: Rank) -> None:
+    iteration = 0
+    for case in cases(at.world, 10):
+        for dtype, schedule in zip(
+            ("float32", "bfloat16", "float64"),
+            random.Random(iteration).sample((*SCHEDULES, "auto"), 3),
+            strict=True,
+        ):
+            differentiated(at, replace(case, dtype=dtype), iteration := iteration + 1, schedule)
+    for case in (
+        AttentionCase(7, 6, 6, 8, batch=3, causal=True),
+        AttentionCase(8, 8, 1, 64, batch=2, causal=True, placement="head-tail", scale=0.1),
+        AttentionCase(1, causal=True),
+        AttentionCase(0),
+    ):
+        for schedule in SCHEDULES:
+            differentiated(at, case, iteration := iteration + 1, schedule)
+    with ficco.options(workspace_bytes=60_000):
+        differentiated(at, AttentionCase(16, causal=True), iteration, "shard-overlap")
+
+
+@ranks(1, 2, 3, 4)
+def test_gradients(world: int) -> None:
+    run(world, _gradients)
+
+
+def _second(at: Rank) -> Any:
+    case = AttentionCase(4)
+    shards = [one[:, :, :4].requires_grad_() for one in case.whole(at.world, 1, at.device)]
+    out = ficco.all_gather_attention(*shards, schedule="growing")
+    (first,) = torch.autograd.grad(out.square().sum(), shards[0], create_graph=True)
+    return caught(lambda: first.sum().backward())
+
+
+def test_second_derivatives_are_refused() -> None:
+    for failure in run(2, _second):
+        assert isinstance(failure, Failure) and "derivative" in failure.text, failure
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@ranks(1, 2, 3, 4, 8)
+def test_plans_of_gradients_are_proven(world: int, schedule: str) -> None:
+    for case in cases(world):
+        problem = AttentionGradient(replace(case, dtype="bfloat16").problem(world))
+        made = attention_plans(problem, Schedule.parse(schedule))
+        check(made)
+        render(made[0])
+
+
+def test_wrong_plans_of_gradients_are_found() -> None:
+    case = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
+
+    def changed(change: Any) -> list[Plan]:
+        made = attention_plans(AttentionGradient(case.problem(4)), Schedule.parse("growing"))
+        check(made)
+        made[1] = replace(made[1], steps=tuple(change(step) for step in made[1].steps))
+        return made
+
+    def attend(step: Any, **fields: Any) -> Any:
+        if not (step.attends and step.waits):
+            return step
+        return step._replace(attends=(step.attends[0]._replace(**fields),))
+
+    def elsewhere(step: Any) -> Any:
+        if not (step.attends and step.waits):
+            return step
+        back = step.attends[0].back
+        down = back._replace(row=back.row - 1, row_stop=back.row_stop - 1)
+        return attend(step, back=down)
+
+    def fewer(step: Any) -> Any:
+        if step.reduction is None or len(step.reduction.parts) < 3:
+            return step
+        parts, terms, out = step.reduction
+        return step._replace(reduction=type(step.reduction)(parts[:-1], terms[:-1], out))
+
+    def early(step: Any) -> Any:
+        return step._replace(after=step.after[1:]) if step.label.startswith("d") else step
+
+    for change, message in (
+        (lambda step: attend(step, back=None), "leaves out a gradient"),
+        (elsewhere, "gradient in the wrong place|leaves the buffer"),
+        (fewer, "leaves out the product of a rank"),
+        (early, "before it is written"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            check(changed(change))
 
 
 # Errors.

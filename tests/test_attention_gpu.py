@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import equal, exact
 from ranks import Rank, most_gpu_ranks, ranks, run
-from test_attention import AttentionCase, attended, cases
+from test_attention import AttentionCase, attended, cases, differentiated
 
 import ficco
 
@@ -26,17 +26,18 @@ SCHEDULES = (
 )
 
 
+SIZES = (64, 128, 256)
+
+
 def wider(world: int = 4) -> int:
     return world if most_gpu_ranks() >= world else 2
 
 
 def _masks(at: Rank, dtype: str) -> None:
-    iteration = 0
-    for case in cases(at.world, 96):
-        for size in (64, 128, 256):
-            schedule = SCHEDULES[iteration % len(SCHEDULES)]
-            wide = replace(case, heads=8, kv_heads=2, size=size, dtype=dtype)
-            attended(at, wide, iteration := iteration + 1, schedule)
+    for iteration, case in enumerate(cases(at.world, 96)):
+        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % len(SCHEDULES)]
+        wide = replace(case, heads=8, kv_heads=2, size=size, dtype=dtype)
+        attended(at, wide, iteration, schedule)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -54,6 +55,18 @@ def _calls(at: Rank) -> None:
 
 def test_between_other_calls() -> None:
     run(wider(), _calls, device="cuda", timeout=280)
+
+
+def _gradients(at: Rank) -> None:
+    for iteration, case in enumerate(cases(at.world, 96)):
+        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % len(SCHEDULES)]
+        wide = replace(case, heads=8, kv_heads=2, size=size, dtype="bfloat16")
+        differentiated(at, wide, iteration, schedule)
+
+
+@ranks(2, 4)
+def test_gradients(world: int) -> None:
+    run(world, _gradients, device="cuda", timeout=280)
 
 
 def _graphs(at: Rank) -> Any:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ficco.attention import AttentionProblem, Rectangle
+from ficco.attention import AttentionGradient, AttentionProblem, Rectangle
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Part, Program, in_turn
 from ficco.plan import Attending, Transfer
@@ -29,35 +29,94 @@ class Heads(NamedTuple):
     v: torch.Tensor
 
 
+class Result(NamedTuple):
+    """The result of all keys [batch, heads, rows, size], its log-sum-exp and its gradient."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad: torch.Tensor
+
+
 def attend_op(program: Program, attends: Sequence[Attending]) -> Op:
-    """Attends one after the other."""
-    return in_turn([_attend(program, one) for one in attends])
+    """Attends, or their backwards, one after the other."""
+    return in_turn(
+        [_attend(program, one) if one.back is None else _backward(program, one) for one in attends]
+    )
+
+
+class _Rectangles:
+    """What an attend reads: each library's call, with where its operands are."""
+
+    def __init__(self, program: Program, one: Attending) -> None:
+        problem, places = program.plan.problem, buffers_of(program)
+        if isinstance(problem, AttentionGradient):
+            problem = problem.forward
+        assert isinstance(problem, AttentionProblem)
+        first, keys = one.q.row, (one.first, one.first + one.kv.rows)
+        rectangles = problem.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
+        self.each = [
+            (
+                rectangle,
+                slice(rectangle.q - first, rectangle.q_stop - first),
+                slice(rectangle.k - keys[0], rectangle.k_stop - keys[0]),
+            )
+            for rectangle in rectangles
+        ]
+        self.shape = 2, problem.batch, problem.kv_heads, problem.size
+        self.scale = problem.scale if problem.scale is not None else problem.size**-0.5
+        self._q, self._kv = places.view(one.q), places.view(one.kv)
+
+    def heads(self, call: Call) -> Heads:
+        """All queries and keys."""
+        kv = self._kv(call).view(-1, *self.shape)
+        return Heads(by_heads(self._q(call)), by_heads(kv[:, 0]), by_heads(kv[:, 1]))
 
 
 def _attend(program: Program, one: Attending) -> Op:
-    problem, places = program.plan.problem, buffers_of(program)
-    assert isinstance(problem, AttentionProblem)
-    first, keys = one.q.row, (one.first, one.first + one.kv.rows)
-    rectangles = problem.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
-    q_view, kv_view = places.view(one.q), places.view(one.kv)
-    shape = 2, problem.batch, problem.kv_heads, problem.size
-    scale = problem.scale if problem.scale is not None else problem.size**-0.5
+    reads = _Rectangles(program, one)
 
     def op(call: Call) -> None:
-        q, kv = _by_heads(q_view(call)), kv_view(call).view(-1, *shape)
-        k, v = _by_heads(kv[:, 0]), _by_heads(kv[:, 1])
-        for rectangle in rectangles:
-            rows = slice(rectangle.q - first, rectangle.q_stop - first)
-            some = slice(rectangle.k - keys[0], rectangle.k_stop - keys[0])
-            heads = Heads(q[:, :, rows], k[:, :, some], v[:, :, some])
-            call.parts.append(
-                Part(rectangle.q, rectangle.q_stop, *attention(heads, rectangle, scale))
-            )
+        q, k, v = reads.heads(call)
+        for rectangle, rows, keys in reads.each:
+            heads = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+            found = attention(heads, rectangle, reads.scale)
+            call.parts.append(Part(rectangle.q, rectangle.q_stop, *found))
 
     return op
 
 
-def _by_heads(rows: torch.Tensor) -> torch.Tensor:
+def _backward(program: Program, one: Attending) -> Op:
+    assert one.back is not None
+    reads, places = _Rectangles(program, one), buffers_of(program)
+    sums, back = places.view(one.out), places.view(one.back)
+    rows_of = {name: places.view(one.q._replace(buffer=name)) for name in ("o", "grad")}
+    apart = [keys for _, _, keys in reads.each] == [slice(0, one.kv.rows)]
+
+    def op(call: Call) -> None:
+        q, k, v = reads.heads(call)
+        o, grad = (by_heads(view(call)) for view in rows_of.values())
+        lse = call.tensors["lse"][:, :, one.q.row : one.q.row_stop]
+        dq, dkv = by_heads(sums(call)), back(call).view(-1, *reads.shape)
+        if not one.accumulate:
+            dq.zero_()
+        wide = dkv  # what several calls add to
+        if not apart:
+            wide = torch.zeros_like(dkv, dtype=torch.promote_types(dkv.dtype, torch.float32))
+        for rectangle, rows, keys in reads.each:
+            heads = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+            of = Result(o[:, :, rows], lse[:, :, rows], grad[:, :, rows])
+            some = backward(heads, of, rectangle, reads.scale)
+            dq[:, :, rows] += some.q
+            for i, gradient in enumerate(some[1:]):
+                target = by_heads(wide[keys, i])
+                target.copy_(gradient) if apart else target.add_(gradient)
+        if not apart:
+            dkv.copy_(wide)
+
+    return op
+
+
+def by_heads(rows: torch.Tensor) -> torch.Tensor:
     """[rows, batch, heads, size] as [batch, heads, rows, size]."""
     return rows.permute(1, 2, 0, 3)
 
@@ -69,7 +128,7 @@ def merge_op(program: Program, transfer: Transfer, merge: Merge) -> Op:
     out_view = buffers_of(program).view(transfer.dst)
 
     def op(call: Call) -> None:
-        out, lse = _by_heads(out_view(call)), call.tensors.get("lse")
+        out, lse = by_heads(out_view(call)), call.tensors.get("lse")
         ends = {end for part in call.parts for end in part[:2] if first < end < last}
         bounds = [first, *sorted(ends), last]
         for begin, end in zip(bounds, bounds[1:], strict=False):
@@ -183,3 +242,78 @@ def flash(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tenso
         **given,
     )
     return mean.transpose(1, 2), lse
+
+
+# Their backwards.
+
+
+def backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
+    """The gradients of the operands of one call, whose result is a part of that of all keys."""
+    if heads.q.device.type == "cpu":
+        return _backward_on_cpu(heads, of, rectangle, scale)
+    if _cudnn_serves(heads, rectangle):
+        try:
+            return cudnn_backward(heads, of, rectangle, scale)
+        except RuntimeError:  # has no plan for this shape
+            pass
+    return flash_backward(heads, of, rectangle, scale)
+
+
+def _backward_on_cpu(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
+    mask = None if rectangle.whole else _band(heads, rectangle)
+    bare = mask if not rectangle.causal else None
+    try:
+        return Heads(
+            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(of.grad, *heads, of.out, of.lse, 0.0, rectangle.causal),
+                attn_mask=bare,
+                scale=scale,
+            )
+        )
+    except RuntimeError:  # an older PyTorch, or a shape that it does not have
+        return plain_backward(heads, of, mask, scale)
+
+
+def plain_backward(heads: Heads, of: Result, mask: torch.Tensor | None, scale: float) -> Heads:
+    """The same by products, in float32 at least."""
+    wide = torch.promote_types(heads.q.dtype, torch.float32)
+    q, k, v, out, grad = (one.to(wide) for one in (*heads, of.out, of.grad))
+    shared = q.shape[1] // k.shape[1]
+    k, v = (one.repeat_interleave(shared, 1) for one in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is not None:
+        scores += mask
+    weights = (scores - of.lse.unsqueeze(-1)).exp()
+    means = (out * grad).sum(-1, keepdim=True)
+    of_scores = weights * (grad @ v.transpose(-1, -2) - means) * scale
+    dk, dv = of_scores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
+    dk, dv = (one.unflatten(1, (-1, shared)).sum(2) for one in (dk, dv))
+    return Heads(of_scores @ k, dk, dv)
+
+
+def cudnn_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
+    """By cuDNN, for rectangles without a window."""
+    n, m, lse = heads.q.shape[2], heads.k.shape[2], of.lse.contiguous().unsqueeze(-1)
+    none = torch.empty(0, dtype=torch.int64, device=heads.q.device)  # of dropout
+    return Heads(
+        *torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(of.grad, *heads, of.out, lse, none, none, None, None, None, n, m, 0.0),
+            rectangle.causal,
+            scale=scale,
+        )
+    )
+
+
+def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
+    """By the flash attention that PyTorch has."""
+    q, k, v, out, grad = (one.transpose(1, 2) for one in (*heads, of.out, of.grad))
+    window = {"window_size_left": rectangle.left, "window_size_right": rectangle.right}
+    given = {} if rectangle.whole or rectangle.causal else window
+    none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
+    found = torch.ops.aten._flash_attention_backward(
+        *(grad, q, k, v, out, of.lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0),
+        *(rectangle.causal, none, none),
+        scale=scale,
+        **given,
+    )
+    return Heads(*(one.transpose(1, 2) for one in found))

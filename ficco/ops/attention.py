@@ -9,9 +9,17 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.attention import PLACEMENTS, AttentionProblem, attention_plans, choose
+from ficco.attention import (
+    PLACEMENTS,
+    AttentionGradient,
+    AttentionProblem,
+    attention_plans,
+    choose,
+)
+from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
 from ficco.ops.fit import ring
+from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
 from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import (
@@ -22,7 +30,7 @@ from ficco.ops.planned import (
     program_of,
     workspace_for,
 )
-from ficco.options import Options
+from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.schedules import Schedule
 from ficco.workspace import CachedCall, Workspace
@@ -99,7 +107,11 @@ def all_gather_attention(
         "window": window,
         "cu_seqlens": frozen(cu_seqlens) or (),
     }
-    return run_attention(q, k_shard, v_shard, process_group(group), schedule, asked)
+    given = process_group(group), schedule, asked
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (q, k_shard, v_shard)):
+        out: torch.Tensor = _Attention.apply(q, k_shard, v_shard, *given)
+        return out
+    return run_attention(q, k_shard, v_shard, *given)[0]
 
 
 def run_attention(
@@ -109,11 +121,14 @@ def run_attention(
     group: ProcessGroup,
     schedule: str | Schedule,
     asked: dict[str, Any],
-) -> torch.Tensor:
-    """One call."""
+    of: Result | None = None,
+    keeps: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """One call: its result and, if it ``keeps`` that for a backward, the log-sum-exp [batch, heads,
+    S/W]; with the result of such a call and its gradient, ``of``, the gradients of q, k and v."""
     workspace = workspace_for(group, q, "q", NAME)
     try:
-        options = number_call(workspace, NAME)
+        options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
         _check(workspace, q, k, v, schedule, asked)
         q, k, v = (_heads(plain(one)) for one in (q, k, v))
         kv = _packed(k, v)
@@ -121,7 +136,7 @@ def run_attention(
         place = source and (source[0].serial, source[1])
         mode = "queued" if workspace.engine.asynchronous else "idle"
         key = (
-            *(NAME, q.shape, k.shape, q.dtype, schedule, *asked.values(), place),
+            *(NAME, q.shape, k.shape, q.dtype, schedule, *asked.values(), place, of is None),
             *(options.workspace_bytes, options.machine),
         )
         cached = workspace.programs.get(key)
@@ -130,14 +145,46 @@ def run_attention(
             sizes = workspace.engine.world, rows, batch, heads, k.shape[1], size
             dtype = str(q.dtype).removeprefix("torch.")
             problem = AttentionProblem(*sizes, dtype, **asked, symmetric=source is not None)
-            cached = _new_kind(workspace, problem, schedule, mode, source, options)
-        call, out = _operands(q, kv)
+            whole = problem if of is None else AttentionGradient(problem)
+            cached = _new_kind(workspace, whole, schedule, mode, source, options)
+        call, found = _forward(q, kv, keeps) if of is None else _backward(cached, q, k, kv, of)
         post_call(workspace, key, cached, options)
         execute(workspace, program_of(workspace, cached), call)
     except BaseException as error:
         workspace.end(error)
         raise
-    return out
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    """A call whose operands need gradients. All of them are made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: ProcessGroup,
+        schedule: str | Schedule,
+        asked: dict[str, Any],
+    ) -> torch.Tensor:
+        out, lse = run_attention(q, k, v, group, schedule, asked, keeps=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given, ctx.options = (group, schedule, asked), current()
+        return out
+
+    @staticmethod
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = tensors
+        group, schedule, asked = ctx.given
+        of = Result(out, lse, _heads(grad))
+        with carried(ctx.options):
+            found = run_attention(q, k, v, group, schedule, asked, of)
+        return *found, None, None, None
 
 
 def _check(
@@ -225,7 +272,7 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def _new_kind(
     workspace: Workspace,
-    problem: AttentionProblem,
+    problem: AttentionProblem | AttentionGradient,
     schedule: str | Schedule,
     mode: str,
     source: tuple[Symmetric, int] | None,
@@ -258,10 +305,40 @@ def _new_kind(
     return new_kind(workspace, plan, options, agreed, cap is not None, kept)
 
 
-def _operands(q: torch.Tensor, kv: torch.Tensor) -> tuple[Call, torch.Tensor]:
-    """A call with its result allocated, and that as the caller sees it. Tensors of a call have rows
-    first."""
+def _forward(
+    q: torch.Tensor, kv: torch.Tensor, keeps: bool
+) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """A call with its results allocated, and these as the caller sees them. Tensors of a call have
+    rows first."""
     batch, heads, rows, size = q.shape
     out = q.new_empty(batch, rows, heads, size)
-    tensors = {"kv": kv, "q": q.permute(2, 0, 1, 3), "out": out.transpose(0, 1)}
-    return Call(tensors), out.transpose(1, 2)
+    call = Call({"kv": kv, "q": _by_rows(q), "out": out.transpose(0, 1)})
+    if not keeps:
+        return call, (out.transpose(1, 2),)
+    call.tensors["lse"] = q.new_empty(batch, heads, rows, dtype=_wide(q))
+    return call, (out.transpose(1, 2), call.tensors["lse"])
+
+
+def _backward(
+    cached: CachedCall, q: torch.Tensor, k: torch.Tensor, kv: torch.Tensor, of: Result
+) -> tuple[Call, tuple[torch.Tensor, ...]]:
+    """The same for gradients."""
+    batch, heads, rows, size = q.shape
+    sums, dq = (q.new_empty(batch, rows, heads, size, dtype=dtype) for dtype in (_wide(q), q.dtype))
+    tensors = {"kv": kv, "q": _by_rows(q), "o": _by_rows(of.out), "grad": _by_rows(of.grad)}
+    tensors |= {"lse": of.lse, "sum": sums.transpose(0, 1), "dq": dq.transpose(0, 1)}
+    for name, shape, dtype in cached.allocated:
+        if name not in tensors:
+            tensors[name] = q.new_empty(shape, dtype=dtype)
+    dkv = tensors["dkv"].view(rows, 2, batch, k.shape[1], size)
+    dk, dv = (dkv[:, i].permute(1, 2, 0, 3) for i in range(2))
+    return Call(tensors), (dq.transpose(1, 2), dk, dv)
+
+
+def _by_rows(heads: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, rows, size] as [rows, batch, heads, size]."""
+    return heads.permute(2, 0, 1, 3)
+
+
+def _wide(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
