@@ -25,6 +25,7 @@ from ficco.ops.operators import (
     matmul_reduce_scatter,
 )
 from ficco.ops.routing import Routing, route
+from ficco.ops.sdpa import behind_sdpa
 from ficco.ops.symm_mem import behind_symm_mem
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
@@ -50,6 +51,7 @@ __all__ = [
     "all_to_all_matmul",
     "all_to_all_transposed_matmul",
     "arriving",
+    "behind_sdpa",
     "behind_symm_mem",
     "close",
     "empty",

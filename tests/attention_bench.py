@@ -39,6 +39,8 @@ SCHEDULES = (
     "growing:pull",
     "shard-overlap",
     "hetero-fused-1d:pieces=1",
+    "growing:compute=2",
+    "growing:tail=4,compute=2",
 )
 #: Kernels of libraries' attention, by parts of their names.
 ATTENTION = ("flash", "fmha", "cudnn", "sdpa", "attention")

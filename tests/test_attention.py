@@ -40,7 +40,8 @@ SCHEDULES = (
     "shard-overlap",
     "hetero-fused-1d",
     "hetero-unfused-1d:pieces=3,pull",
-    "growing:tail=3",
+    "growing:tail=3,compute=2",
+    "shard-overlap:tail=2",
     "serial",
     "serial:pull",
 )
@@ -668,6 +669,47 @@ def test_wrong_plans_of_gradients_are_found() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             check(changed(change))
+
+
+# Behind PyTorch's function.
+
+
+def _behind(at: Rank) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import scaled_dot_product_attention as stock
+
+    mesh = init_device_mesh("cpu", (at.world,))
+    case = AttentionCase(8, 4, 2, causal=True, placement="head-tail")
+    q, k, v = (one.requires_grad_() for one in case.whole(at.world, 3, at.device))
+    wanted = stock(q, k, v, is_causal=True, enable_gqa=True)
+    (grad,) = torch.autograd.grad(wanted.sum(), q)
+    failures: list[Any] = []
+    mine = case.positions(at.rank, at.world)
+    shards = [one.detach().clone() for one in (q, k, v)]
+    with (
+        context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]),
+        ficco.behind_sdpa(mesh),
+    ):
+        call = torch.nn.functional.scaled_dot_product_attention
+        assert call is not stock
+        leaf = shards[0].detach().clone().requires_grad_()
+        out = call(leaf, *shards[1:], is_causal=True, enable_gqa=True)
+        (mine_grad,) = torch.autograd.grad(out.sum(), leaf)
+        assert torch.equal(shards[0], q[:, :, mine])
+        assert (out - wanted[:, :, mine]).abs().max() < 1e-6
+        assert (mine_grad - grad[:, :, mine]).abs().max() < 1e-5
+        for asked in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(8, 32)}, {"enable_gqa": False}):
+            given = {"enable_gqa": True, **asked}
+            failures.append(caught(lambda given=given: call(*shards, **given)))
+    assert torch.nn.functional.scaled_dot_product_attention is stock
+    return failures
+
+
+def test_behind_pytorchs_context_parallelism() -> None:
+    for failures in run(4, _behind):
+        for failure, name in zip(failures, ("dropout_p", "attn_mask", "enable_gqa"), strict=True):
+            assert failure.type == "ValueError" and f"{name}: required" in failure.text, failure
 
 
 # Errors.

@@ -844,7 +844,7 @@ GPU: Any = SimpleNamespace(
 
 def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
     (plan, *_) = tiled(gathered((16,)), "shard-overlap")
-    strange = replace(plan, steps=(Step("attend", "compute0", "new"),))
+    strange = replace(plan, steps=(Step("divine", "compute0", "new"),))
     machine = find("h200-4", None)
     readers: dict[str, Callable[[Plan], object]] = {
         "render": render,
@@ -852,10 +852,10 @@ def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
         "the gpu engine": lambda one: compile(one, GPU, None),
     }
     for name, read in readers.items():
-        words = f"{name} does not know the operation 'attend' of step 'new' on compute0"
+        words = f"{name} does not know the operation 'divine' of step 'new' on compute0"
         with pytest.raises(NotImplementedError, match=words):
             read(strange)
-    with pytest.raises(NotImplementedError, match="a timeline does not know .* 'attend'"):
+    with pytest.raises(NotImplementedError, match="a timeline does not know .* 'divine'"):
         assemble("", [strange], [[(strange.steps[0], 0.0, 1.0)]])
     with pytest.raises(PlanError, match="does not hold what its operation says"):
         check([strange])

@@ -5,7 +5,7 @@ matrix KV with a row for each position. The room is pure: libraries' calls are i
 operator in ``ficco.ops``.
 """
 
-from ficco.attention.choose import Choice, choose
+from ficco.attention.choose import AttentionChoice, choose
 from ficco.attention.gradient import AttentionGradient
 from ficco.attention.mask import Mask, Rectangle, Segment
 from ficco.attention.plans import attention_plans
@@ -16,7 +16,7 @@ __all__ = [
     "PLACEMENTS",
     "AttentionGradient",
     "AttentionProblem",
-    "Choice",
+    "AttentionChoice",
     "Mask",
     "Rectangle",
     "Segment",

@@ -27,7 +27,7 @@ CANDIDATES = (
 DEFAULT = "growing"
 
 
-class Choice(NamedTuple):
+class AttentionChoice(NamedTuple):
     """A schedule, why it, and the predicted seconds of all that were compared, the fastest
     first."""
 
@@ -39,18 +39,20 @@ class Choice(NamedTuple):
 @lru_cache(maxsize=256)
 def choose(
     problem: AttentionProblem | AttentionGradient, machine: Machine | None, mode: str = "queued"
-) -> Choice:
+) -> AttentionChoice:
     """The schedule for a problem on a machine; ``mode`` as of :func:`ficco.simulate.simulate`."""
     if machine is None or problem.world == 1:
         why = "no machine description" if machine is None else "one rank"
-        return Choice(Schedule.parse(DEFAULT), why)
+        return AttentionChoice(Schedule.parse(DEFAULT), why)
     try:
         seconds = {
             name: simulate(attention_plans(problem, Schedule.parse(name)), machine, mode).stop_s
             for name in CANDIDATES
         }
     except ValueError as error:  # of a machine that lacks a block
-        return Choice(Schedule.parse(DEFAULT), str(error))
+        return AttentionChoice(Schedule.parse(DEFAULT), str(error))
     best = sorted(seconds, key=seconds.__getitem__)
     reason = f"fastest of {len(best)} in simulation on {machine.name}: {seconds[best[0]]:.3g} s"
-    return Choice(Schedule.parse(best[0]), reason, tuple((name, seconds[name]) for name in best))
+    return AttentionChoice(
+        Schedule.parse(best[0]), reason, tuple((name, seconds[name]) for name in best)
+    )

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from ficco.attention.problem import AttentionProblem, KeyGather
-from ficco.attention.stage import AttentionStage, AttentionWorld, Run
+from ficco.attention.stage import AttentionStage, AttentionWorld, KeyRun
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.groups import Unit
@@ -132,6 +132,9 @@ class GradientStage(AttentionStage):
 
     world: GradientWorld
 
+    #: The gradients of keys are made of those of all queries at once.
+    cuts_queries = False
+
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.return_lane = f"copy{self.schedule.copy}"
@@ -141,17 +144,17 @@ class GradientStage(AttentionStage):
         if self.asked.rows:
             self._sum()
 
-    def _runs_of(self, units: list[Unit]) -> list[Run]:
+    def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
         """Own rows apart, and first: their gradients stay."""
         own = [unit for unit in units if unit.peer == self.me]
         rest = [unit for unit in units if unit.peer != self.me]
         return super()._runs_of(own) + super()._runs_of(rest)
 
-    def _run(self, kv: Region, first: int, last: int) -> Run:
+    def _run(self, kv: Region, first: int, last: int) -> KeyRun:
         """Also of rows that no query attends to: their gradients are zeros."""
-        return super()._run(kv, first, last) or Run(kv, first, (0, 0), 0)
+        return super()._run(kv, first, last) or KeyRun(kv, first, (0, 0), 0)
 
-    def _attending(self, run: Run, adds: bool) -> Attending:
+    def _attending(self, run: KeyRun, adds: bool) -> Attending:
         own, rows = self._block(self.me, self.me), run.kv.rows
         row, buffer = run.first, "leaving"
         if (run.first, run.first + rows) == own:

@@ -6,7 +6,7 @@ merged, in float32, once no later group gives them anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from ficco.attention.problem import MERGE, SUMS, AttentionProblem, KeyGather
 from ficco.plan.model import Attending, Region, Step, Transfer
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
-from ficco.schedules.groups import Unit
+from ficco.schedules.groups import Unit, cut
 from ficco.schedules.space import Schedule
 from ficco.specification import Specification
 
@@ -35,8 +35,10 @@ class AttentionWorld(GatherWorld):
         cap: int | None,
         whole: Specification,
     ) -> None:
-        self.asked = asked
-        super().__init__(asked.keys, schedule, words, cap, (*whole.operands[:2], whole.results[0]))
+        self.asked, operands = asked, (*whole.operands[:2], whole.results[0])
+        # A tail cuts the queries of the last group, and no keys.
+        super().__init__(asked.keys, replace(schedule, tail=1), words, cap, operands)
+        self.schedule = schedule
         made, wide = whole.attentions[0], SUMS[asked.dtype]
         merges = made.out != self.out.holds
         shapes, holds = self.out.shapes, {"holds": made.out, "dtype": wide}
@@ -45,15 +47,20 @@ class AttentionWorld(GatherWorld):
 
 
 class AttentionStage(GatherStage):
-    """One rank's steps; those that attend are all on one lane."""
+    """One rank's steps. Those that attend are on one lane; what they give is merged on another, if
+    there are two. The queries of the last group are cut as ``tail`` says, so that little is left to
+    merge after its last step (query-split attention, FlashOverlap)."""
 
     world: AttentionWorld
     problem: KeyGather
 
+    #: Whether some queries can attend to a group before others do.
+    cuts_queries = True
+
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.asked = world.asked
-        self.compute_lanes = self.compute_lanes[:1]
+        self.compute_lanes = ["compute0", "compute1"][: self.schedule.compute]
 
     def _own_is_separate(self) -> bool:
         return not self.schedule.uniform and self.asked.rows > 0
@@ -62,25 +69,44 @@ class AttentionStage(GatherStage):
         super()._multiply_own()
         self._round("compute0", OWN)
 
+    def _consume(self, group: int) -> None:
+        super()._consume(group)
+        for queries in self.slices(group)[1:]:
+            attends, label = self.attends_of(group, queries), f"queries {queries[0]}"
+            self.add(Step("attend", "compute0", label, attends=attends))
+            self._merge(group, queries)
+
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self.compute_lanes[0]
 
     def _work(self, group: int, lane: str, label: str) -> Step:
-        return Step("attend", lane, label, attends=tuple(self.attends[group]))
-
-    def completed(self, group: int) -> Iterable[Span]:
-        return self.last[group]
+        return Step("attend", lane, label, attends=self.attends_of(group, self.slices(group)[0]))
 
     def _round(self, lane: str, group: int) -> None:
-        for first, last in self.completed(group):
+        self._merge(group, self.slices(group)[0])
+
+    def slices(self, group: int) -> list[Span]:
+        """The queries that attend to a group, as they are cut."""
+        ends = [end for run in self.runs[group] for end in run.queries] or [0]
+        first, last = min(ends), max(ends)
+        if group in (OWN, *range(len(self.groups) - 1)) or not self.cuts_queries:
+            return [(first, last)]
+        parts = cut(last - first, self.schedule.tail) or [(0, 0)]
+        return [(first + a, first + b) for a, b in parts]
+
+    def _merge(self, group: int, queries: Span) -> None:
+        """Merge, after the latest step, what of some queries a group completes."""
+        made, lane = len(self.steps) - 1, self.compute_lanes[-1]
+        after = (made,) if self.steps[made].lane != lane else ()
+        for first, last in both(self.last[group], queries):
             src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
             move = Transfer(src, dst, function=function)
-            self.add(Step("place", lane, label, transfer=move))
+            self.add(Step("place", lane, label, after=after, transfer=move))
 
     @cached_property
-    def runs(self) -> dict[int, list[Run]]:
+    def runs(self) -> dict[int, list[KeyRun]]:
         """By group, in their order, the rows of KV and the queries that attend to them."""
         found = {}
         if self._own_is_separate():
@@ -90,7 +116,7 @@ class AttentionStage(GatherStage):
             found[group] = self._runs_of(units)
         return found
 
-    def _runs_of(self, units: list[Unit]) -> list[Run]:
+    def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
         """Rows that follow each other, where they are and as they land, are one run."""
         spans: list[tuple[Region, int, int]] = []
         for unit in sorted(units):
@@ -102,12 +128,12 @@ class AttentionStage(GatherStage):
             spans.append((region, first, last))
         return [run for span in spans if (run := self._run(*span))]
 
-    def _run(self, kv: Region, first: int, last: int) -> Run | None:
+    def _run(self, kv: Region, first: int, last: int) -> KeyRun | None:
         found = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
         if not found:
             return None
         queries = min(one.q for one in found), max(one.q_stop for one in found)
-        return Run(kv, first, queries, sum(one.pairs for one in found))
+        return KeyRun(kv, first, queries, sum(one.pairs for one in found))
 
     @cached_property
     def last(self) -> dict[int, list[Span]]:
@@ -119,24 +145,27 @@ class AttentionStage(GatherStage):
             over = merged(over + spans)
         return found
 
-    @cached_property
-    def attends(self) -> dict[int, list[Attending]]:
-        """By group, what is attended to."""
-        begun, found = False, {}
-        for group, runs in self.runs.items():
-            found[group] = list[Attending]()
-            for run in runs:
-                found[group].append(self._attending(run, begun))
-                begun = True  # by all queries: to the own rows, or to all rows at once
-        return found
+    def attends_of(self, group: int, queries: Span) -> tuple[Attending, ...]:
+        """What some queries do with a group."""
+        # All queries attend to the first rows: to the own ones, or to all rows at once.
+        begun = next((g for g, runs in self.runs.items() if runs), OWN)
+        found = []
+        for number, run in enumerate(self.runs[group]):
+            (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
+            if rows != run.queries:
+                keys = run.first, run.first + run.kv.rows
+                calls = self.asked.rectangles(self.me, rows, keys)
+                run = run._replace(queries=rows, pairs=sum(one.pairs for one in calls))
+            found.append(self._attending(run, group != begun or number > 0))
+        return tuple(found)
 
-    def _attending(self, run: Run, adds: bool) -> Attending:
+    def _attending(self, run: KeyRun, adds: bool) -> Attending:
         q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
         out = q._replace(buffer=self.product)
         return Attending(q, run.kv, out, run.first, run.pairs, adds)
 
 
-class Run(NamedTuple):
+class KeyRun(NamedTuple):
     """Rows of KV that follow each other and are attended to together.
 
     Attributes:
@@ -150,6 +179,12 @@ class Run(NamedTuple):
     first: int
     queries: Span
     pairs: int
+
+
+def both(spans: list[Span], other: Span) -> list[Span]:
+    """What spans have in common with another."""
+    common = [(max(first, other[0]), min(last, other[1])) for first, last in spans]
+    return [(first, last) for first, last in common if first < last]
 
 
 def _without(span: Span, others: list[Span]) -> list[Span]:
