@@ -186,6 +186,7 @@ def dense(rectangles: tuple[Rectangle, ...], queries: int, keys: int) -> torch.T
         ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
         seen = torch.ones(n, m, dtype=torch.bool)
         assert not one.causal or n == m, "causal masks of libraries begin in different corners"
+        assert one.whole or n <= m, "flash attention has another band where queries are more"
         if one.left is not None:
             assert one.left >= 0  # libraries take less than that for all
             seen &= ahead >= -one.left

@@ -41,7 +41,8 @@ class Rectangle(NamedTuple):
     Attributes:
         q, q_stop, k, k_stop: first and last rows, exclusive.
         left, right: how many keys before and after its place on that diagonal a query attends to;
-            None: all.
+            None: all. There are no more queries than keys where one is given: for more, flash
+            attention takes ``right=None`` for as many as there are keys, which are too few.
     """
 
     q: int
@@ -156,15 +157,15 @@ class Mask:
             row = query.row - query.position
             return Rectangle(row + a, row + b, first, last, left, right)
 
-        cuts_after = self.causal and end - 1 > q
-        cuts_before = self.window is not None and q_stop - 1 - self.window > begin
-        if not cuts_before and cuts_after:  # the queries after all keys have a call of their own
-            yield rectangle(q, min(q_stop, end), None, 0)
-            if end < q_stop:
-                yield rectangle(end, q_stop, None, None)
-            return
-        left = end - q_stop + self.window if cuts_before and self.window is not None else None
-        yield rectangle(q, q_stop, left, q_stop - end if cuts_after else None)
+        ahead = min(q_stop, end) if self.causal and end - 1 > q else q
+        if ahead > q:  # queries among the keys: a diagonal that ends in the last of both
+            reaches = self.window is None or ahead - 1 - self.window <= begin
+            yield rectangle(q, ahead, None if reaches else self.window, 0)
+        far = q_stop if self.window is None else min(q_stop, begin + self.window + 1)
+        if ahead < far:
+            yield rectangle(ahead, far, None, None)
+        if self.window is not None and max(ahead, far) < q_stop:  # the first keys are out of reach
+            yield rectangle(max(ahead, far), q_stop, end - q_stop + self.window, None)
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 import ficco
+from ficco.attention import AttentionProblem, choose
+from ficco.bench.attention import SCALE, attend, exact_operands, gather_then_attend, slowest
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
@@ -59,6 +62,9 @@ HOSTS = 2
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
+#: The same for attention: rows per rank, heads, those of keys, their size, dtype.
+ATTENTION_SIZES = {"cpu": (192, 4, 2, 64, "float32"), "cuda": (2048, 32, 8, 128, "bfloat16")}
+
 #: The machine on which the demo decides, and the one on which it simulates.
 DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
@@ -94,6 +100,7 @@ def demo(device_name: str, out: Path | None) -> int:
         for operator in OPERATORS:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
+        taking.append(_attention(group, device))
         crossed = _over_hosts(group, device)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
@@ -156,6 +163,34 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[
     took = str(taken(operands.problem, group, device).schedule)
     exact = times["exact"].iloc[1]
     return {"operator": operator, "took": took, "ms": ms, "torch": torch_ms, "exact": exact}
+
+
+def _attention(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """The same for attention over a sequence that the ranks share."""
+    rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
+    sizes = rows, 1, heads, kv_heads, size, dtype
+    problem = AttentionProblem(group.size(), *sizes, causal=True, scale=SCALE)
+    measure, taken_s, right = seconds(group, device), list[list[float]](), True
+    for iteration in range(TURNS):
+        operands = exact_operands(problem, group.rank(), iteration, device)
+        calls = (
+            partial(gather_then_attend, operands, group),
+            partial(attend, operands, group, "auto"),
+        )
+        taken_s.append([])
+        for call in calls:
+            result, elapsed = measure(call)
+            taken_s[-1].append(slowest(elapsed, group))
+        right = right and torch.equal(result, operands.wanted)
+    torch_ms, ms = np.median(taken_s, axis=0) * 1e3
+    exact: list[Any] = [None] * group.size()
+    dist.all_gather_object(exact, right, group=group)
+    known = workspace_of(group, device).known(None)
+    took = str(
+        choose(problem, known.machine, "idle" if device.type == "cpu" else "queued").schedule
+    )
+    found = {"operator": problem.operator, "took": took, "ms": ms}
+    return {**found, "torch": torch_ms, "exact": all(exact)}
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:
