@@ -75,9 +75,9 @@ from ficco.timeline import SYNC_LANE, attended_flops
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
 #: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
-#: The rate of attention, as a share of that of full waves of library GEMMs. Fitted to cuDNN's on one
+#: The rate of attention, as a share of that of full waves of library GEMMs. Fitted to cuDNN's on an
 #: H100 (docs/results/attention-h100-1.csv): plans of 64k and 128k positions are at most 5 % from
-#: what was measured but for two, which are 8 %; those of 16k are 15 to 35 % short.
+#: what was measured but for one, which is 8 % from it; those of 16k are 15 to 35 % short.
 ATTENTION = 0.95
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
