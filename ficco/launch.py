@@ -72,6 +72,12 @@ def own_rank() -> int:
     return _number("RANK") if under_torchrun() else 0
 
 
+def ranks_of_a_host(ranks: int) -> int:
+    """How many of so many ranks a launcher has started on this host; all without a launcher."""
+    here = under_torchrun() and "LOCAL_WORLD_SIZE" in os.environ
+    return _number("LOCAL_WORLD_SIZE") if here else ranks
+
+
 def _number(variable: str) -> int:
     """The number in an environment variable of a launcher.
 

@@ -226,7 +226,8 @@ def test_steps_have_names_and_times_and_blocks() -> None:
     for device, quick, most in (("cuda", False, 210), ("cpu", False, 50), ("cpu", True, 5)):
         made = effort.EFFORTS[device, quick]
         assert tuple(made.seconds) == steps
-        assert sum(made.seconds.values()) < most
+        alone = made.seconds[tuning.NETWORK]  # of a run of its own
+        assert alone > 0 and sum(made.seconds.values()) - alone < most
         assert len(made.sizes) >= 2 and len(set(made.pieces)) == 2
         assert len(made.heating) == 2 and len(set(made.rows)) >= 3
     assert 170 <= len(effort.GPU.gemms) <= 220
@@ -827,7 +828,7 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert machine == outcome.machine
     # On a CPU both movers are the same, a product whose rows wait is several of the library, and
     # float8 is slow.
-    none = "kernel_copies", "tiled", "fp8_tensor", "fp8_row", "fp8_block"
+    none = "kernel_copies", "tiled", "fp8_tensor", "fp8_row", "fp8_block", "network"
     assert not any(getattr(machine, step) for step in none)
     for step in tuning.MEASURES:
         if step in none:

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
 from ficco.dma.host import HostMemory
+from ficco.dma.hosts import Hosts
 from ficco.errors import InvalidArgument
 
 MODES = ("queued", "idle", "graph")
@@ -84,23 +85,30 @@ class Barrier:
     """Lets the ranks of this machine go on within about a microsecond of each other.
 
     A count per rank in shared memory; no data is ordered by it. Collectives are no substitute:
-    they leave the ranks tens of microseconds apart, which is as long as what is timed.
+    they leave the ranks tens of microseconds apart, which is as long as what is timed. Between
+    hosts there is nothing better.
 
     ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``.
     """
 
-    def __init__(self, group: ProcessGroup, timeout_s: float = math.inf) -> None:
-        self._rank, self._world = group.rank(), group.size()
+    def __init__(
+        self, group: ProcessGroup, timeout_s: float = math.inf, hosts: Hosts | None = None
+    ) -> None:
+        hosts = hosts or Hosts.one(group)
+        self._group, self._several = group, hosts.count > 1
+        self._rank, self._world = hosts.near.rank(), hosts.near.size()
         self._timeout_s = timeout_s
         self._count = 0
         # The rank's count, then two words of what is decided.
-        memory = HostMemory(group, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
+        memory = HostMemory(hosts.near, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
         self._words = [memoryview(part).cast("q") for part in memory.maps]
         memory.close()  # the words keep the maps
         self.wait()
 
     def wait(self) -> None:
         """Wait until every rank is here."""
+        if self._several:
+            dist.barrier(self._group)
         self._count += 1
         words, count = self._words, self._count
         began = time.monotonic()
@@ -116,6 +124,10 @@ class Barrier:
 
     def decide(self, value: int) -> int:
         """What rank 0 says, on every rank."""
+        if self._several:
+            said = [value]
+            dist.broadcast_object_list(said, group_src=0, group=self._group)
+            return said[0]
         # Two words take turns: rank 0 is at most one decision ahead of whoever still reads.
         word = 1 + self._count % 2
         if self._rank == 0:

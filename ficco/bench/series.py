@@ -26,6 +26,7 @@ from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.inputs import draw_normal, factors
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
+from ficco.dma.hosts import Hosts
 from ficco.dma.scaled import multiply_scaled
 from ficco.scaling import Scaling, factors_of
 from ficco.schedules.groups import cut
@@ -63,16 +64,21 @@ class Stopwatch:
 
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
+        hosts: where the ranks are; on one unless told.
     """
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, timeout_s: float | None = None
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        timeout_s: float | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.hosts = group, device, hosts or Hosts.one(group)
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.barrier = Barrier(group, PEERS_S if timeout_s is None else timeout_s)
+        self.barrier = Barrier(group, PEERS_S if timeout_s is None else timeout_s, self.hosts)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(

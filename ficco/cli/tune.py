@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
     device = arguments.device or launch.default_device()
     ranks = launch.check_ranks(arguments.ranks, device, 2)  # one has no peer
-    here = fingerprint(device, ranks)
+    here = fingerprint(device, launch.ranks_of_a_host(ranks))
     path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
     if arguments.check:
         return _check(arguments, device, ranks, path)

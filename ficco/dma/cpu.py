@@ -349,6 +349,7 @@ class CpuEngine(Engine):
             partial_signals=True,
             scaled=True,
             functions=(*FUNCTIONS, CAST, MERGE),
+            network="gloo" if self._network is not None else "",
         )
 
     def copy_engines(self) -> int:

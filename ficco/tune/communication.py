@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ficco
 from ficco.bench.calls import reduce_scatter
 from ficco.bench.series import MeasuredCalls, Times, timed_during
-from ficco.machine import Collective, Contention, Copies, Topology
+from ficco.machine import Collective, Contention, Copies, Network, Topology
 from ficco.plan import together
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan
@@ -39,6 +40,8 @@ ROWS_OF = {
 #: so many bytes, since the times of larger ones vary by more than what is asked. The product has
 #: so many columns. In the rest of the step's seconds rows are timed.
 IN_FRONT, IN_FRONT_BYTES, IN_FRONT_COLUMNS, IN_FRONT_SHARE = "serial:kernel", 4 << 20, 1024, 0.4
+#: Messages of a shard between hosts, in rows of two lengths.
+MESSAGES, IN_A_ROW = "hetero-unfused-1d:pieces={count}", (1, 4)
 ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 
@@ -195,6 +198,55 @@ EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
         "bytes of a rank's part of the sum",
     ),
 }
+
+
+def network(site: Site) -> Network | None:
+    """What joins the hosts of the ranks, by rows of messages between ranks that have the same place
+    on their hosts: those of one place, and of all. None where the ranks share a host."""
+    watch, hosts = site.watch, site.watch.hosts
+    if hosts.count == 1:
+        return None
+    each = hosts.near.size()
+    rails = [list(range(place, watch.world, each)) for place in range(each)]
+    groups = [dist.new_group(ranks) for ranks in rails]
+    place, rail = hosts.near.rank(), groups[hosts.near.rank()]
+    try:
+        parts, sizes = replace(site.parts(), group=rail), site.effort.sizes
+        parts.shard(max(IN_A_ROW) * max(sizes))
+        rows = {
+            f"{n} x {size}": (n, size, parts.copies(MESSAGES.format(count=n), n * size))
+            for size in sizes
+            for n in IN_A_ROW
+        }
+        calls = {f"all: {name}": call for name, (*_, call) in rows.items()}
+        alone = {f"one: {name}": call for name, (*_, call) in rows.items()}
+        calls |= alone if not place else dict.fromkeys(alone, _nothing)
+        # By the clock: ranks wait for what their cores do not do.
+        seconds, effort = site.effort.seconds["network"], site.effort
+        series = watch.time(calls, seconds=seconds, least=effort.least, most=40, tick=site.tick)
+        found = {}
+        for who in ("one", "all"):
+            times = [
+                fits.CopyTime(size, count * (hosts.count - 1), median(series[f"{who}: {name}"]))
+                for name, (count, size, _) in rows.items()
+            ]
+            found[who] = fits.messages(times)
+        by = workspace_of(rail, watch.device).engine.capabilities().network
+    finally:
+        ficco.close(rail)
+        for group in groups:
+            dist.destroy_process_group(group)
+    (latency, bandwidth), (_, shared) = found["one"], found["all"]
+    note = (
+        f"{hosts.count} hosts, {by}; {min(sizes)} to {max(sizes)} bytes; one rank of a host "
+        f"{bandwidth / 1e9:.4g} GB/s, each of {each} at once {shared / 1e9:.4g} GB/s"
+    )
+    sharing = min(max(round(bandwidth / shared), 1), each)
+    return Network(bandwidth, latency, site.source("fitted", note), sharing)
+
+
+def _nothing() -> None:
+    """In place of a call of other ranks."""
 
 
 def contention(site: Site) -> Contention:

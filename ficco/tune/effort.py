@@ -116,7 +116,7 @@ _GPU_SECONDS = {
     "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "tiled": 12.0,
     "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
     "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
-    "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0,
+    "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0, "network": 20.0,
 }  # fmt: skip
 
 #: Stands for all shapes that are given, where steps are chosen.
@@ -179,7 +179,7 @@ CPU = Effort(
         "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "tiled": 0.0,
         "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
         "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
-        "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0,
+        "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0, "network": 5.0,
     },
     shape_seconds=6.0,
     least=5,

@@ -96,6 +96,23 @@ class CopyFit:
         return self.latency + count * nbytes / rate + (count - 1) * self.gap
 
 
+def messages(times: Sequence[CopyTime]) -> tuple[float, float]:
+    """Latency and bytes per second of messages, from rows of them: ``count`` messages of s bytes
+    take a time of their own and ``count * (latency + s / rate)``.
+
+    Raises:
+        ValueError: fewer than two sizes, or rows of one length, or times that do not grow with the
+            bytes.
+    """
+    if min(len({one.nbytes for one in times}), len({one.count for one in times})) < 2:
+        raise ValueError(f"messages: required two sizes and rows of two lengths, got {times}")
+    matrix = np.array([(1.0, one.count, one.count * one.nbytes) for one in times])
+    _, latency, per_byte = least_squares(matrix, np.array([one.seconds for one in times]))
+    if per_byte <= 0:
+        raise ValueError(f"messages: required times that grow with their bytes, got {times}")
+    return latency, 1 / per_byte
+
+
 def copies(times: Sequence[CopyTime]) -> CopyFit:
     """Latency, gap and rates from rows of copies.
 

@@ -25,6 +25,7 @@ from ficco.bench.frames import commit
 from ficco.bench.series import Stopwatch
 from ficco.bench.tables import Forecast, bar
 from ficco.dma.engine import fingerprint
+from ficco.dma.hosts import hosts_of
 from ficco.errors import ConfigError
 from ficco.launch import local_device
 from ficco.machine import (
@@ -47,6 +48,9 @@ from ficco.tune.site import Site
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
 
+#: The step that ranks on several hosts measure, and no others.
+NETWORK = "network"
+
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
@@ -60,6 +64,7 @@ MEASURES: dict[str, Callable[[Site], Any]] = {
     "contention": communication.contention,
     "host": calls.host,
     "thresholds": calls.thresholds,
+    NETWORK: communication.network,
 }
 
 
@@ -95,7 +100,7 @@ class TuneSettings:
     @property
     def steps(self) -> tuple[str, ...]:
         """Names of the steps, in order."""
-        wanted = [name for name in MEASURES if not self.only or name in self.only]
+        wanted = [name for name in MEASURES if name in (self.only or {*MEASURES} - {NETWORK})]
         if self.operators:
             kinds = {OPERATORS[name].collective for name in self.operators}
             others = {COLLECTIVES[kind] for kind in {*COLLECTIVES} - {*kinds, "all-gather"}}
@@ -146,11 +151,18 @@ class _TuningRun:
         self.group = dist.group.WORLD
         self.rank, self.world = self.group.rank(), self.group.size()
         self.device = local_device(settings.device)
-        self.here = fingerprint(settings.device, self.world)
+        self.hosts = hosts_of(self.group, TIMEOUT_S, "tune")
+        self.here = fingerprint(settings.device, self.hosts.near.size())
         self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
         self.console = Console(stderr=True, quiet=self.rank != 0)
 
     def run(self) -> Outcome:
+        if (self.hosts.count > 1) != (self.settings.steps == (NETWORK,)):
+            return Outcome(
+                error="--only: ranks of one host measure all steps but 'network', and those of "
+                f"several hosts that one alone; got {', '.join(self.settings.steps)} on "
+                f"{self.hosts.count}"
+            )
         error, begun = self._on_rank_0(self._begin)
         if error:
             return Outcome(error=error)
@@ -164,7 +176,7 @@ class _TuningRun:
             f"{self.here.accelerator}, {self.world} ranks: {steps} steps, about {whole:.0f} s; "
             f"every one is saved to {settings.path}"
         )
-        watch = Stopwatch(self.group, self.device)
+        watch = self._watch()
         for number, (name, own) in enumerate(todo.items(), 1):
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
@@ -198,6 +210,9 @@ class _TuningRun:
         if not outcome.error and not outcome.failures and self.rank == 0:
             Journal.remove(settings.path)
         return outcome
+
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self.group, self.device, hosts=self.hosts)
 
     def _say(self, text: str, console: Console | None = None) -> None:
         (console or self.console).print(text, markup=False, highlight=False, soft_wrap=True)
@@ -253,7 +268,7 @@ class _TuningRun:
             if measured is None:
                 return site.machine
             block = {name: rounded(measured)}
-            single = Machine("block", self.here.accelerator, self.world, **block)
+            single = Machine("block", self.here.accelerator, self.here.ranks, **block)
             loads(dumps(single), str(self.settings.path))  # else the step has failed
             return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
@@ -266,7 +281,7 @@ class _TuningRun:
         """Free what the step held. After a failure, ranks begin with a new barrier."""
         if failed:
             watch.close()
-            watch = Stopwatch(self.group, self.device)
+            watch = self._watch()
         try:
             watch.release()
         except RuntimeError as error:

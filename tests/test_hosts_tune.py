@@ -1,0 +1,65 @@
+"""What joins hosts, measured: the step ``network`` of a tuning run, on hosts that are no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Rank, run
+from test_hosts import host_of
+
+from ficco.machine import load
+from ficco.tune import fits
+from ficco.tune import run as tuning
+
+
+def test_rows_of_messages_tell_latency_and_rate() -> None:
+    times = [
+        fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
+        for size in (1 << 14, 1 << 18, 1 << 22)
+        for count in (1, 4)
+    ]
+    latency, rate = fits.messages(times)
+    assert latency == pytest.approx(5e-5) and rate == pytest.approx(2e9)
+
+
+def test_rows_that_tell_nothing_are_refused() -> None:
+    one = fits.CopyTime(1024, 1, 1e-3)
+    with pytest.raises(ValueError, match="two sizes and rows of two lengths"):
+        fits.messages([one, fits.CopyTime(2048, 1, 1e-3)])
+    shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
+    with pytest.raises(ValueError, match="grow with their bytes"):
+        fits.messages(shrinking)
+
+
+def _tuned(at: Rank, path: str, only: tuple[str, ...], hosts: int) -> Any:
+    with host_of(at, hosts):
+        settings = tuning.TuneSettings(
+            Path(path), "cpu", quick=True, only=only, fresh=True, command="tests"
+        )
+        outcome = tuning.tune(settings)
+        return outcome.error, outcome.failures, outcome.done
+
+
+def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    for error, failures, done in run(4, _tuned, str(path), ("network",), 2, timeout=100):
+        assert not error and not failures and done == ["network"]
+    machine = load(path)
+    network = machine.network
+    assert machine.ranks == 2 and network is not None
+    assert 1e7 < network.bandwidth < 1e11 and 0 <= network.latency < 0.05
+    assert network.sharing in (1, 2)
+    assert network.provenance.source == "fitted"
+    assert "2 hosts, gloo" in network.provenance.note
+
+
+@pytest.mark.parametrize(("only", "hosts"), [(("network",), 1), (("gemm",), 2), ((), 2)])
+def test_steps_of_one_host_and_of_several_are_told_apart(
+    tmp_path: Path, only: tuple[str, ...], hosts: int
+) -> None:
+    path = tmp_path / "none.yaml"
+    for error, _, done in run(2, _tuned, str(path), only, hosts):
+        assert "those of several hosts that one alone" in error and not done
+    assert not path.exists()
