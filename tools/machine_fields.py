@@ -26,7 +26,7 @@ from tools.readme import put_between
 FROM: dict[str, dict[str, str]] = {
     "Machine": {"asked": "name accelerator ranks", "by hand": "also margin"},
     "Topology": {"measured": "kind bandwidth sharing"},
-    "Network": {"by hand": "bandwidth latency sharing"},
+    "Network": {"fitted": "bandwidth latency", "measured": "sharing"},
     "Copies": {"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},
     "Collective": {"measured": "curve"},
     "Gemm": {
