@@ -659,8 +659,8 @@ class GpuEngine(StreamEngine):
         slot, flight = program.slot, self._begin(program, call, raw)
         # Calls that share nothing are collectives, and traced ones are looked at step by step. What
         # goes between hosts is told to a thread, or numbered by the library, in every call.
-        live = program.state.keys() & {"base", "network"}
-        replays = self.replays and bool(slot and slot.words) and not live
+        replays = self.replays and bool(slot and slot.words) and "base" not in program.state
+        replays = replays and "network" not in program.state
         replays = replays and self.replayed.possible and bool(run.parts or not run.before)
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
