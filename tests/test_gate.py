@@ -15,6 +15,7 @@ import torch
 from ficco.dma import memories, rendezvous
 from ficco.dma.gate import Gate
 from ficco.dma.gpu import GpuEngine
+from ficco.dma.hosts import Hosts
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
 PATIENCE_S = 10.0
@@ -194,8 +195,8 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     forever = float("inf")
     engine: Any = SimpleNamespace(
         group=alone,
+        hosts=Hosts.one(alone),
         rank=0,
-        world=1,
         timeout_s=forever,
         operator="empty",
         interrupt=lambda: None,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ficco.dma.engine import Missing, Program, Slot
+from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problem import Problem
 from ficco.schedules import NAMED, plan
@@ -27,6 +28,7 @@ class Engine:
 
     def __init__(self, program: Program, running: int, ending: bool) -> None:
         self.program, self.running, self.ending = program, running, ending
+        self.hosts, self.lost = Hosts.one(Group()), set[int]()
         self.released: list[Slot] = []
         self.times = 0  # that everything was released
 
@@ -48,6 +50,11 @@ class Engine:
         self.released = list(slots)
         self.times += 1
         return True
+
+
+class Group:
+    def size(self) -> int:
+        return Board.world
 
 
 class Board:
@@ -111,12 +118,13 @@ def until(workspace: Workspace, seconds: float) -> float:
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(("rank", "far"), [(1, False), (2, False), (1, True)])
 def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
-    watch: Callable[..., Workspace], rank: int
+    watch: Callable[..., Workspace], rank: int, far: bool
 ) -> None:
     workspace = watch(running=7, timeout_s=20)
-    workspace.board.gone.add(rank)
+    # Of another host it is the connection that tells.
+    (workspace.engine.lost if far else workspace.board.gone).add(rank)
     waited = until(workspace, 4 * ENDED_S)
     error = workspace.error
     if rank == 2:  # the first signal that is missing is another's, who is there
