@@ -30,3 +30,10 @@ def test_calls_over_hosts(way: str) -> None:
     settings = {"JITTER_US": 100, "WAIT_ANY": int(way == "uncached")}
     where: Any = {"env": {"FICCO_HIP": f"signals={way}"}, "settings": settings}
     assert run(4, _exact, cases, series="10", **where) == [(len(cases), 0)] * 4
+
+
+def test_streams_share_one_hardware_queue() -> None:
+    """A lane that waits for another host holds up all that comes behind it."""
+    cases = [case for operator in list(OPERATORS)[:5:4] for case in cases_of(operator, 2, 2)][::5]
+    where: Any = {"settings": {"HW_QUEUES": 1, "JITTER_US": 50}, "timeout": 120}
+    assert run(4, _exact, cases, **where) == [(len(cases), 0)] * 4

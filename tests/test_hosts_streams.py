@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from queue import Queue
 from typing import Any
 from unittest import mock
 
@@ -110,6 +112,18 @@ def _in_flight(at: Rank, names: Sequence[str]) -> int:
 def test_calls_in_flight() -> None:
     names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
     assert ranks.run(4, _in_flight, names) == [40] * 4
+
+
+def _full(at: Rank, names: Sequence[str], most: int) -> int:
+    """Streams that take so many things at a time, and let their caller wait for more."""
+    with mock.patch.object(thread_driver, "SimpleQueue", partial(Queue, most)), jitter(at.rank):
+        return _in_flight(at, names)
+
+
+def test_calls_in_flight_on_full_queues() -> None:
+    """The caller is kept waiting there, and what goes between hosts must not need it."""
+    names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
+    assert ranks.run(4, _full, names, 4) == [40] * 4
 
 
 def _captured(at: Rank) -> Any:
