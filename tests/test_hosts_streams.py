@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,12 +30,16 @@ from test_hosts import (
     bereaved,
     exact_over_hosts,
     host_of,
+    problem_of,
 )
 from test_third_vendor import _on_threads
 
 import ficco
 from ficco.dma.gloo import GlooLinks
+from ficco.dma.gpu_network import NcclNetwork
+from ficco.errors import BackendError, SignalTimeout
 from ficco.problem import OPERATORS
+from ficco.schedules import NAMED, plans
 from ficco.workspace import workspaces
 
 
@@ -227,3 +233,32 @@ def test_ranks_of_different_hosts_that_disagree() -> None:
     for failure in ranks.run(4, _disagree, fresh=True):
         assert failure.type == "RankMismatch", failure
         assert "ranks 0, 1: " in failure.text and "ranks 2, 3: " in failure.text
+
+
+# NCCL, without NCCL: what its step says of a peer.
+
+
+def _nccl() -> tuple[NcclNetwork, ctypes.c_uint32]:
+    network, word = NcclNetwork.__new__(NcclNetwork), ctypes.c_uint32(0)
+    network._at = ctypes.addressof(word)
+    network._engine = SimpleNamespace(hosts=SimpleNamespace(named=lambda rank: f"host-{rank}"))
+    return network, word
+
+
+def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
+    network, word = _nccl()
+    plan = plans(problem_of("all_gather_matmul", 2, 2, "equal"), NAMED["growing"])[1]
+    step = next(i for i, one in enumerate(plan.steps) if one.op == "network")
+    assert network.missing(plan) is None
+    for value in range(len(plan.steps) + 2):
+        word.value = value
+        missing = network.missing(plan)
+        if value - 1 in range(len(plan.steps)) and plan.steps[value - 1].op == "network":
+            assert missing is not None and (missing.step, missing.peer) == (value - 1, 3)
+        else:
+            assert missing is None
+    lost = network._refused(plan, step, RuntimeError("NCCL error: ncclRemoteError: it is gone"))
+    assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (3, True)
+    assert "The process of rank 3 on host host-3 has ended" in str(lost)
+    other = network._refused(plan, step, RuntimeError("NCCL error: ncclInvalidUsage"))
+    assert isinstance(other, BackendError) and "ncclInvalidUsage" in str(other)
