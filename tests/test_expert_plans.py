@@ -43,7 +43,9 @@ def test_they_are_proven(world: int, operator: str) -> None:
     for name in SCHEDULES:
         for experts in (1, 2, 3):
             for keeps in {False, operator != "matmul_combine"}:
-                check(planned(layer(operator, world, experts, keeps=keeps), name))
+                for gathers in (False, True):
+                    asked = layer(operator, world, experts, keeps=keeps, gathers=gathers)
+                    check(planned(asked, name))
 
 
 def test_they_are_simulated_and_drawn() -> None:
@@ -67,7 +69,7 @@ def test_rows_leave_before_the_last_ones_arrive() -> None:
 
 
 def test_a_plan_has_one_batch_and_one_copy_for_all_experts() -> None:
-    for plan in planned(layer(experts=3)):
+    for plan in [*planned(layer(experts=3)), *planned(layer(experts=3, gathers=True))]:
         assert {product.batch for step in plan.steps for product in step.products} == {3, 2, 1}
         copies = [step.transfer for step in plan.steps if step.op == "copy" and step.transfer]
         assert len(copies) == 6 and {copy.batch for copy in copies} == {3}
@@ -179,10 +181,11 @@ BROKEN: dict[str, tuple[Callable[[Step], Step], str]] = {
 }
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_plans_are_found(what: str) -> None:
+def test_broken_plans_are_found(what: str, gathers: bool) -> None:
     edit, why = BROKEN[what]
-    plans = planned(layer(keeps=True))
+    plans = planned(layer(keeps=True, gathers=gathers))
     broken = replace(plans[1], steps=tuple(map(edit, plans[1].steps)))
     assert broken != plans[1]
     with pytest.raises(PlanError, match=why):

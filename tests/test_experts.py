@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +28,8 @@ SCHEDULES = (
 
 
 def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
-    up, down = (part(one, at.rank, at.world) for one in weights_of(layer, iteration))
-    ways = {"activation": "relu", "capacity": 5} | ways
+    ways = {"activation": "relu", "capacity": 5, "split": "experts"} | ways
+    up, down = own(weights_of(layer, iteration), at, ways["split"])
     indices: Any = mine.indices
     if isinstance(indices, torch.Tensor):
         indices = indices.to(at.device)
@@ -35,7 +37,18 @@ def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) ->
     return ficco.experts(*moved, up.to(at.device), down.to(at.device), **ways)
 
 
-def every_way(at: Rank, layer: Layer) -> None:
+def own(whole: Sequence[torch.Tensor], at: Rank, split: str) -> list[torch.Tensor]:
+    """What of ``up`` and ``down`` a rank has."""
+    if split == "experts":
+        return [part(one, at.rank, at.world) for one in whole]
+    up, down = whole
+    halves = up.chunk(up.shape[2] // down.shape[1], 2)  # gate and up
+    mine = [part(one.transpose(0, 2), at.rank, at.world).transpose(0, 2) for one in halves]
+    rows = part(down.transpose(0, 1), at.rank, at.world).transpose(0, 1)
+    return [torch.cat(mine, 2), rows.contiguous()]
+
+
+def every_way(at: Rank, layer: Layer, split: str = "experts") -> None:
     for iteration, name in enumerate(SCHEDULES):
         given = data(layer, at.rank, iteration)
         for ways in (
@@ -44,7 +57,7 @@ def every_way(at: Rank, layer: Layer) -> None:
             {"capacity": 3, "on_overflow": "again"},
             {"capacity": None},
         ):
-            found = call(at, layer, given, iteration, schedule=name, **ways)
+            found = call(at, layer, given, iteration, schedule=name, split=split, **ways)
             drops = ways.get("on_overflow") != "again"
             wanted = plain(
                 given, *weights_of(layer, iteration), ways["capacity"] if drops else None
@@ -71,9 +84,11 @@ LAYERS = {
 
 
 @ranks(1, 2, 3, 4)
-def test_it_equals_all_experts_in_one_process(world: int) -> None:
+@pytest.mark.parametrize("split", ["experts", "columns"])
+def test_it_equals_all_experts_in_one_process(world: int, split: str) -> None:
     for layer in LAYERS[world]:
-        run(world, every_way, layer)
+        wide = layer if split == "experts" else replace(layer, h=12, experts=layer.experts + 1)
+        run(world, every_way, wide, split)
 
 
 # Gradients.
@@ -84,10 +99,10 @@ def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
     for iteration in range(2):
         mine = data(layer, at.rank, iteration).leaves()
         whole = [one.requires_grad_() for one in weights_of(layer, iteration)]
-        own = [part(one.detach(), at.rank, at.world).requires_grad_() for one in whole]
-        moved = [one.detach().to(at.device).requires_grad_() for one in own]
+        split, losses = ways.get("split", "experts"), []
+        mine_of = own([one.detach() for one in whole], at, split)
+        moved = [one.to(at.device).requires_grad_() for one in mine_of]
         every = [data(layer, rank, iteration).leaves() for rank in range(at.world)]
-        losses = []
         capacity = None if ways.get("on_overflow") == "again" else ways["capacity"]
         for rank, theirs in enumerate(every):
             made = plain(theirs, *whole, capacity)
@@ -100,11 +115,12 @@ def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
         )
         factors = torch.arange(found.numel(), device=at.device).view_as(found) % 3 + at.rank
         (found * factors).sum().backward()
+        up, down = own([one.grad for one in whole], at, split)
         for name, one, two in (
             ("tokens", tokens.grad, every[at.rank].tokens.grad),
             ("weights", weights.grad, every[at.rank].weights.grad),
-            ("up", moved[0].grad, part(whole[0].grad, at.rank, at.world)),
-            ("down", moved[1].grad, part(whole[1].grad, at.rank, at.world)),
+            ("up", moved[0].grad, up),
+            ("down", moved[1].grad, down),
         ):
             assert torch.equal(one.cpu(), two), f"rank {at.rank}: {name} of {layer} {ways}"
 
@@ -116,13 +132,14 @@ def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
         {"capacity": 3},
         {"capacity": 2, "on_overflow": "again", "schedule": "serial"},
         {"capacity": None, "schedule": "hetero-fused-1d:pieces=2"},
+        {"capacity": 3, "split": "columns"},
     ],
     ids=str,
 )
 def test_gradients_equal_those_of_one_process(world: int, ways: dict[str, Any]) -> None:
     for layer in LAYERS[world]:
         if layer.dtype == torch.float32:
-            run(world, gradients, layer, ways)
+            run(world, gradients, replace(layer, h=12), ways)
 
 
 def some_gradients(at: Rank) -> None:
@@ -162,14 +179,14 @@ def smooth(at: Rank, activation: str) -> None:
     every = [data(layer, rank).leaves() for rank in range(2)]
     wanted = [plain(one, *whole, 4, activation) for one in every]
     sum(one.square().sum() for one in wanted).backward()
-    own = [part(one.detach(), at.rank, 2).requires_grad_() for one in whole]
+    parts = [part(one.detach(), at.rank, 2).requires_grad_() for one in whole]
     mine = data(layer, at.rank).leaves()
     ways = {"capacity": 4, "activation": activation}
-    y = ficco.experts(mine.tokens, mine.indices, mine.weights, *own, **ways)
+    y = ficco.experts(mine.tokens, mine.indices, mine.weights, *parts, **ways)
     y.square().sum().backward()
     # The comparison sums in float32.
     torch.testing.assert_close(y.float(), wanted[at.rank], rtol=1e-5, atol=1e-4)
-    for one, two in zip(own, whole, strict=True):
+    for one, two in zip(parts, whole, strict=True):
         torch.testing.assert_close(one.grad, part(two.grad, at.rank, 2), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(mine.tokens.grad, every[at.rank].tokens.grad, rtol=1e-5, atol=1e-4)
 
@@ -346,6 +363,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
         "NotImplementedError",
         "int32 is not served",
     ),
+    "another split": ({"split": "rows"}, "ValueError", "experts, columns"),
     "no tensor": ({"tokens": 3}, "ValueError", "torch.Tensor"),
     "another schedule": ({"schedule": "ring"}, "ValueError", "one that is ring"),
     "no schedule": ({"schedule": "fast"}, "ValueError", "required one of"),
@@ -400,6 +418,7 @@ def differ(at: Rank, changes: dict[str, list[Any]]) -> Failure:
         {"on_overflow": ["drop", "again"]},
         {"down": [torch.ones(2, 6, 8), torch.ones(2, 6, 9)]},
         {"up": [torch.ones(2, 8, 6), torch.ones(2, 8, 6).requires_grad_()]},
+        {"split": ["experts", "columns"], "indices": [torch.zeros(4, 2).long()] * 2},
     ],
     ids=lambda changes: " ".join(changes),
 )
@@ -416,13 +435,18 @@ def refused_routings(at: Rank) -> list[Failure]:
     return [
         caught(partial(ficco.experts, **twice)),
         caught(partial(ficco.experts, **(twice | {"indices": other, "capacity": None}))),
-        caught(partial(ficco.route, given["indices"], 5, capacity=4)),
+        caught(partial(ficco.route, given["indices"], 0, capacity=4)),
         caught(partial(ficco.route, given["indices"].tolist(), 4, capacity=4)),
     ]
 
 
 def test_a_routing_that_does_not_fit_is_refused() -> None:
-    texts = ("required none with a routing", "6 experts in all", "multiple of 2", "torch.Tensor")
+    texts = (
+        "required none with a routing",
+        "6 experts in all",
+        "at least 1 in all",
+        "torch.Tensor",
+    )
     for failures in run(2, refused_routings):
         for failure, text in zip(failures, texts, strict=True):
             assert failure.type == "ValueError" and text in failure.text

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,17 +18,21 @@ pytestmark = pytest.mark.gpu
 
 
 @ranks(1, 2, 4)
-def test_it_equals_all_experts_in_one_process(world: int) -> None:
+@pytest.mark.parametrize("split", ["experts", "columns"])
+def test_it_equals_all_experts_in_one_process(world: int, split: str) -> None:
     for layer in LAYERS[world]:
-        run(world, every_way, layer, device="cuda")
+        wide = layer if split == "experts" else replace(layer, h=12, experts=layer.experts + 1)
+        run(world, every_way, wide, split, device="cuda")
 
 
 @ranks(2, 4)
-@pytest.mark.parametrize("ways", [{"capacity": 3}, {"capacity": None}], ids=str)
+@pytest.mark.parametrize(
+    "ways", [{"capacity": 3}, {"capacity": None}, {"capacity": 3, "split": "columns"}], ids=str
+)
 def test_gradients_equal_those_of_one_process(world: int, ways: dict[str, Any]) -> None:
     for layer in LAYERS[world]:
         if layer.dtype == torch.float32:
-            run(world, gradients, layer, ways, device="cuda")
+            run(world, gradients, replace(layer, h=12), ways, device="cuda")
 
 
 def larger(at: Rank) -> None:

@@ -42,6 +42,9 @@ from ficco.workspace import Workspace
 #: What errors and the board call it.
 NAME = "experts"
 
+#: What of the experts a rank has.
+SPLITS = ("experts", "columns")
+
 
 def experts(
     tokens: torch.Tensor,
@@ -53,11 +56,12 @@ def experts(
     capacity: int | None = None,
     activation: str = "silu",
     on_overflow: str = "drop",
+    split: str = "experts",
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """A mixture of experts whose experts are spread over the ranks, as an all-to-all, grouped
-    products and an all-to-all back, overlapped::
+    """A mixture of experts that is spread over the ranks, as an all-to-all, grouped products and an
+    all-to-all back, overlapped::
 
         y[t] = sum over j of weights[t, j] * f(tokens[t] @ up[e]) @ down[e],  e = indices[t, j]
 
@@ -71,6 +75,11 @@ def experts(
     returns      [t, n]
     ===========  ==============================================================================
 
+    With ``split="columns"`` every rank has a part of the columns of all experts instead: ``up`` is
+    [E, k, h/W], or [E, k, 2h/W] with this rank's parts of gate and up, and ``down`` [E, h/W, n].
+    The exchanges are then an all-gather and a reduce-scatter of the blocks (tensor parallelism
+    within experts).
+
     Tokens travel in blocks of ``capacity`` rows for each expert. They are multiplied as they arrive
     and sent back as they are made. Sums over a token's experts are in float32, in the order of its
     choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
@@ -83,6 +92,8 @@ def experts(
     Args:
         capacity, on_overflow: see :func:`ficco.route`; not if ``indices`` is what that made.
         activation: f, one of relu, silu, gelu.
+        split: what of the experts a rank has: ``"experts"``, some of them, or ``"columns"``, some
+            columns of all.
         group: the ranks, default WORLD.
         schedule: ``"auto"``, a name or a Schedule: how tokens are cut and in which order they are
             multiplied. Those with 2d, pull, beta, a tail or another mover are not served.
@@ -111,14 +122,16 @@ def experts(
     wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
     with _telling(workspace):
         function = _function(tokens, weights, up, down, activation)
-        total = up.shape[0] * members.size()
+        if split not in SPLITS:
+            raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
+        total = up.shape[0] * (members.size() if split == SPLITS[0] else 1)
         if isinstance(indices, Routing):
             _check_routing(indices, total, capacity, on_overflow)
         elif capacity is not None and on_overflow == "drop":
             indices = wanted(indices, total)
         _fits(indices, tokens, weights)
     routing = indices if isinstance(indices, Routing) else wanted(indices, total)
-    call = ExpertCall(members, schedule, function)
+    call = ExpertCall(members, schedule, function, split == SPLITS[1])
     summed: torch.Tensor | None = None
     for turn in range(routing.rounds):
         part = ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
@@ -144,6 +157,7 @@ class ExpertCall(NamedTuple):
     group: ProcessGroup
     schedule: str | Schedule
     function: str
+    gathers: bool
     options: Options | None = None
 
 
@@ -166,7 +180,7 @@ class ExpertFunction(torch.autograd.Function):
         a = _spread(tokens, slots, routing.experts * capacity)
         layer = _layer("experts", call, capacity, a, up, down, keeps)
         made = _run(layer, call, {"a": a[:-1], "b": up, "c": down})
-        out, kept = made.pop("out"), tuple(made.values())
+        out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out, *kept)
         ctx.call, ctx.capacity, ctx.dtype = call._replace(options=current()), capacity, tokens.dtype
         return _gather(out, slots, weights)
@@ -195,7 +209,7 @@ class ExpertFunction(torch.autograd.Function):
             if of_tokens:
                 layer = _layer("matmul_combine", call, ctx.capacity, d_hidden, None, up_t, False)
                 back = _run(layer, call, {"active": d_hidden, "c": up_t}, "gradients")["out"]
-                d_tokens = _gather(back, slots).to(dtype)
+                d_tokens = _gather(_terms(back, layer), slots).to(dtype)
             if of_up:
                 d_up = _by_expert(arrived, up).transpose(1, 2) @ _by_expert(d_hidden, up)
             if of_down:
@@ -290,7 +304,7 @@ def _layer(
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
     sizes = call.group.size(), some.shape[0], capacity, k, h, n
-    return ExpertLayer(operator, *sizes, dtype, function, keeps)
+    return ExpertLayer(operator, *sizes, dtype, function, keeps, call.gathers)
 
 
 def _run(
@@ -353,6 +367,18 @@ def _spread(
         some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
         spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
     return spread
+
+
+def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
+    """What comes back to a rank; where these are terms from all ranks, their sums, in the order of
+    the ranks."""
+    if not layer.gathers:
+        return rows
+    terms = rows[:-1].view(layer.world, -1, layer.n)
+    total = rows.new_zeros(terms.shape[1] + 1, layer.n, dtype=_wide(rows.dtype))
+    for term in terms:
+        total[:-1] += term
+    return total
 
 
 def _gather(

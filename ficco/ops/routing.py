@@ -134,7 +134,7 @@ def route(
 
     Args:
         indices: [t, top_k], whole numbers: the experts of each token, all of them different.
-        experts: number of experts of all ranks. Rank r has experts r * experts / W and following.
+        experts: number of all experts.
         capacity: rows of each rank for each expert. None: as many as the most that any rank has
             for any expert, rounded up by at most an eighth; the host waits for its device.
         on_overflow: what becomes of pairs beyond the capacity: ``"drop"``, they count as zero; or
@@ -159,7 +159,7 @@ def route(
             "ficco.route is not traced; decorate the function that calls it with "
             "torch.compiler.disable"
         )
-    _check(indices, experts, capacity, on_overflow, members.size())
+    _check(indices, experts, capacity, on_overflow)
     with torch.no_grad():
         if capacity is not None and on_overflow == "drop":
             _check_experts(indices, experts)
@@ -191,9 +191,7 @@ def _asking(
     return found
 
 
-def _check(
-    indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, world: int
-) -> None:
+def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
     whole = (
         not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
     )
@@ -202,11 +200,8 @@ def _check(
             f"indices: required whole numbers [t, top_k], got {indices.dtype} of shape "
             f"{list(indices.shape)}; reshape them"
         )
-    if type(experts) is not int or experts < 1 or experts % world:
-        raise ValueError(
-            f"experts: required a multiple of {world} ranks, got {experts!r}; give every rank as "
-            "many"
-        )
+    if type(experts) is not int or experts < 1:
+        raise ValueError(f"experts: required at least 1 in all, got {experts!r}")
     if capacity is not None and (type(capacity) is not int or capacity < 1):
         raise ValueError(
             f"capacity: required at least 1 row, or None for as many as are needed, got "

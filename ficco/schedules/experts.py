@@ -44,12 +44,13 @@ class ExpertLayer:
         hidden[e] = a[e] @ b[e];  out[e] = function(hidden[e]) @ c[e]    for each expert e
 
     ==========  ==================================================================
-    ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert
+    ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert; if all ranks
+                get the same, [experts * capacity, k]
     ``b``       [experts, k, h]: those of this rank's experts
     ``hidden``  [experts * world * capacity, h]: expert by expert, source by source
     ``active``  the same after the function, [..., h], or [..., h / 2] if that is gated
     ``c``       [experts, h, n] or [experts, h / 2, n]
-    ``out``     [world * experts * capacity, n], as ``a``
+    ``out``     [world * experts * capacity, n]: rank by rank, what each made of this one's tokens
     ==========  ==================================================================
 
     Attributes:
@@ -62,6 +63,8 @@ class ExpertLayer:
         dtype: name of the dtype.
         function: what is between the products; empty for a half.
         keeps: the rows that arrive, and ``hidden``, are results, too.
+        gathers: every rank has a part of the columns of the same experts, so that all get all
+            tokens (an all-gather), and what comes back are terms of sums over the ranks.
 
     Raises:
         ValueError: a value is wrong.
@@ -78,6 +81,7 @@ class ExpertLayer:
     dtype: str
     function: str = ""
     keeps: bool = False
+    gathers: bool = False
     hosts: int = 1
 
     def __post_init__(self) -> None:
@@ -128,7 +132,7 @@ class ExpertLayer:
 
     @property
     def rows(self) -> int:
-        """Rows that a rank sends, and that it multiplies."""
+        """Rows that a rank multiplies, and that it gets back."""
         return self.world * self.experts * self.capacity
 
     @property
@@ -137,8 +141,12 @@ class ExpertLayer:
         return self.world * self.capacity
 
     def home(self, rank: int, expert: int = 0) -> int:
-        """At every rank, the first row for an expert of a rank."""
+        """At every rank, the first row that comes back from an expert of a rank."""
         return (rank * self.experts + expert) * self.capacity
+
+    def leaving(self, rank: int, expert: int = 0) -> int:
+        """At every rank, the first row for an expert of a rank."""
+        return self.home(0 if self.gathers else rank, expert)
 
     def landing(self, source: int, expert: int = 0) -> int:
         """At the rank of an expert, the first row of a source for it."""
@@ -153,11 +161,12 @@ class ExpertLayer:
             matrices = self.experts * (name in ("b", "c"))
             return Buffer(name, holds, self.dtype, shapes, memory, matrices=matrices)
 
+        sent = self.rows // self.world if self.gathers else self.rows
         kept = "result" if self.keeps or not self.combines else "local"
         made = "local" if self.dispatches else "operand"
         arrived = "result" if self.keeps else "local"
         found = (
-            buffer("a", "A", self.rows, self.k, "operand")._replace(leaves=True),
+            buffer("a", "A", sent, self.k, "operand")._replace(leaves=True),
             buffer("b", "B", self.experts * self.k, self.h, "operand"),
             buffer("gathered", "A", self.rows, self.k, arrived),
             buffer("hidden", "A @ B", self.rows, self.h, kept),
@@ -181,7 +190,7 @@ class ExpertLayer:
         if self.dispatches:
             exchanges["A"] = Exchange(
                 lambda src, dst: rows,
-                lambda src, dst: self.home(dst),
+                lambda src, dst: self.leaving(dst),
                 lambda src, dst: self.landing(src),
                 parts=parts,
                 leaves_apart=self.capacity,
@@ -211,8 +220,9 @@ class ExpertLayer:
     def __str__(self) -> str:
         between = f", {self.function}" if self.function else ""
         keeps = ", keeps" if self.keeps else ""
+        of = "columns of" if self.gathers else "x"
         return (
-            f"{self.operator}({self.experts} experts x {self.world} ranks, capacity="
+            f"{self.operator}({self.experts} experts {of} {self.world} ranks, capacity="
             f"{self.capacity}, k={self.k}, h={self.h}, n={self.n}, {self.dtype}{between}{keeps})"
         )
 
@@ -348,9 +358,9 @@ class ExpertStage:
         return self._strided(buffer, self.me, first, last, stop - expert, layer.apart)
 
     def _at_home(self, buffer: str, home: int, owner: int, share: Share) -> _Strided:
-        """The rows of a rank's tokens for the experts of another."""
+        """The rows of a rank's tokens for the experts of another, or from them."""
         layer, (expert, stop, row, row_stop) = self.layer, share
-        first = layer.home(owner, expert)
+        first = (layer.leaving if buffer == "a" else layer.home)(owner, expert)
         return self._strided(
             buffer, home, first + row, first + row_stop, stop - expert, layer.capacity
         )
