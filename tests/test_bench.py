@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import torch
 import ficco
 from ficco import cli
 from ficco.bench import candidates as compared
-from ficco.bench import cases, layers, measure, report, stats, tables
+from ficco.bench import cases, experts, layers, measure, report, stats, tables
 from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
     COMPARED,
@@ -37,7 +38,7 @@ from ficco.bench.candidates import (
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
-from ficco.bench.frames import BENCH, LAYERS
+from ficco.bench.frames import BENCH, EXPERTS, LAYERS
 from ficco.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
@@ -759,6 +760,46 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     ours = [way for way in layers.WAYS if way.startswith("ficco")]
     assert wrong == {(layer.name, way) for layer in layers.SHAPES["cpu"] for way in ours}
     assert (refused["note"] != "").all()
+
+
+def _experts(at: ranks.Rank, folder: Path, spoils: bool) -> pd.DataFrame | None:
+    """A short bench of layers of experts; ``spoils``: rank 1 doubles ficco's results."""
+    right = ficco.experts
+    if spoils:
+        factor = 1 + at.rank
+        ficco.experts = lambda *args, **more: right(*args, **more) * factor
+    settings = experts.ExpertSettings(
+        cases=(*experts.SHAPES["cpu"], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
+        modes=("idle",),
+        device="cpu",
+        rounds=2,
+        seconds=2.0,
+        csv=folder / "experts.csv",
+    )
+    try:
+        return experts.experts(settings)
+    finally:
+        ficco.experts = right
+
+
+def test_layers_of_experts_are_proven_and_timed(tmp_path: Path) -> None:
+    rows, none = ranks.run(2, _experts, tmp_path, False)
+    ok = rows[rows["status"] == "ok"]
+    assert none is None and len(ok) == 2 * len(experts.WAYS)
+    assert (ok["ms"] > 0).all() and (ok["capacity"] > 0).all()
+    assert rows["note"].iloc[-1] == "9 experts for 2 ranks"
+    fastest = ok["speedup"][ok["way"].isin(experts.COLLECTIVES)]
+    assert (fastest == 1.0).sum() >= 2
+    text = experts.report(EXPERTS.read(tmp_path / "experts.csv"), {"ranks": 2}, "name")
+    assert "| 8 experts, top 2 | 256 | 64, 128 |" in text and "of odd: skipped" in text
+
+
+def test_a_wrong_layer_of_experts_is_not_timed(tmp_path: Path) -> None:
+    rows, _ = ranks.run(2, _experts, tmp_path, True)
+    wrong = rows[rows["status"] == "wrong"]
+    ours = [way for way in experts.WAYS if way.startswith("ficco")]
+    assert sorted(set(wrong["way"])) == sorted(ours)
+    assert set(wrong["note"]) == {"wrong result on ranks [1]"}
 
 
 def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:

@@ -55,8 +55,14 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_ranks")
 @pytest.mark.parametrize(
     "command",
-    [["bench"], ["bench", "--layers"], ["characterize"], ["explain", *SIZES, "--measure"]],
-    ids=["bench", "layers", "characterize", "explain"],
+    [
+        ["bench"],
+        ["bench", "--layers"],
+        ["bench", "--experts"],
+        ["characterize"],
+        ["explain", *SIZES, "--measure"],
+    ],
+    ids=["bench", "layers", "experts", "characterize", "explain"],
 )
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
 def test_no_more_seconds_than_can_be_waited_for(

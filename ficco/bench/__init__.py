@@ -14,6 +14,7 @@ run           one bench, on every rank
 replay        one rank on one GPU, whose peers a stream plays; ``replay_run`` benches it
 attention     attention with one right answer, and gather then attention
 layers        forward and backward of tensor-parallel layers, and ways of making them
+experts       layers of experts, and ways of making them
 characterize  what cutting and overlapping cost
 frames        the columns of the rows, their CSV files, and the description of a run
 stats         figures from times; one line per shape: the fastest row in each role

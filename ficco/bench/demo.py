@@ -24,6 +24,7 @@ from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.draw import draw, trace
+from ficco.bench.experts import COLLECTIVES, WAYS, ExpertCase, ExpertData, proven
 from ficco.bench.inputs import ExactCall, Operands, exact_calls, seconds
 from ficco.bench.simulated import examples, show_table_i
 from ficco.bench.tables import bar, cells, show
@@ -101,6 +102,7 @@ def demo(device_name: str, out: Path | None) -> int:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
         taking.append(_attention(group, device))
+        taking.append(_experts(group, device))
         crossed = _over_hosts(group, device)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
@@ -191,6 +193,24 @@ def _attention(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     )
     found = {"operator": problem.operator, "took": took, "ms": ms}
     return {**found, "torch": torch_ms, "exact": all(exact)}
+
+
+@torch.no_grad()
+def _experts(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """A layer of experts by what ``auto`` takes, and by collectives and products in turn."""
+    rows, _, k, dtype = SIZES[device.type]
+    case = ExpertCase("experts", 2 * group.size(), rows, k // 4, k // 4, dtype=dtype)
+    data = ExpertData(case, group, device)
+    right: list[Any] = [None] * group.size()
+    dist.all_gather_object(right, proven(WAYS["ficco"], data), group=group)
+    measure, took = seconds(group, device), {}
+    for way in (COLLECTIVES[0], "ficco"):
+        every: list[Any] = [None] * group.size()
+        times = [measure(partial(WAYS[way], data))[1] for _ in range(TURNS)]
+        dist.all_gather_object(every, times, group=group)
+        took[way] = float(np.median(np.max(every, axis=0))) * 1e3
+    ours, theirs = took["ficco"], took[COLLECTIVES[0]]
+    return {"operator": "experts", "took": "auto", "ms": ours, "torch": theirs, "exact": all(right)}
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:

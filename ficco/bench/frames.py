@@ -181,6 +181,19 @@ LAYERS = Schema(
     | _columns(float, "speedup vs_pytorch error extra_bytes")
 )
 
+#: One way to make a layer of experts (:mod:`ficco.bench.experts`).
+#:
+#: tokens: of each rank; capacity: rows of each rank for each expert. speedup: over the faster way
+#: by collectives.
+EXPERTS = Schema(
+    {"case": str, **_columns(int, "experts tokens k inner top_k"), "dtype": str}
+    | _columns(int, "world capacity")
+    | _columns(str, "mode way")
+    | _STATUS
+    | _SPREAD
+    | {"speedup": float}
+)
+
 #: One loss (:mod:`ficco.bench.characterize`); sizes are 0 where only communication is measured.
 #:
 #: nbytes: of a shard that is communicated. cut: ``rows`` or ``columns`` of A. parts: of the product

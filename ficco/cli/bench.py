@@ -87,6 +87,11 @@ def options(parser: Any) -> None:
         "weights sharded",
     )
     what.add_argument(
+        "--experts",
+        **FLAG,
+        help="instead of products: layers of experts, with some of their experts on every rank",
+    )
+    what.add_argument(
         "--mode",
         help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
         "all that the ranks have)",
@@ -139,18 +144,23 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
-    from ficco.bench import layers
+    from ficco.bench import experts, layers
     from ficco.bench.frames import read_description, records
     from ficco.bench.report import show_best
 
     _check_replay(arguments)
     device, ranks = place(arguments)
-    what, measure, kind, more = (_layers if arguments.layers else _products)(arguments, device)
+    others = {"layers": (_layers, layers), "experts": (_experts, experts)}
+    others = {name: one for name, one in others.items() if getattr(arguments, name)}
+    if len(others) > 1:
+        raise ValueError("--layers and --experts: required one of them, got both")
+    told_by, module = next(iter(others.values()), (_products, None))
+    what, measure, kind, more = told_by(arguments, device)
     settings = kind(**more, **run_settings(arguments, what, device, ranks))
 
     def finish(rows: pd.DataFrame) -> list[Path]:
-        if arguments.layers:
-            text = layers.report(rows, read_description(settings.csv), settings.csv.stem)
+        if module is not None:
+            text = module.report(rows, read_description(settings.csv), settings.csv.stem)
             print(text)
             path = settings.csv.with_suffix(".md")
             path.write_text(text)
@@ -172,7 +182,7 @@ def _check_replay(arguments: argparse.Namespace) -> None:
             if (given := getattr(arguments, name)) is not None and given is not False:
                 raise ValueError(f"--{name.replace('_', '-')}: required with --replay")
         return
-    for name in ("ranks", "layers", "timelines"):
+    for name in ("ranks", "layers", "experts", "timelines"):
         if getattr(arguments, name):
             raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
     if (arguments.device or launch.default_device()) != "cuda":
@@ -293,12 +303,23 @@ def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any
 def _layers(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
     from ficco.bench import layers
 
+    told = {"layers": layers.SHAPES[device], "modes": _no_products("layers", arguments, device)}
+    return "layers", layers.layers, layers.LayerSettings, told
+
+
+def _experts(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
+    from ficco.bench import experts
+
+    told = {"cases": experts.SHAPES[device], "modes": _no_products("experts", arguments, device)}
+    return "experts", experts.experts, experts.ExpertSettings, told
+
+
+def _no_products(what: str, arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
+    """The modes of a measurement that takes no option of those for products."""
     for name in ("set", "shapes", "only", "operator", "dtype", "schedules", "timelines", "json"):
         if getattr(arguments, name):
-            raise ValueError(f"--layers: required without --{name}, which is for products")
-    modes = tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
-    told = {"layers": layers.SHAPES[device], "modes": modes}
-    return "layers", layers.layers, layers.LayerSettings, told
+            raise ValueError(f"--{what}: required without --{name}, which is for products")
+    return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:

@@ -177,13 +177,13 @@ class ExpertFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         keeps = any(ctx.needs_input_grad[:4])
         slots, capacity = routing.slots(turn), routing.capacity
-        a = _spread(tokens, slots, routing.experts * capacity)
+        a = spread(tokens, slots, routing.experts * capacity)
         layer = _layer("experts", call, capacity, a, up, down, keeps)
         made = _run(layer, call, {"a": a[:-1], "b": up, "c": down})
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out, *kept)
         ctx.call, ctx.capacity, ctx.dtype = call._replace(options=current()), capacity, tokens.dtype
-        return _gather(out, slots, weights)
+        return weighted_sum(out, slots, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -197,7 +197,7 @@ class ExpertFunction(torch.autograd.Function):
         assert call.options is not None
         with carried(call.options):
             rows, dtype = out.shape[0] - 1, ctx.dtype
-            d_out = _spread(grad, slots, rows, weights, dtype)
+            d_out = spread(grad, slots, rows, weights, dtype)
             down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
             layer = _layer("dispatch_matmul", call, ctx.capacity, d_out, down_t, None, of_down)
             made = _run(layer, call, {"a": d_out[:-1], "b": down_t}, "gradients")
@@ -209,7 +209,7 @@ class ExpertFunction(torch.autograd.Function):
             if of_tokens:
                 layer = _layer("matmul_combine", call, ctx.capacity, d_hidden, None, up_t, False)
                 back = _run(layer, call, {"active": d_hidden, "c": up_t}, "gradients")["out"]
-                d_tokens = _gather(_terms(back, layer), slots).to(dtype)
+                d_tokens = weighted_sum(_terms(back, layer), slots).to(dtype)
             if of_up:
                 d_up = _by_expert(arrived, up).transpose(1, 2) @ _by_expert(d_hidden, up)
             if of_down:
@@ -353,7 +353,7 @@ def _run(
 # What depends on the routing.
 
 
-def _spread(
+def spread(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     rows: int,
@@ -381,7 +381,7 @@ def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
     return total
 
 
-def _gather(
+def weighted_sum(
     rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sum of the rows of each token's pairs, by their weights, in float32 or float64."""
