@@ -15,10 +15,14 @@ from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, problem_of_sizes, where
+from ficco.heuristics.experts import decide_for_experts
 from ficco.machine import Machine
+from ficco.ops.experts import check_split
 from ficco.ops.operands import process_group
 from ficco.problem import MOST
 from ficco.schedules import Schedule
+from ficco.schedules.experts import ExpertLayer
+from ficco.specification import gated as named_gated
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
 
@@ -138,6 +142,57 @@ def explain(
     name = str(dtype).removeprefix("torch.")
     problem = problem_of_sizes(operator, m, n, k, name, world, rows, hosts)
     return decide(problem, schedule, machine=setting.machine, mode=setting.mode, search=search)
+
+
+def explain_experts(
+    *,
+    experts: int,
+    capacity: int,
+    k: int,
+    h: int,
+    n: int,
+    world: int,
+    dtype: torch.dtype | str = "bfloat16",
+    activation: str = "silu",
+    gated: bool = True,
+    split: str = "experts",
+    schedule: str | Schedule = "auto",
+    machine: str | PathLike[str] | Machine | None = None,
+) -> Decision:
+    """The schedule that a call of :func:`ficco.experts` would take, and why. Needs no device and no
+    process group.
+
+    Args:
+        experts: number of all experts.
+        capacity: rows of each rank for each expert.
+        k, h, n: as for the call; with ``gated`` up has 2h columns.
+        world: number of ranks.
+        dtype, activation, split, schedule: as for the call.
+        machine: a Machine, or the name or path of one; None for this host's.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype is not served.
+        ConfigError: there is no such machine, or its file is damaged.
+    """
+    here = fingerprint("cuda" if gpu.is_available() else "cpu", world)
+    setting = where(machine, world, here)
+    gathers = check_split(split)
+    if not gathers and experts % world:
+        raise ValueError(f"experts: required a multiple of {world} ranks, got {experts}")
+    layer = ExpertLayer(
+        "experts",
+        world,
+        experts if gathers else experts // world,
+        capacity,
+        k,
+        h * (1 + gated),
+        n,
+        str(dtype).removeprefix("torch."),
+        named_gated(activation) if gated else activation,
+        gathers=gathers,
+    )
+    return decide_for_experts(layer, schedule, setting.machine)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import ficco
+from ficco.heuristics.experts import COMPARED
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
@@ -73,6 +75,37 @@ def test_a_plan_has_one_batch_and_one_copy_for_all_experts() -> None:
         assert {product.batch for step in plan.steps for product in step.products} == {3, 2, 1}
         copies = [step.transfer for step in plan.steps if step.op == "copy" and step.transfer]
         assert len(copies) == 6 and {copy.batch for copy in copies} == {3}
+
+
+SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world": 4}
+
+
+def test_auto_takes_the_fastest_of_a_few() -> None:
+    decision = ficco.explain_experts(capacity=1024, machine="h200-4", **SIZES)
+    assert decision.source == "model" and "simulated on h200-4" in decision.reason
+    asked = ExpertLayer("experts", 4, 2, 1024, 4096, 28672, 4096, "bfloat16", "silu gated")
+    machine = find("h200-4", None)
+    seconds = {name: simulate(planned(asked, name), machine, "queued").stop_s for name in COMPARED}
+    assert str(decision.schedule) == min(seconds, key=seconds.__getitem__)
+    # One decision for all capacities of an octave.
+    assert ficco.explain_experts(capacity=600, machine="h200-4", **SIZES) == decision
+    columns = ficco.explain_experts(capacity=600, machine="h200-4", split="columns", **SIZES)
+    assert columns.source == "model" and columns.reason != decision.reason
+
+
+def test_what_cannot_be_simulated_is_told() -> None:
+    given = ficco.explain_experts(capacity=8, machine="h200-4", schedule="growing", **SIZES)
+    assert str(given) == "growing (caller: given)"
+    alone = ficco.explain_experts(capacity=8, machine="h200-4", **(SIZES | {"world": 1}))
+    assert alone.source == "rule"
+    for wrong, text in (
+        ({"experts": 7}, "multiple of 4"),
+        ({"split": "rows"}, "experts, columns"),
+        ({"activation": "tanh"}, "required one of"),
+        ({"schedule": 3}, "required 'auto'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ficco.explain_experts(**({"capacity": 8, "machine": "h200-4"} | SIZES | wrong))
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,17 @@ def decide_for_experts(
         why = f"lacks {', '.join(lacks)}" if known else "is not described for these ranks"
         return Decision(Schedule.parse(COMPARED[0]), "fallback", f"the machine {why}")
     octave = 1 << (layer.capacity - 1).bit_length()
-    name, gain = _fastest(replace(layer, capacity=octave), known, mode)
-    reason = f"simulated on {known.name}: {gain:.2f} times as fast as serial"
-    return Decision(Schedule.parse(name), "model", reason, machine=known, mode=mode)
+    seconds = _simulated(replace(layer, capacity=octave), known, mode)
+    names = sorted(seconds, key=seconds.__getitem__)
+    times = ", ".join(f"{name} {seconds[name] * 1e3:.3f} ms" for name in names)
+    reason = f"capacity {octave} simulated on {known.name}: {times}"
+    return Decision(Schedule.parse(names[0]), "model", reason, machine=known, mode=mode)
 
 
 @lru_cache(maxsize=1024)
-def _fastest(layer: ExpertLayer, machine: Machine, mode: str) -> tuple[str, float]:
-    """The fastest schedule, and how many times as fast as serial it is."""
-    seconds = {
+def _simulated(layer: ExpertLayer, machine: Machine, mode: str) -> dict[str, float]:
+    """Seconds by schedule."""
+    return {
         name: simulate(expert_plans(layer, Schedule.parse(name)), machine, mode).stop_s
         for name in COMPARED
     }
-    best = min(seconds, key=seconds.__getitem__)
-    return best, seconds["serial"] / seconds[best]

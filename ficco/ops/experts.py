@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.dma.engine import Call
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import decide_for_experts
+from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import check_dtype, plain, process_group
 from ficco.ops.operate import cast, refuse_sharded, watched
@@ -122,16 +123,15 @@ def experts(
     wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
     with _telling(workspace):
         function = _function(tokens, weights, up, down, activation)
-        if split not in SPLITS:
-            raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
-        total = up.shape[0] * (members.size() if split == SPLITS[0] else 1)
+        gathers = check_split(split)
+        total = up.shape[0] * (1 if gathers else members.size())
         if isinstance(indices, Routing):
             _check_routing(indices, total, capacity, on_overflow)
         elif capacity is not None and on_overflow == "drop":
             indices = wanted(indices, total)
         _fits(indices, tokens, weights)
     routing = indices if isinstance(indices, Routing) else wanted(indices, total)
-    call = ExpertCall(members, schedule, function, split == SPLITS[1])
+    call = ExpertCall(members, schedule, function, gathers)
     summed: torch.Tensor | None = None
     for turn in range(routing.rounds):
         part = ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
@@ -216,6 +216,17 @@ class ExpertFunction(torch.autograd.Function):
                 received = _by_expert(made["gathered"], down)
                 d_down = _by_expert(active.detach(), down).transpose(1, 2) @ received
         return (d_tokens, d_weights, d_up, d_down, *[None] * 3)
+
+
+def check_split(split: str) -> bool:
+    """Whether all ranks get the tokens of all.
+
+    Raises:
+        ValueError: nothing is split like that.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
+    return split == SPLITS[1]
 
 
 def _function(
@@ -326,8 +337,9 @@ def _run(
         cached = workspace.programs.get(key)
         if cached is None:
             known = workspace.known(options.machine)
-            chosen = decide_for_experts(layer, schedule, known.machine).schedule
-            (plan,) = expert_plans(layer, chosen, [engine.rank])
+            decision = decide_for_experts(layer, schedule, known.machine)
+            (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
+            problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank, layer)
             keep_to_cap(engine, plan, options.workspace_bytes)
             single, agreed = options.workspace_bytes is not None, [str(known)]
             cached = new_kind(workspace, plan, options, [*agreed, purpose], single)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.heuristics import Decision
+from ficco.plan.model import Planned
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 
@@ -74,12 +75,19 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
     return [one for one in logged if one.flops and world in (None, one.world)]
 
 
-def say(on: bool, decision: Decision, taken: str, purpose: str, rank: int) -> None:
+def say(
+    on: bool,
+    decision: Decision,
+    taken: str,
+    purpose: str,
+    rank: int,
+    asked: Planned | None = None,
+) -> None:
     """Log what a problem takes that this process sees for the first time; rank 0 speaks for all.
 
     ``taken`` is the schedule of its plan, which may be another than the one decided on where that
     cannot be had. If the log is turned on by option or variable, the line is on the standard error
-    unless the program has handlers of its own.
+    unless the program has handlers of its own. ``asked``: what was decided on, if not a problem.
     """
     if rank:
         return
@@ -92,16 +100,18 @@ def say(on: bool, decision: Decision, taken: str, purpose: str, rank: int) -> No
             LOGGER.setLevel(logging.INFO)
     elif not LOGGER.isEnabledFor(logging.INFO):
         return
-    line = choice(decision, taken, purpose)
+    line = choice(decision, taken, purpose, asked)
     if line not in _said:
         _said.add(line)
         LOGGER.info(line)
 
 
-def choice(decision: Decision, taken: str = "", purpose: str = "") -> str:
+def choice(
+    decision: Decision, taken: str = "", purpose: str = "", asked: Planned | None = None
+) -> str:
     """A problem, the schedule that it takes and why, in a line."""
     wanted, machine = str(decision.schedule), decision.machine
-    text = f"{decision.problem}{purpose and ', ' + purpose}: {taken or wanted}"
+    text = f"{asked or decision.problem}{purpose and ', ' + purpose}: {taken or wanted}"
     if taken and taken != wanted:
         text += f" in place of {wanted}"
     known = machine is None or machine.name in decision.reason
