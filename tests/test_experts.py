@@ -13,6 +13,7 @@ from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, ranks, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 
@@ -450,6 +451,58 @@ def test_a_routing_that_does_not_fit_is_refused() -> None:
     for failures in run(2, refused_routings):
         for failure, text in zip(failures, texts, strict=True):
             assert failure.type == "ValueError" and text in failure.text
+
+
+def compiled(at: Rank) -> Failure:
+    """A graph break in compiled code; refused where tensors have no data."""
+    given = operands(at)
+    tokens = given.pop("tokens").requires_grad_()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return ficco.experts(x * 2, **given) + 1
+
+    found, wanted = torch.compile(layer, backend="eager")(tokens), layer(tokens)
+    assert torch.equal(found, wanted)
+    grads = [torch.autograd.grad(one.sum(), tokens)[0] for one in (found, wanted)]
+    assert torch.equal(*grads)
+    with FakeTensorMode():
+        return caught(partial(ficco.experts, torch.ones(4, 8), **given))
+
+
+def test_in_compiled_code_it_is_a_graph_break() -> None:
+    for failure in run(2, compiled):
+        assert failure.type == "NotImplementedError" and "traced" in failure.text
+
+
+def absent(at: Rank) -> Failure | None:
+    given = operands(at)
+    for _ in range(2):  # one on each slot
+        ficco.experts(**given)
+    if at.rank:
+        return None
+    with ficco.options(timeout_s=1):
+        return caught(partial(ficco.experts, **given))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    failure, _ = run(2, absent, fresh=True)
+    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
+    assert failure.text.startswith("experts: rank 0 waited") and "for rank 1" in failure.text
+
+
+def silent(at: Rank) -> Failure | None:
+    """No routing of its own: the others wait for its numbers."""
+    given = operands(at)
+    ficco.experts(**given)
+    if at.rank:
+        return None
+    with ficco.options(timeout_s=1):
+        return caught(lambda: ficco.route(given["indices"], 4).capacity)
+
+
+def test_a_rank_that_tells_nothing_is_named() -> None:
+    failure, _ = run(2, silent, fresh=True)
+    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
 
 
 def autocast(at: Rank) -> None:

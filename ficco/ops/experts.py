@@ -47,6 +47,7 @@ NAME = "experts"
 SPLITS = ("experts", "columns")
 
 
+@torch._disable_dynamo
 def experts(
     tokens: torch.Tensor,
     indices: torch.Tensor | Routing,
@@ -86,7 +87,8 @@ def experts(
     choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
     its device. Captured in a graph, that is what a call can do.
 
-    Every rank makes the call, and needs gradients of the same operands. There are gradients of
+    Every rank makes the call, and needs gradients of the same operands. In code that
+    ``torch.compile`` compiles it is a graph break. There are gradients of
     ``tokens``, ``weights``, ``up`` and ``down``; for those of ``up`` and ``down`` the forward keeps
     the rows that arrived, and the products with ``up``, as large as the blocks of all experts.
 
@@ -101,7 +103,7 @@ def experts(
 
     Raises:
         ValueError: an operand or argument is wrong.
-        NotImplementedError: the dtype, several hosts, or tracing is not served.
+        NotImplementedError: the dtype, several hosts, or tensors that are traced are not served.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
@@ -113,8 +115,8 @@ def experts(
     if watched(*given.values()):
         refuse_sharded(**given)
         raise NotImplementedError(
-            "ficco.experts is not traced; decorate the function that calls it with "
-            "torch.compiler.disable"
+            "ficco.experts takes no tensors that are traced or wrapped; call it outside of what "
+            "traces them"
         )
     kind = tokens.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):

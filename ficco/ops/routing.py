@@ -117,6 +117,7 @@ def rounded(rows: int) -> int:
     return max(-(-rows // granule), 1) * granule
 
 
+@torch._disable_dynamo
 def route(
     indices: torch.Tensor,
     experts: int,
@@ -156,8 +157,8 @@ def route(
     if watched(indices):
         refuse_sharded(indices=indices)
         raise NotImplementedError(
-            "ficco.route is not traced; decorate the function that calls it with "
-            "torch.compiler.disable"
+            "ficco.route takes no tensors that are traced or wrapped; call it outside of what "
+            "traces them"
         )
     _check(indices, experts, capacity, on_overflow)
     with torch.no_grad():
