@@ -33,6 +33,12 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": functional.gelu,
 }
 FUNCTIONS |= {gated(name): partial(_gate, function) for name, function in FUNCTIONS.items()}
+#: The elementwise ones again, into a result.
+INTO: dict[str, Callable[..., torch.Tensor]] = {
+    "relu": partial(torch.clamp_min, min=0),
+    "silu": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+}
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
 _ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
 _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
@@ -119,6 +125,17 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         result.copy_(total + others[-1])
 
 
+def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
+    """A function of x, in few passes over memory."""
+    if function in INTO:
+        INTO[function](x, out=out)
+        return
+    (name,) = (name for name in INTO if gated(name) == function)
+    gate, up = x.chunk(2, dim=-1)
+    INTO[name](gate, out=out)
+    out.mul_(up)
+
+
 def place_op(program: Program, transfer: Transfer) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
     places, batch = buffers_of(program), transfer.batch
@@ -127,11 +144,12 @@ def place_op(program: Program, transfer: Transfer) -> Op:
     if transfer.factors is not None:
         factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
         return lambda call: quantize_into(dst(call), factors(call), src(call), share)
-    function = FUNCTIONS.get(transfer.function)
+    function = transfer.function
+    if function:
+        return lambda call: apply(function, src(call), dst(call))
 
     def op(call: Call) -> None:
-        placed = src(call)
-        dst(call).copy_(function(placed) if function else placed)
+        dst(call).copy_(src(call))
 
     return op
 

@@ -402,8 +402,11 @@ def weighted_sum(
     wide = _wide(rows.dtype)
     total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
     for choice in range(slots.shape[1]):
-        some = rows.index_select(0, slots[:, choice]).to(wide)
-        total += some if weights is None else some * weights[:, choice, None].to(wide)
+        some = rows.index_select(0, slots[:, choice])
+        if weights is None:
+            total += some
+        else:  # widened as it is read
+            total.addcmul_(some, weights[:, choice, None].to(wide))
     return total
 
 
