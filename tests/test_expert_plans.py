@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ficco
-from ficco.heuristics.experts import COMPARED
+from ficco.heuristics.experts import COMPARED, MARGIN
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
@@ -81,16 +81,36 @@ SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world"
 
 
 def test_auto_takes_the_fastest_of_a_few() -> None:
-    decision = ficco.explain_experts(capacity=1024, machine="h200-4", **SIZES)
+    """Narrow experts, whose tokens take as long to come as to be multiplied."""
+    sizes = SIZES | {"h": 512}
+    decision = ficco.explain_experts(capacity=1024, machine="h200-4", **sizes)
     assert decision.source == "model" and "simulated on h200-4" in decision.reason
-    asked = ExpertLayer("experts", 4, 2, 1024, 4096, 28672, 4096, "bfloat16", "silu gated")
+    asked = ExpertLayer("experts", 4, 2, 1024, 4096, 1024, 4096, "bfloat16", "silu gated")
     machine = find("h200-4", None)
     seconds = {name: simulate(planned(asked, name), machine, "queued").stop_s for name in COMPARED}
-    assert str(decision.schedule) == min(seconds, key=seconds.__getitem__)
+    assert str(decision.schedule) == min(seconds, key=seconds.__getitem__) != "serial"
+    assert seconds["serial"] > (1 + MARGIN) * min(seconds.values())
     # One decision for all capacities of an octave.
-    assert ficco.explain_experts(capacity=600, machine="h200-4", **SIZES) == decision
-    columns = ficco.explain_experts(capacity=600, machine="h200-4", split="columns", **SIZES)
+    assert ficco.explain_experts(capacity=600, machine="h200-4", **sizes) == decision
+    columns = ficco.explain_experts(capacity=600, machine="h200-4", split="columns", **sizes)
     assert columns.source == "model" and columns.reason != decision.reason
+
+
+@pytest.mark.parametrize(("experts", "capacity"), [(8, 1280), (8, 5120), (64, 160)])
+def test_auto_is_serial_where_little_is_predicted_to_be_gained(experts: int, capacity: int) -> None:
+    """The shapes that were measured on an H100, where others lose."""
+    sizes = SIZES | {"experts": experts, "capacity": capacity}
+    for machine in ("h200-4", "h100-8"):
+        assert str(ficco.explain_experts(machine=machine, **sizes).schedule) == "serial"
+
+
+def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
+    """Few rows for each of many experts: cut by sources, every step reads all weights."""
+    machine = find("h200-4", None)
+    asked = layer(experts=16, capacity=160, k=4096, h=28672, n=4096)
+    seconds = {name: simulate(planned(asked, name), machine).stop_s for name in COMPARED}
+    assert seconds["shard-overlap"] > 1.15 * seconds["serial"]
+    assert seconds["uniform-fused-1d:pieces=2"] < seconds["serial"]
 
 
 def test_what_cannot_be_simulated_is_told() -> None:

@@ -14,14 +14,29 @@ from ficco.simulate import simulate
 
 #: What is compared. Capacities that follow from tokens change from step to step, so that a
 #: decision is for all capacities up to the next power of two.
-COMPARED = ("growing", "shard-overlap", "shrinking", "hetero-fused-1d:pieces=2", "serial")
+#: ``uniform-fused-1d`` cuts by experts, whose weights are then read once.
+COMPARED = (
+    "serial",
+    "growing",
+    "shard-overlap",
+    "shrinking",
+    "hetero-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=4",
+)
+
+#: Predicted gain over serial below which serial is taken. Measured on one H100 with replayed
+#: arrivals (docs/results/experts-replay-h100-1.md): gains of 4 to 6 % that were predicted for 8
+#: experts of 4096 x 14336 were losses of 1 to 3 %. There the card is at its power limit: what it
+#: waits for tokens it makes up for by higher clocks.
+MARGIN = 0.08
 
 
 def decide_for_experts(
     layer: ExpertLayer, schedule: str | Schedule, machine: Machine | None, mode: str = "queued"
 ) -> Decision:
-    """The schedule that was asked for; for ``"auto"`` the fastest on the machine as simulated, and
-    ``growing`` where not enough is known of it.
+    """The schedule that was asked for; for ``"auto"`` the fastest on the machine as simulated,
+    unless it gains less than ``MARGIN`` over serial; ``serial`` where not enough is known of it.
 
     Raises:
         ValueError: this is no schedule.
@@ -36,13 +51,16 @@ def decide_for_experts(
     known = described(machine, layer.world) if machine else None
     if known is None or (lacks := lacking(known, mode)):
         why = f"lacks {', '.join(lacks)}" if known else "is not described for these ranks"
-        return Decision(Schedule.parse(COMPARED[0]), "fallback", f"the machine {why}")
+        return Decision(Schedule.parse("serial"), "fallback", f"the machine {why}")
     octave = 1 << (layer.capacity - 1).bit_length()
     seconds = _simulated(replace(layer, capacity=octave), known, mode)
     names = sorted(seconds, key=seconds.__getitem__)
+    chosen = names[0]
+    if seconds["serial"] < (1 + MARGIN) * seconds[chosen]:
+        chosen = "serial"
     times = ", ".join(f"{name} {seconds[name] * 1e3:.3f} ms" for name in names)
     reason = f"capacity {octave} simulated on {known.name}: {times}"
-    return Decision(Schedule.parse(names[0]), "model", reason, machine=known, mode=mode)
+    return Decision(Schedule.parse(chosen), "model", reason, machine=known, mode=mode)
 
 
 @lru_cache(maxsize=1024)

@@ -387,14 +387,15 @@ class Gemm:
         itemsize: int = 2,
         wide: bool = False,
         adds: bool = False,
+        rights: int = 1,
     ) -> tuple[float, float]:
         """Seconds of a product, or of a strided batch of such, on an otherwise idle rank, and what
         it costs one that others keep busy: they fill its start and last wave.
 
-        The batch shares its right operand. ``wide``: the result is float32 and is added to.
-        ``adds``: it is added to, and of the operands' dtype.
+        ``wide``: the result is float32 and is added to. ``adds``: it is added to, and of the
+        operands' dtype. ``rights``: right operands of the batch; 1 if all share it.
         """
-        return _times(self, m, n, k, batch, itemsize, wide, adds)[:2]
+        return _times(self, m, n, k, batch, itemsize, wide, adds, rights)[:2]
 
     def seconds(self, m: int, n: int, k: int, **how: Any) -> float:
         """The first of :meth:`times`."""
@@ -450,11 +451,19 @@ def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
 
 
 def memory_seconds(
-    gemm: Gemm, m: Any, n: Any, k: Any, batch: Any, itemsize: Any, wide: Any, adds: bool = False
+    gemm: Gemm,
+    m: Any,
+    n: Any,
+    k: Any,
+    batch: Any,
+    itemsize: Any,
+    wide: Any,
+    adds: bool = False,
+    rights: int = 1,
 ) -> Any:
     """Seconds in which the operands are read and the result is written; numbers, or arrays."""
     result = batch * m * n * result_bytes(itemsize, wide, adds)
-    return ((batch * m * k + k * n) * itemsize + result) / gemm.bandwidth
+    return ((batch * m * k + rights * k * n) * itemsize + result) / gemm.bandwidth
 
 
 def join_seconds(gemm: Gemm, m: Any, n: Any, batch: Any, split: int) -> Any:
@@ -469,7 +478,15 @@ def both(busy: Any, memory: Any) -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def _times(
-    gemm: Gemm, m: int, n: int, k: int, batch: int, itemsize: int, wide: bool, adds: bool
+    gemm: Gemm,
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    itemsize: int,
+    wide: bool,
+    adds: bool,
+    rights: int = 1,
 ) -> tuple[float, float, tuple[int, int, int]]:
     """Seconds on an otherwise idle rank, and on one that other products keep busy; rows and columns
     of the tiles, and the parts of k."""
@@ -493,7 +510,7 @@ def _times(
                 if busy + joined < best:
                     best, best_filled = busy + joined, filled + joined
                     tile = rows, cols, split
-    memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds)
+    memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds, rights)
     return gemm.start + both(best, memory), both(best_filled, memory), tile
 
 

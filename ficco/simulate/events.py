@@ -602,9 +602,12 @@ class Simulation:
             sizes = m, n, k = out.rows, out.cols, product.b.rows
             wide = itemsize < 4 <= self.itemsize[out.buffer]
             adds = not wide and (product.accumulate or product.addend is not None)
-            key = (*sizes, product.batch, itemsize, wide, adds)
+            rights = product.batch if product.b_stride else 1
+            key = (*sizes, product.batch, itemsize, wide, adds, rights)
             if key not in self._seconds:
                 how: dict[str, Any] = {"itemsize": itemsize, "wide": wide, "adds": adds}
+                if rights > 1:
+                    how["rights"] = rights
                 self._seconds[key] = self._batch_seconds(*sizes, product.batch, how)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
