@@ -104,6 +104,16 @@ def test_auto_is_serial_where_little_is_predicted_to_be_gained(experts: int, cap
         assert str(ficco.explain_experts(machine=machine, **sizes).schedule) == "serial"
 
 
+def test_a_batch_of_copies_takes_as_long_as_all_that_it_moves() -> None:
+    machine = find("h200-4", None)
+    taken = []
+    for experts, capacity in ((1, 4096), (4, 1024)):
+        asked = layer(experts=experts, capacity=capacity, k=4096, h=64, n=4096)
+        bars = simulate(planned(asked), machine).ranks[0]
+        taken.append([bar.stop_s - bar.start_s for bar in bars if bar.kind == "copy"])
+    assert taken[0] == pytest.approx(taken[1], rel=0.1)
+
+
 def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
     """Few rows for each of many experts: cut by sources, every step reads all weights."""
     machine = find("h200-4", None)
