@@ -16,6 +16,7 @@ from ranks import Failure, Rank, caught, ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
+from ficco.ops.routing import rounded
 
 SCHEDULES = (
     "auto",
@@ -308,7 +309,7 @@ def test_calls_of_several_kinds_take_turns() -> None:
 
 def early(at: Rank) -> None:
     """Ranks may exchange their counts before other calls."""
-    layer = Layer((6, 3), experts=4)
+    layer = Layer((3, 40), experts=4)
     given = data(layer, at.rank)
     routings = [ficco.route(given.indices, 4) for _ in range(3)]
     total = ficco.all_gather_matmul(torch.ones(2, 4), torch.eye(4))
@@ -316,7 +317,11 @@ def early(at: Rank) -> None:
     for routing in reversed(routings):
         found = call(at, layer, Data(given.tokens, routing, given.weights), capacity=None)
         assert torch.equal(found, plain(given, *weights_of(layer)))
-        assert routing.capacity == 8 and not routing.dropped.any()
+        most = max(
+            int(ficco.route(data(layer, rank).indices, 4, capacity=1).counts.max())
+            for rank in range(2)
+        )
+        assert routing.capacity == rounded(most) > 8 and not routing.dropped.any()
 
 
 def test_counts_are_exchanged_before_other_calls() -> None:
