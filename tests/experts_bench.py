@@ -30,17 +30,20 @@ import torch.distributed as dist
 import ficco
 from ficco.bench.replay_run import ReplayWatch
 from ficco.bench.tables import markdown
+from ficco.heuristics.experts import COMPARED
 from ficco.machine import save
 from ficco.tune.products import refitted
 
 ROOT = Path(__file__).parents[1]
-K, FFN, TOP_K, SPARE = 4096, 14336, 2, 1.25
-SHAPES = [(world, e, t) for world in (4, 8) for e in (8, 64) for t in (4096, 16384)]
-SCHEDULES = ("auto", "shard-overlap", "growing", "shrinking", "hetero-fused-1d:pieces=2", "serial")
-SECONDS = 20.0
+K, TOP_K, SPARE = 4096, 2, 1.25
+#: Experts and the columns between their products: many narrow ones, Mixtral's, many wide ones.
+LAYERS = ((64, 1408), (8, 14336), (64, 14336))
+SHAPES = [(world, *layer, t) for layer in LAYERS for world in (4, 8) for t in (4096, 16384)]
+SCHEDULES = ("auto", *COMPARED)
+SECONDS = 6.0
 
 
-def operands(world: int, experts: int, t: int) -> dict[str, Any]:
+def operands(world: int, experts: int, ffn: int, t: int) -> dict[str, Any]:
     """Normal data, and routes that are spread evenly."""
     torch.manual_seed(0)
     each, device = experts // world, torch.device("cuda")
@@ -53,8 +56,8 @@ def operands(world: int, experts: int, t: int) -> dict[str, Any]:
         "tokens": normal(t, K),
         "indices": indices,
         "weights": weights,
-        "up": normal(each, K, 2 * FFN, fan=K),
-        "down": normal(each, FFN, K, fan=FFN),
+        "up": normal(each, K, 2 * ffn, fan=K),
+        "down": normal(each, ffn, K, fan=ffn),
         "capacity": -(-int(SPARE * t * TOP_K) // experts),
     }
 
@@ -68,7 +71,9 @@ def products(given: dict[str, Any], world: int) -> None:
     ficco.experts(rest.pop("tokens"), routing, **rest, group=group, schedule="serial")
 
 
-def timed(world: int, experts: int, t: int, machine: str | None, folder: Path) -> dict[str, Any]:
+def timed(
+    world: int, experts: int, ffn: int, t: int, machine: str | None, folder: Path
+) -> dict[str, Any]:
     settings = SimpleNamespace(
         rank=0, world=world, machine=machine, link_gb_s=None, latency_us=None, gap_us=None,
         products=partial(refitted, recipes=()),
@@ -77,7 +82,7 @@ def timed(world: int, experts: int, t: int, machine: str | None, folder: Path) -
     path = folder / f"machine-{world}.yaml"
     save(watch.machine, path)
     ficco.set_options(machine=str(path))
-    given = operands(world, experts, t)
+    given = operands(world, experts, ffn, t)
     calls: dict[str, Any] = {"products": partial(products, given, world)}
     for name in SCHEDULES:
         calls[name] = partial(ficco.experts, **given, group=watch.group, schedule=name)
@@ -87,7 +92,8 @@ def timed(world: int, experts: int, t: int, machine: str | None, folder: Path) -
     torch.cuda.synchronize()
     times = watch.time(calls, seconds=SECONDS, mode="queued")
     serial = times["serial"]
-    row: dict[str, Any] = {"world": world, "experts": experts, "tokens": t, "rounds": len(serial)}
+    row: dict[str, Any] = {"world": world, "experts": experts, "ffn": ffn, "tokens": t}
+    row["rounds"] = len(serial)
     row["capacity"] = given["capacity"]
     for name, seconds in times.items():
         row[f"{name} ms"] = round(float(np.median(seconds)) * 1e3, 3)
@@ -119,7 +125,7 @@ def main() -> None:
     about = (
         f"# Layers of experts, replayed\n\n{torch.cuda.get_device_name(0)}, {date.today()}, "
         f"PyTorch {torch.__version__}, commit {commit}, `python tests/experts_bench.py`. k {K}, "
-        f"gate and up 2 x {FFN}, top {TOP_K}, capacity {SPARE} of the mean, bfloat16; medians, "
+        f"gate and up 2 x ffn, top {TOP_K}, capacity {SPARE} of the mean, bfloat16; medians, "
         "host ahead.\n"
     )
     (folder / "experts.md").write_text(f"{about}\n{markdown(list(table), table)}\n")

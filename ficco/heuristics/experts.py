@@ -55,11 +55,11 @@ def decide_for_experts(
     octave = 1 << (layer.capacity - 1).bit_length()
     seconds = _simulated(replace(layer, capacity=octave), known, mode)
     names = sorted(seconds, key=seconds.__getitem__)
-    chosen = names[0]
-    if seconds["serial"] < (1 + MARGIN) * seconds[chosen]:
-        chosen = "serial"
+    chosen, why = names[0], ""
+    if chosen != "serial" and seconds["serial"] < (1 + MARGIN) * seconds[chosen]:
+        chosen, why = "serial", f"; serial unless others gain {MARGIN:.0%}"
     times = ", ".join(f"{name} {seconds[name] * 1e3:.3f} ms" for name in names)
-    reason = f"capacity {octave} simulated on {known.name}: {times}"
+    reason = f"capacity {octave} simulated on {known.name}: {times}{why}"
     return Decision(Schedule.parse(chosen), "model", reason, machine=known, mode=mode)
 
 
