@@ -85,12 +85,12 @@ def experts(
     Tokens travel in blocks of ``capacity`` rows for each expert. They are multiplied as they arrive
     and sent back as they are made. Sums over a token's experts are in float32, in the order of its
     choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
-    its device. Captured in a graph, that is what a call can do.
+    its device, and calls can be captured in graphs, which serve other tokens and routes.
 
     Every rank makes the call, and needs gradients of the same operands. In code that
-    ``torch.compile`` compiles it is a graph break. There are gradients of
-    ``tokens``, ``weights``, ``up`` and ``down``; for those of ``up`` and ``down`` the forward keeps
-    the rows that arrived, and the products with ``up``, as large as the blocks of all experts.
+    ``torch.compile`` compiles it is a graph break. There are gradients of ``tokens``, ``weights``,
+    ``up`` and ``down``; for others than that of ``weights`` the forward keeps the rows that
+    arrived, and the products with ``up``, as large as the blocks of all experts.
 
     Args:
         capacity, on_overflow: see :func:`ficco.route`; not if ``indices`` is what that made.
@@ -177,29 +177,32 @@ class ExpertFunction(torch.autograd.Function):
         turn: int,
         call: ExpertCall,
     ) -> torch.Tensor:
-        keeps = any(ctx.needs_input_grad[:4])
+        of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
+        keeps = of_tokens or of_up or of_down
         slots, capacity = routing.slots(turn), routing.capacity
         a = spread(tokens, slots, routing.experts * capacity)
         layer = _layer("experts", call, capacity, a, up, down, keeps)
         made = _run(layer, call, {"a": a[:-1], "b": up, "c": down})
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
-        ctx.save_for_backward(weights, slots, up, down, out, *kept)
+        ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
         ctx.call, ctx.capacity, ctx.dtype = call._replace(options=current()), capacity, tokens.dtype
+        ctx.rows = routing.experts * capacity
         return weighted_sum(out, slots, weights)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weights, slots, up, down, out, arrived, hidden = ctx.saved_tensors
+        weights, slots, up, down, out, *kept = ctx.saved_tensors
         call: ExpertCall = ctx.call
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         d_weights = _inner(out, slots, grad).to(weights.dtype) if of_weights else None
         if not (of_tokens or of_up or of_down):
             return (None, d_weights, *[None] * 5)
+        arrived, hidden = kept
         assert call.options is not None
         with carried(call.options):
-            rows, dtype = out.shape[0] - 1, ctx.dtype
-            d_out = spread(grad, slots, rows, weights, dtype)
+            dtype = ctx.dtype
+            d_out = spread(grad, slots, ctx.rows, weights, dtype)
             down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
             layer = _layer("dispatch_matmul", call, ctx.capacity, d_out, down_t, None, of_down)
             made = _run(layer, call, {"a": d_out[:-1], "b": down_t}, "gradients")
