@@ -395,7 +395,7 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
     float sum[EACH];
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) sum[e] = 0.0f;
-#pragma unroll 4
+#pragma unroll 2  // 4 spill scalar registers on AMD
     for (u32 p = 0; p < count; p++) {
       const float lse = parts.lse[p][along(parts.lse_strides[p], batch, head, row)];
       const T* const from = (const T*)parts.at[p] + along(parts.strides[p], batch, head, row);
