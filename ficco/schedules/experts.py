@@ -258,7 +258,7 @@ class ExpertWorld:
         self.words = WordAllocator(layer.world)
         self.arriving = self.words.block(len(self.shares) * layer.dispatches)
         self.returning = self.words.block(len(self.shares) * layer.combines)
-        buffers, rows = layer.buffers, layer.rows
+        buffers = layer.buffers
         self.buffers = [buffers["gathered"], buffers["hidden"], buffers["active"]]
         if layer.world > 1:
             local = buffers["out"]._replace(memory="local")
@@ -267,7 +267,6 @@ class ExpertWorld:
             if layer.combines:
                 self.buffers.append(local._replace(name="partial", leaves=True))
                 self.buffers.append(local._replace(name="staging out", memory="slot"))
-        assert all(one.shapes[0][0] == rows for one in self.buffers)
         own = {one.name for one in (*layer.specification.operands, *layer.specification.results)}
         self.buffers = [one for one in self.buffers if one.name not in own]
 
