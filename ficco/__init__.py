@@ -27,6 +27,7 @@ from ficco.ops.operators import (
 from ficco.ops.routing import Routing, route
 from ficco.ops.sdpa import behind_sdpa
 from ficco.ops.symm_mem import behind_symm_mem
+from ficco.ops.ulysses import ulysses_attention
 from ficco.options import Options, options, set_options
 from ficco.problem import Problem
 from ficco.schedules import Schedule
@@ -66,6 +67,7 @@ __all__ = [
     "route",
     "set_options",
     "synchronize",
+    "ulysses_attention",
 ]
 
 

@@ -72,6 +72,8 @@ def _operations(
         )
     elif step.op == "attend":
         yield engine.attend(program, index, step.attends) if step.attends else None
+    elif step.op == "apply":
+        yield engine.apply(program, index, step.applied) if step.applied else None
     elif step.op == "call":
         yield callers
         yield engine.arrived(program, index) if step.gates else None

@@ -42,6 +42,7 @@ class Buffer(NamedTuple):
         symmetric: an operand that peers can read in place.
         leaves: rows are numbered as they leave a rank, otherwise as they land.
         first: by rank, the number of the first row; empty: 0 everywhere.
+        left: by rank, the number of the first column; empty: 0 everywhere.
         layout: ``"rows"``, row by row; ``"columns"``, what one copy brings is contiguous: columns
             ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``.
         matrices: of an operand that the caller passes as [matrices, rows, columns], how many these
@@ -58,6 +59,7 @@ class Buffer(NamedTuple):
     first: tuple[int, ...] = ()
     layout: str = "rows"
     matrices: int = 0
+    left: tuple[int, ...] = ()
 
     @property
     def itemsize(self) -> int:
@@ -176,6 +178,33 @@ class Attention(NamedTuple):
     back: str = ""
 
 
+class Rows(NamedTuple):
+    """Whole rows of a matrix that a function reads or makes.
+
+    Attributes:
+        matrix: its name.
+        cols: how many columns it has.
+        of: of a rank and bounds of rows of the function's first input, the bounds of the rows.
+    """
+
+    matrix: str
+    cols: int
+    of: Callable[[int, int, int], tuple[int, int]]
+
+
+class Application(NamedTuple):
+    """A function of a library that makes rows of some matrices of rows of others.
+
+    Attributes:
+        function: its name.
+        inputs, outs: what it reads and makes, rows as they land.
+    """
+
+    function: str
+    inputs: tuple[Rows, ...]
+    outs: tuple[Rows, ...]
+
+
 @dataclass(frozen=True)
 class Specification:
     """See the module's docstring.
@@ -188,6 +217,7 @@ class Specification:
             row by row, if it has another number of columns; or, where it is a scaled operand, by
             casting: it then makes the factors, too.
         attentions: what attends to which rows of what.
+        applications: the functions of libraries that make matrices.
     """
 
     operands: tuple[Buffer, ...]
@@ -196,3 +226,4 @@ class Specification:
     exchanges: Mapping[str, Exchange]
     functions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     attentions: tuple[Attention, ...] = ()
+    applications: tuple[Application, ...] = ()

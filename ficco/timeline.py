@@ -81,6 +81,7 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
     reads and writes, of a collective those that it brings to the rank from all others."""
     flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
     flops += sum(map(attended_flops, step.attends))
+    flops += step.applied.flops if step.applied else 0.0
     moved = [step.transfer.src] if step.transfer else []
     moved += [move.src for move in step.moves if move.src.rank == plan.rank]
     if step.op == "collective":

@@ -5,8 +5,10 @@ matrix KV with a row for each position. The room is pure: libraries' calls are i
 operator in ``ficco.ops``.
 """
 
-from ficco.attention.choose import AttentionChoice, choose
+from ficco.attention.choose import AttentionChoice, choose, choose_for_heads
 from ficco.attention.gradient import AttentionGradient
+from ficco.attention.heads import HeadsProblem
+from ficco.attention.heads_plans import heads_plans
 from ficco.attention.mask import Mask, Rectangle, Segment
 from ficco.attention.plans import attention_plans
 from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
@@ -17,9 +19,12 @@ __all__ = [
     "AttentionGradient",
     "AttentionProblem",
     "AttentionChoice",
+    "HeadsProblem",
     "Mask",
     "Rectangle",
     "Segment",
     "attention_plans",
     "choose",
+    "choose_for_heads",
+    "heads_plans",
 ]

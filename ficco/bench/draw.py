@@ -47,6 +47,7 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
 COLOURS = {
     "matmul": BLUE,
     "attend": BLUE,
+    "apply": BLUE,
     "call": BLUE,
     "copy": ORANGE,
     "send": ORANGE,

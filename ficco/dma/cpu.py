@@ -39,10 +39,11 @@ from ficco.dma.engine import (
     callers,
     timed_out,
 )
+from ficco.dma.heads import apply_op
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
-from ficco.plan import Attending, Product, Reduction, Signal, Transfer
+from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
 from ficco.scaling import CAST
 
 if TYPE_CHECKING:
@@ -221,6 +222,9 @@ class CpuEngine(Engine):
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
         return attend_op(program, attends)
+
+    def apply(self, program: Program, step: int, applied: Applied) -> Op:
+        return apply_op(program, applied)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         view = buffers_of(program).view

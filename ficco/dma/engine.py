@@ -21,7 +21,7 @@ from ficco.dma import collectives
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
-from ficco.plan import Attending, Plan, Product, Reduction, Signal, Transfer
+from ficco.plan import Applied, Attending, Plan, Product, Reduction, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.schedules import Schedule
@@ -391,6 +391,12 @@ class Engine(ABC):
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
         """Enqueue attention of the vendor's library."""
         raise NotImplementedError(f"the {self.name} engine does not serve attention yet")
+
+    def apply(self, program: Program, step: int, applied: Applied) -> Op:
+        """Enqueue a function of the vendor's library."""
+        raise NotImplementedError(
+            f"the {self.name} engine does not serve the function {applied.function!r} yet"
+        )
 
     def tiled(self, program: Program, step: int) -> Op:
         """Enqueue the products of a step whose signals gate or announce rows, as one launch."""

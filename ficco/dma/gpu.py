@@ -51,6 +51,7 @@ from ficco.dma.engine import (
 )
 from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
+from ficco.dma.heads import apply_op
 from ficco.dma.hosts import Hosts
 from ficco.dma.lane_ops import (
     KernelBatch,
@@ -85,7 +86,7 @@ from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
-from ficco.plan import Attending, Product, Reduction, Region, Signal, Transfer
+from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import CAST, Scaling
 from ficco.schedules import Schedule
@@ -533,6 +534,9 @@ class GpuEngine(StreamEngine):
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
         return self._on_lane(program, step, attend_op(program, attends))
+
+    def apply(self, program: Program, step: int, applied: Applied) -> Op:
+        return self._on_lane(program, step, apply_op(program, applied))
 
     def tiled(self, program: Program, step: int) -> Op:
         one, places = program.plan.steps[step], buffers_of(program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ def run_attention(
     workspace = workspace_for(group, q, "q", NAME)
     try:
         options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
-        _check(workspace, q, k, v, schedule, asked)
+        check_operands(workspace, NAME, {"q": q, "k_shard": k, "v_shard": v}, schedule, asked)
         q, k, v = (_heads(plain(one)) for one in (q, k, v))
         kv = _packed(k, v)
         source = workspace.symmetric_source(kv)
@@ -187,26 +187,25 @@ class _Attention(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _check(
+def check_operands(
     workspace: Workspace,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    operator: str,
+    operands: Mapping[str, torch.Tensor],
     schedule: str | Schedule,
     asked: dict[str, Any],
 ) -> None:
-    """Refuse operands that do not fit together."""
-    engine = workspace.engine
+    """Refuse queries, keys and values, by name, that do not fit together."""
+    engine, (q, k, _) = workspace.engine, operands.values()
     if engine.hosts.count > 1:
         raise NotImplementedError(
-            f"ficco.{NAME}: the ranks of this group are on {engine.hosts.count} hosts, and keys "
-            "travel within one only; pass a group of ranks of one host"
+            f"ficco.{operator}: the ranks of this group are on {engine.hosts.count} hosts, and "
+            "keys travel within one only; pass a group of ranks of one host"
         )
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
         )
-    for name, tensor in (("q", q), ("k_shard", k), ("v_shard", v)):
+    for name, tensor in operands.items():
         if tensor.layout is not torch.strided or tensor.dim() != 4:
             raise ValueError(
                 f"{name}: required a dense [batch, heads, S/W, size], got {tensor.layout} of shape "
@@ -218,7 +217,7 @@ def _check(
                 f"{tensor.device}; convert it"
             )
     batch, _, rows, size = q.shape
-    for name, tensor in (("k_shard", k), ("v_shard", v)):
+    for name, tensor in list(operands.items())[1:]:
         wanted = [batch, k.shape[1], rows, size]
         if list(tensor.shape) != wanted:
             raise ValueError(

@@ -4,6 +4,7 @@ from ficco.plan.check import PlanError, check
 from ficco.plan.launches import together
 from ficco.plan.model import (
     OPS,
+    Applied,
     Attending,
     Plan,
     Planned,
@@ -22,6 +23,7 @@ from ficco.specification import Buffer
 
 __all__ = [
     "OPS",
+    "Applied",
     "Attending",
     "Buffer",
     "Plan",

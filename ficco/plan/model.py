@@ -32,7 +32,10 @@ from typing import NamedTuple, Protocol
 from ficco.specification import ALIGNMENT, Buffer, Specification
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
-OPS = ("copy", "place", "network", "collective", "matmul", "attend", "call", "reduce", "sync")
+OPS = (
+    *("copy", "place", "network", "collective"),
+    *("matmul", "attend", "apply", "call", "reduce", "sync"),
+)
 
 #: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
 #: the class takes. It checks nothing. Only for the few classes with millions of instances.
@@ -200,14 +203,32 @@ class Attending(NamedTuple):
     back: Region | None = None
 
 
+class Applied(NamedTuple):
+    """A function of a library, of whole rows: see :class:`ficco.specification.Application`.
+
+    Attributes:
+        function: its name.
+        first, last: bounds of the rows of its first input.
+        inputs, outs: what it reads and writes.
+        flops: floating-point operations.
+    """
+
+    function: str
+    first: int
+    last: int
+    inputs: tuple[Region, ...]
+    outs: tuple[Region, ...]
+    flops: float = 0.0
+
+
 class Step(NamedTuple):
     """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
         op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
-            hosts, ``"matmul"``, ``"attend"``, ``"reduce"``, ``"sync"``, ``"collective"``, the
-            library's, which does the whole exchange, or ``"call"``, what the caller does with rows
-            as they arrive (:func:`ficco.arriving`).
+            hosts, ``"matmul"``, ``"attend"``, ``"apply"``, ``"reduce"``, ``"sync"``,
+            ``"collective"``, the library's, which does the whole exchange, or ``"call"``, what the
+            caller does with rows as they arrive (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: what the step does, for human readers.
         waits: signals waited for before the operation.
@@ -224,6 +245,7 @@ class Step(NamedTuple):
             column of which each row is made of one row of A, once.
         reduction: what a reduce adds up.
         attends: what an attend computes.
+        applied: the function that an apply computes.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
         moves: what this rank sends and receives in a network step, all at once. What one rank sends
             to another is received in the same order, and a step is over when both sides have
@@ -248,6 +270,7 @@ class Step(NamedTuple):
     moves: tuple[Transfer, ...] = ()
     part: int = 0
     attends: tuple[Attending, ...] = ()
+    applied: Applied | None = None
 
     @property
     def whole(self) -> bool:

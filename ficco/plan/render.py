@@ -7,7 +7,7 @@ from ficco.plan.model import OPS, Plan, unknown
 from ficco.plan.parts import in_parts
 
 #: Operations that wait for what peers send.
-CONSUMERS = ("matmul", "attend", "call", "reduce", "place")
+CONSUMERS = ("matmul", "attend", "apply", "call", "reduce", "place")
 
 
 def render(plan: Plan, width: int = 100) -> str:
@@ -57,12 +57,7 @@ def _ticks(plan: Plan) -> list[int]:
     for step in plan.steps:
         ready = [free.get(step.lane, 0), *(begin[i] + 1 for i in step.after)]
         awaited += sum(signal.kind in ("ready", "summed") for signal in step.waits)
-        if (
-            sent
-            and awaited
-            and step.op in ("matmul", "attend", "call", "reduce", "place")
-            and step.waits
-        ):
+        if sent and awaited and step.op in CONSUMERS and step.waits:
             ready.append(sorted(sent)[min(awaited, len(sent)) - 1])
         begin.append(max(ready))
         free[step.lane] = begin[-1] + 1

@@ -202,6 +202,7 @@ class Builder:
         written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
         attends = [one for step in self.steps for one in step.attends]
         written |= {one.buffer for each in attends for one in (each.out, each.back) if one}
+        written |= {out.buffer for step in self.steps if step.applied for out in step.applied.outs}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,

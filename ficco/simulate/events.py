@@ -65,7 +65,7 @@ from ficco.machine import (
     Topology,
     interpolate,
 )
-from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
+from ficco.plan import OPS, Applied, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
@@ -232,6 +232,9 @@ class _SimulatedRank:
             elif step.op == "attend":
                 available = now + host.matmul
                 now += host.matmul * len(step.attends)
+            elif step.op == "apply":
+                available = now + host.matmul
+                now += host.matmul
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
@@ -327,7 +330,7 @@ class Simulation:
         copies = [step for step in steps if step.op == "copy" and step.mover != MOVER]
         crosses = "network" in ops or any(step.mover == MOVER for step in steps)
         by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
-        multiplies = bool({"matmul", "attend"} & ops)
+        multiplies = bool({"matmul", "attend", "apply"} & ops)
         self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
         scaling = self.problem.scaling if isinstance(self.problem, Problem) else None
@@ -502,7 +505,7 @@ class Simulation:
             self._begin_crossing(lane, rank, step)
         elif step.op == "copy":
             self._begin_copy(lane, rank, step)
-        elif step.op in ("matmul", "attend"):
+        elif step.op in ("matmul", "attend", "apply"):
             self._serve(lane, rank, step)
         elif moves and self._move_seconds(step):
             reads = _reads_peers(step)
@@ -557,11 +560,13 @@ class Simulation:
 
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         """Let the GPU serve a step's products, or what it moves within the rank."""
-        multiplies = step.op in ("matmul", "attend")
+        multiplies = step.op in ("matmul", "attend", "apply")
         if step.part and multiplies:
             whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
         elif step.op == "attend":
             whole = filled = self._attend_seconds(step)
+        elif step.applied:
+            whole = filled = self._applied_seconds(step.applied)
         elif multiplies:
             whole, filled = self._product_seconds(step)
         else:
@@ -623,6 +628,12 @@ class Simulation:
             rate = ATTENTION * gemm.efficiency * gemm.peak * share
             seconds += gemm.start + attended_flops(one) / rate
         return seconds
+
+    def _applied_seconds(self, one: Applied) -> float:
+        """Seconds of a function, which is attention, if nothing else runs."""
+        gemm, itemsize = self.gemm, self.itemsize[one.inputs[0].buffer]
+        rate = ATTENTION * gemm.efficiency * gemm.peak * interpolate(gemm.shares, itemsize)
+        return gemm.start + one.flops / rate if one.flops else 0.0
 
     def _batch_seconds(
         self, m: int, n: int, k: int, batch: int, how: dict[str, Any]

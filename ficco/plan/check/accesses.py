@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.check.rules import PlanError, Who, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
-from ficco.plan.model import PLAIN, Attending, Product, Reduction, Region, Transfer
+from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
 from ficco.specification import Attention, Contraction, Exchange
 
@@ -22,7 +22,8 @@ _NO_END = np.int64(1) << 62
 
 class BufferColumns:
     """The properties of :class:`ficco.specification.Buffer` as columns, by the buffers' number;
-    matrices and dtypes are numbers. ``begins``: by buffer and rank, the number of the first row."""
+    matrices and dtypes are numbers. ``begins``, ``left``: by buffer and rank, the numbers of the
+    first row and column."""
 
     def __init__(self, steps: Steps) -> None:
         buffers, world = steps.buffers, steps.world
@@ -32,6 +33,9 @@ class BufferColumns:
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.scales)))
         for each in steps.asked.attentions:
             matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
+        for application in steps.asked.applications:
+            rows = *application.inputs, *application.outs
+            matrices |= dict.fromkeys(one.matrix for one in rows)
         self.matrix = {name: number for number, name in enumerate(matrices)}
         dtypes = sorted({buffer.dtype for buffer in buffers})
         self.holds = ints(self.matrix[buffer.holds] for buffer in buffers)
@@ -44,8 +48,10 @@ class BufferColumns:
         self.packed = bools(buffer.layout == "columns" for buffer in buffers)
         self.itemsize = ints(buffer.itemsize for buffer in buffers)
         self.dtype = ints(dtypes.index(buffer.dtype) for buffer in buffers)
-        firsts = [buffer.first or (0,) * world for buffer in buffers]
-        self.begins = np.array(firsts, np.int64).reshape(len(buffers), world)
+        self.begins, self.left = (
+            np.array([one or (0,) * world for one in firsts], np.int64).reshape(len(buffers), world)
+            for firsts in ([one.first for one in buffers], [one.left for one in buffers])
+        )
 
 
 class _Route:
@@ -92,6 +98,7 @@ class Footprint:
             self._transfers(),
             self._products(),
             self._attends(),
+            self._applies(),
             self._reductions(),
             self._collectives(),
         )
@@ -264,13 +271,14 @@ class Footprint:
         down, across = src.row - dst.row, src.col - dst.col
         begins, loose = self._begins(dst), ~of.placed[src.buffer]
         here = np.where(loose, begins - down, self._begins(src))
-        here_across = np.where(loose & of.placed[dst.buffer], -across, 0)
+        left, dst_left = (of.left[one.buffer, one.rank] for one in (src, dst))
+        here_across = np.where(loose, np.where(of.placed[dst.buffer], dst_left - across, 0), left)
         on = np.flatnonzero(loose & ~of.placed[dst.buffer])
         posts = [self.steps.of.posts[number] for number in step[on]]
         gated = ints(signals[0].first if signals else -1 for signals in posts)
         here[on] = np.where(gated < 0, 0, gated - src.row[on])
         there, there_across = here + down + way, here_across + across
-        home = ~of.placed[dst.buffer] | (there == begins) & (there_across == 0)
+        home = ~of.placed[dst.buffer] | (there == begins) & (there_across == dst_left)
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
         demand(home, who, "puts rows where others belong")
         self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
@@ -487,6 +495,50 @@ class Footprint:
         demand(right, who, "makes a gradient in the wrong place")
         own = self._terms(1 << rank for rank in me.tolist())
         return Accesses.of(step, back, self._begins(back), terms=own)
+
+    def _applies(self) -> tuple[Accesses, Accesses]:
+        """Accesses of functions: whole rows of the matrices that the specification names."""
+        of = self.buffers
+        found = [
+            (step, *each)
+            for step, one in enumerate(self.steps.of.applied)
+            if one
+            for each in self._applied(step, one)
+        ]
+        held = [each[1] for each in found]
+        numbers = np.array([(*each[:1], *each[2:]) for each in found], np.int64).reshape(-1, 6)
+        step, writes, matrix, cols, first, last = numbers.T
+        who, me, write = self.steps.by_step(step), self.steps.rank[step], writes > 0
+        region = self._regions(held, step)
+        demand(region.rank == me, who, "applies a function at a peer")
+        right = of.holds[region.buffer] == matrix
+        right &= ~write | (~of.operand[region.buffer] & of.placed[region.buffer])
+        demand(right, who, "applies a function in the wrong buffers")
+        fits = (region.rows == last - first) & (region.col == 0) & (region.col_stop == cols)
+        fits &= of.left[region.buffer, region.rank] == 0
+        demand(fits, who, "applies a function to regions that do not fit")
+        fixed, begins = of.placed[region.buffer], self._begins(region)
+        number = np.where(write, begins + region.row, self._first(region, who))
+        demand(~fixed | (number == first), who, "applies a function to other rows than it says")
+        self._inside(region, who)
+        some = Accesses.of(step, region, np.where(fixed, begins, first - region.row))
+        reads, made = (Accesses(*(column[kept] for column in some)) for kept in (~write, write))
+        return reads, made
+
+    def _applied(self, step: int, one: Applied) -> Iterator[tuple[Region, int, int, int, int, int]]:
+        """What a function reads and writes: a region, whether it is written, and of what the
+        specification has there the matrix, the columns and the bounds of the rows."""
+        rank = int(self.steps.rank[step])
+        asked = {each.function: each for each in self.asked.applications}.get(one.function)
+        sides = ((asked.inputs, one.inputs), (asked.outs, one.outs)) if asked else ()
+        if not asked or any(len(wanted) != len(held) for wanted, held in sides):
+            raise PlanError(
+                f"{self.steps.name(step)} applies the function {one.function!r} as is not asked for"
+            )
+        for write, (wanted, held) in enumerate(sides):
+            for rows, region in zip(wanted, held, strict=True):
+                bounds = rows.of(rank, one.first, one.last)
+                yield region, write, self.buffers.matrix[rows.matrix], rows.cols, *bounds
 
     def _first(self, regions: Regions, who: Who) -> Ints:
         """The numbers of the first rows of operands of products where these rows land."""

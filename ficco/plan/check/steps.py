@@ -17,16 +17,18 @@ from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.specification import Buffer
 
-#: By operation, whether a step holds a transfer, products, a reduction, attends.
+#: By operation, whether a step holds a transfer, products, a reduction, attends, a
+#: function.
 HOLDS = {
-    "copy": (True, False, False, False),
-    "place": (True, False, False, False),
-    "collective": (True, False, False, False),
-    "matmul": (False, True, False, False),
-    "call": (False, True, False, False),
-    "attend": (False, False, False, True),
-    "reduce": (False, False, True, False),
-    "sync": (False, False, False, False),
+    "copy": (True, False, False, False, False),
+    "place": (True, False, False, False, False),
+    "collective": (True, False, False, False, False),
+    "matmul": (False, True, False, False, False),
+    "call": (False, True, False, False, False),
+    "attend": (False, False, False, True, False),
+    "apply": (False, False, False, False, True),
+    "reduce": (False, False, True, False, False),
+    "sync": (False, False, False, False, False),
 }
 
 
@@ -121,7 +123,8 @@ class Steps:
             if not plan.buffer.keys() >= {buffer.name for buffer in theirs}:
                 raise PlanError(f"rank {rank} lacks operands or results")
         for buffer in self.buffers:
-            if len(buffer.shapes) != self.world or len(buffer.first) not in (0, self.world):
+            counts = len(buffer.first), len(buffer.left)
+            if len(buffer.shapes) != self.world or not {*counts} <= {0, self.world}:
                 raise PlanError(f"buffer {buffer.name} does not have a shape for each rank")
             self._buffer(buffer)
 
@@ -173,7 +176,7 @@ class Steps:
         of = self.of
 
         def shapes() -> Iterable[tuple[Any, ...]]:
-            columns = of.transfer, of.products, of.reduction, of.attends
+            columns = of.transfer, of.products, of.reduction, of.attends, of.applied
             held = (map(bool, column) for column in columns)
             return zip(of.op, of.mover, *held, strict=True)
 

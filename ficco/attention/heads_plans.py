@@ -1,0 +1,259 @@
+"""Plans of attention by heads: an all-to-all, a function of heads and an all-to-all, in pieces.
+
+A piece is a group of heads of every rank. The function takes it once it has come from all ranks,
+while the next pieces travel, and what it makes goes back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from ficco.attention.heads import HeadsProblem
+from ficco.attention.mask import Span
+from ficco.plan.collector import paused
+from ficco.plan.model import Applied, Plan, Region, Signal, Step, Transfer
+from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
+from ficco.schedules.gather import LOOKAHEAD
+from ficco.schedules.groups import cut, peers_in_order, targets_in_order
+from ficco.schedules.space import NAMED, Schedule
+from ficco.specification import Buffer
+
+
+def heads_refusal(schedule: Schedule) -> str:
+    """Why a schedule cannot serve attention by heads; empty if it can."""
+    if schedule == replace(NAMED["serial"], pieces=schedule.pieces, copy=schedule.copy):
+        return ""
+    return (
+        f"schedule {schedule}: all ranks push groups of heads by copy engines, and each group is "
+        "attended to at once; required serial or uniform-fused-1d with the knobs pieces and copy, "
+        "such as uniform-fused-1d:pieces=4"
+    )
+
+
+def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span]:
+    """The heads of queries of each piece of a rank. Heads that share one of keys stay together if
+    there are as many of those as pieces, and in a gradient, which sums over them."""
+    first, last = problem.keys(rank)
+    pieces = schedule.pieces or problem.world
+    count = pieces if isinstance(pieces, int) else len(pieces)
+    if count > last - first and not problem.backward:
+        return cut(problem.heads, pieces)
+    if count > last - first:
+        pieces = last - first
+    begin = rank * problem.heads
+    return [
+        (
+            max((first + one) * problem.shared - begin, 0),
+            min((first + two) * problem.shared - begin, problem.heads),
+        )
+        for one, two in cut(last - first, pieces)
+    ]
+
+
+def heads_plans(
+    problem: HeadsProblem, schedule: Schedule, ranks: Sequence[int] | None = None
+) -> list[Plan]:
+    """The Plans of some ranks, or of all.
+
+    Raises:
+        ValueError: the schedule cannot serve attention by heads.
+    """
+    if why := heads_refusal(schedule):
+        raise ValueError(why)
+    with paused():
+        world = _HeadsWorld(problem, schedule)
+        every = range(problem.world) if ranks is None else ranks
+        return [_HeadsStage(world, Builder(problem, rank)).plan() for rank in every]
+
+
+class _HeadsWorld:
+    """What all ranks know: pieces, buffers and words."""
+
+    def __init__(self, problem: HeadsProblem, schedule: Schedule) -> None:
+        self.problem, self.schedule = problem, schedule
+        self.words = WordAllocator(problem.world)
+        self.pieces = [pieces_of(problem, schedule, rank) for rank in range(problem.world)]
+        most = max(map(len, self.pieces))
+        self.ready, self.back = self.words.block(most), self.words.block(most)
+        asked = problem.specification
+        given = asked.operands + asked.results
+        self.buffers: list[Buffer] = []
+        #: By matrix, the buffer of a rank's heads.
+        self.heads = {one.holds: one for one in given}
+        if problem.world == 1:
+            return
+        kept = {one.holds: one for one in given if one.name == f"kept {one.holds}"}
+        for matrix in problem.inputs + problem.outs:
+            if matrix in problem.arrives or matrix not in kept:
+                memory = "slot" if matrix in problem.arrives else "local"
+                kept[matrix] = problem.whole(matrix, memory)
+                self.buffers.append(kept[matrix])
+            self.heads[matrix] = kept[matrix]
+        for matrix in problem.returns:
+            shard = problem.shard(matrix)
+            self.buffers.append(shard._replace(name=f"returned {matrix}", memory="slot", left=()))
+
+    def new_rows(self, matrix: str, rank: int, piece: int) -> Span:
+        """The rows of a matrix on a rank that a piece is the first to have to do with."""
+        first, last = self.problem.rows(matrix, rank, *self.pieces[rank][piece])
+        if piece:
+            first = max(first, self.problem.rows(matrix, rank, *self.pieces[rank][piece - 1])[1])
+        return first, last
+
+
+class _HeadsStage:
+    """One rank's steps."""
+
+    def __init__(self, world: _HeadsWorld, builder: Builder) -> None:
+        self.world, self.problem, self.builder = world, world.problem, builder
+        self.me, self.pieces = builder.me, world.pieces[builder.me]
+        self.targets = targets_in_order(self.me, self.problem.world)
+        builder.lane_of = {
+            peer: f"copy{turn % world.schedule.copy}" for turn, peer in enumerate(self.targets)
+        }
+
+    def plan(self) -> Plan:
+        world, builder = self.world, self.builder
+        if not builder.peers:
+            builder.add(self._apply((0, self.problem.heads)))
+            return builder.plan(str(world.schedule), world.buffers, world.words)
+        builder.acquire({})
+        most = max(map(len, world.pieces))
+        for piece in range(most + LOOKAHEAD):
+            if piece < most:
+                self._send(piece)
+            if 0 <= (arrived := piece - LOOKAHEAD) < len(self.pieces):
+                self._serve(arrived)
+        self._finish(most)
+        builder.retire(())
+        return builder.plan(str(world.schedule), world.buffers, world.words)
+
+    def _send(self, piece: int) -> None:
+        """Push a piece's rows to the ranks of its heads."""
+        for peer in self.targets:
+            if piece >= len(self.world.pieces[peer]):
+                continue
+            moves = self._moves(peer, piece)
+            rows = self.world.pieces[peer][piece]
+            signal = self.world.ready.signal("ready", self.me, peer, piece, rows)
+            for move in moves:
+                posts = (signal,) if move is moves[-1] else ()
+                self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts)
+
+    def _moves(self, peer: int, piece: int) -> list[Transfer]:
+        """What a piece of a rank's needs of this rank's shards: rows of queries come last."""
+        cols, moves = self.problem.cols, list[Transfer]()
+        for matrix in reversed(self.problem.arrives):
+            first, last = self.world.new_rows(matrix, peer, piece)
+            if first == last:
+                continue
+            up = self.problem.leaves(matrix, self.me, peer)
+            src = Region(matrix, self.me, up + first, up + last, 0, cols)
+            left, name = self.me * cols, self.world.heads[matrix].name
+            moves.append(Transfer(src, Region(name, peer, first, last, left, left + cols)))
+        return moves
+
+    def _copy(
+        self,
+        peer: int,
+        label: str,
+        move: Transfer,
+        posts: tuple[Signal, ...],
+        after: tuple[int, ...] = (),
+    ) -> None:
+        lane = self.builder.lane_of[peer]
+        self.builder.add(Step("copy", lane, label, posts=posts, after=after, transfer=move))
+
+    def _place(
+        self,
+        lane: str,
+        move: Transfer,
+        waits: tuple[Signal, ...] = (),
+        after: tuple[int, ...] = (),
+    ) -> None:
+        label = f"{move.src.buffer}>{move.dst.buffer}"
+        self.builder.add(Step("place", lane, label, waits, after=after, transfer=move))
+
+    def _serve(self, piece: int) -> None:
+        """Apply the function to a piece of this rank's, and push back what it makes."""
+        for move in self._moves(self.me, piece):
+            self._place("compute0", move)
+        waits = tuple(
+            self.world.ready.signal("ready", peer, self.me, piece, self.pieces[piece])
+            for peer in self.targets
+        )
+        applied = self.builder.add(self._apply(self.pieces[piece])._replace(waits=waits))
+        for peer in self.targets:
+            moves = self._back(peer, piece)
+            for move in moves:
+                posts = (self._returned(self.me, peer, piece),) if move is moves[-1] else ()
+                label = f"{move.src.buffer}>{peer}.{piece}"
+                self._copy(peer, label, move, posts, (applied,))
+        for move in self._back(self.me, piece):
+            dst = move.dst._replace(buffer=move.dst.buffer.removeprefix("returned "))
+            self._place(REDUCE_LANE, move._replace(dst=dst), (), (applied,))
+        self._keep(piece, applied)
+
+    def _keep(self, piece: int, applied: int) -> None:
+        """Hand heads to the gradient."""
+        for matrix in self.problem.arrives:
+            if matrix not in self.problem.kept:
+                continue
+            first, last = self.world.new_rows(matrix, self.me, piece)
+            if first < last:
+                cols = self.problem.cols * self.problem.world
+                src = Region(self.world.heads[matrix].name, self.me, first, last, 0, cols)
+                kept = src._replace(buffer=f"kept {matrix}")
+                self._place(REDUCE_LANE, Transfer(src, kept), (), (applied,))
+
+    def _apply(self, heads: Span) -> Step:
+        problem, me = self.problem, self.me
+
+        def region(matrix: str) -> Region:
+            buffer = self.world.heads[matrix]
+            rows = problem.rows(matrix, me, *heads)
+            return Region(buffer.name, me, *rows, 0, buffer.shapes[me][1])
+
+        inputs, outs = (tuple(map(region, some)) for some in (problem.inputs, problem.outs))
+        made = Applied(problem.function, *heads, inputs, outs, problem.flops(*heads))
+        first = me * problem.heads
+        label = f"heads {first + heads[0]}:{first + heads[1]}"
+        return Step("apply", "compute0", label, applied=made)
+
+    def _back(self, peer: int, piece: int) -> list[Transfer]:
+        """What a piece made for a rank: its columns."""
+        cols, moves = self.problem.cols, list[Transfer]()
+        for matrix in reversed(self.problem.returns):
+            first, last = self.world.new_rows(matrix, self.me, piece)
+            down = self.problem.lands(matrix, self.me, peer)
+            left = peer * cols
+            src = Region(self.world.heads[matrix].name, self.me, first, last, left, left + cols)
+            name = f"returned {matrix}"
+            moves.append(Transfer(src, Region(name, peer, down + first, down + last, 0, cols)))
+        return moves
+
+    def _returned(self, poster: int, waiter: int, piece: int) -> Signal:
+        """The signal after the last result of a piece, which is the first that it returns."""
+        matrix = self.problem.returns[0]
+        down = self.problem.lands(matrix, poster, waiter)
+        first, last = self.world.new_rows(matrix, poster, piece)
+        return self.world.back.signal("ready", poster, waiter, piece, (down + first, down + last))
+
+    def _finish(self, most: int) -> None:
+        """Bring what returns to the results."""
+        order = peers_in_order(self.me, self.problem.world)
+        for piece, peer in product(range(most), order):
+            if piece >= len(self.world.pieces[peer]):
+                continue
+            waits: tuple[Signal, ...] = (self._returned(peer, self.me, piece),)
+            for matrix in self.problem.returns:
+                down = self.problem.lands(matrix, peer, self.me)
+                first, last = self.world.new_rows(matrix, peer, piece)
+                src = Region(
+                    *(f"returned {matrix}", self.me, down + first, down + last),
+                    *(0, self.problem.cols),
+                )
+                self._place(REDUCE_LANE, Transfer(src, src._replace(buffer=matrix)), waits)
+                waits = ()

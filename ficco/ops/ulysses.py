@@ -1,0 +1,267 @@
+"""Attention by heads of a sequence that the ranks of a group share (DeepSpeed-Ulysses)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ficco.attention import AttentionProblem, HeadsProblem, choose_for_heads, heads_plans
+from ficco.dma.engine import Call
+from ficco.ops.attention import check_operands
+from ficco.ops.fit import keep_to_cap
+from ficco.ops.gradients import refusing_second
+from ficco.ops.operands import frozen, plain, process_group
+from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.planned import (
+    execute,
+    new_kind,
+    number_call,
+    post_call,
+    program_of,
+    workspace_for,
+)
+from ficco.options import Options, carried, current
+from ficco.schedules import Schedule
+from ficco.workspace import CachedCall, Workspace
+
+#: What errors and the board call it.
+NAME = "ulysses_attention"
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Attend with some heads to the whole sequence on each rank (DeepSpeed-Ulysses, section 3).
+
+    With W ranks that hold S/W positions of a sequence each, in the order of the ranks, it computes
+    what ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)``
+    does with the whole sequence, for this rank's positions.
+
+    ==========  ==========================================================================
+    ``q``       [batch, heads, S/W, size]; W divides ``heads``
+    ``k, v``    [batch, kv_heads, S/W, size]; ``kv_heads`` divides ``heads``
+    result      [batch, heads, S/W, size]
+    ==========  ==========================================================================
+
+    Each rank gets all positions of ``heads / W`` heads from its peers, attends with the vendor's
+    library and sends the results back. Groups of heads are attended to while the next ones travel
+    on copy engines, and travel back as soon as they are made. A head of keys goes to every rank
+    with a query head that uses it, so ``kv_heads`` may be smaller than W. Heads land where the
+    library reads them. ``q``, ``k`` and ``v`` are not copied before they travel if the elements of
+    a head are contiguous in the order [S/W, batch, size]: for a batch of 1, as usual. On a GPU the
+    call is enqueued on the current stream and returns.
+
+    Gradients of all three travel the same way; those of a head of keys are summed in float32. Until
+    then the call keeps its operands, result and log-sum-exp, and they travel again; with
+    ``options(save_gathered=True)`` it keeps the heads that have arrived, and its result for them.
+    All ranks need gradients of the same operands, or none does.
+
+    Args:
+        causal: a query attends to no later position.
+        scale: of the scores; 1 / sqrt(size) by default.
+        window: with ``causal``, a query attends to its own position and to at most so many before.
+        cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
+            on the host. A query attends to its own one only.
+        group: the ranks, which are on one host; the default group if None.
+        schedule: ``"serial"``, ``"uniform-fused-1d"`` with ``pieces=`` groups of heads on each rank
+            and ``copy=`` lanes, a :class:`Schedule`, or ``"auto"``: the fastest in simulation.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if watched(q, k, v):
+        refuse_sharded(q=q, k=k, v=v)
+        raise NotImplementedError(
+            f"ficco.{NAME} is not traced; keep it out of compiled functions, or decorate its "
+            "function with torch.compiler.disable"
+        )
+    asked = {
+        "causal": causal,
+        "scale": scale,
+        "window": window,
+        "cu_seqlens": frozen(cu_seqlens) or (),
+    }
+    call = HeadsCall(process_group(group), schedule, asked)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out: torch.Tensor = HeadsFunction.apply(q, k, v, call)
+        return out
+    return _forward(call, q, k, v, "")["out"]
+
+
+class HeadsCall(NamedTuple):
+    """What a call is, without its operands."""
+
+    group: ProcessGroup
+    schedule: str | Schedule
+    asked: dict[str, Any]
+
+
+class HeadsFunction(torch.autograd.Function):
+    """A call whose operands need gradients. All of them are made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: HeadsCall
+    ) -> torch.Tensor:
+        ctx.call, ctx.options, ctx.shapes = call, current(), (q.shape, k.shape)
+        made = _forward(call, q, k, v, "heads" if ctx.options.save_gathered else "shards")
+        out = made.pop("out")
+        if "kept q" not in made:
+            made |= {"q": q, "k": k, "v": v, "out": out}
+        ctx.names = tuple(made)
+        ctx.save_for_backward(*made.values())
+        return out
+
+    @staticmethod
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        saved = dict(zip(ctx.names, tensors, strict=True))
+        with carried(ctx.options):
+            made = _backward(ctx.call, {"grad": grad, **saved}, *ctx.shapes)
+        needed = zip(made, ctx.needs_input_grad, strict=False)
+        return *(one if needs else None for one, needs in needed), None
+
+
+def _forward(
+    call: HeadsCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saves: str
+) -> dict[str, torch.Tensor]:
+    """The result, and what its gradient needs of what was made."""
+    workspace = workspace_for(call.group, q, "q", NAME)
+    operands = {"q": q, "k": k, "v": v}
+    try:
+        options = number_call(workspace, NAME)
+        check_operands(workspace, NAME, operands, call.schedule, call.asked)
+        made = _run(workspace, options, call, (q.shape, k.shape), operands, saves=saves)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return {**made, "out": _by_batch(made["out"], q.shape)}
+
+
+def _backward(
+    call: HeadsCall, operands: dict[str, torch.Tensor], q_shape: torch.Size, k_shape: torch.Size
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of q, k and v. What several ranks have made for a head of keys is summed."""
+    saves = "heads" if "kept q" in operands else "shards"
+    workspace = workspace_for(call.group, operands["grad"], "gradient", NAME)
+    try:
+        options = number_call(workspace, NAME)
+        made = _run(
+            workspace, options, call, (q_shape, k_shape), operands, saves=saves, backward=True
+        )
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    heads, shared = q_shape[1] // workspace.engine.world, q_shape[1] // k_shape[1]
+    owners = [
+        key
+        for first in range(0, q_shape[1], heads)
+        for key in range(first // shared, (first + heads - 1) // shared + 1)
+    ]
+    dk, dv = (_summed(made[name], owners, k_shape[1]) for name in ("dk", "dv"))
+    return (
+        _by_batch(made["dq"], q_shape),
+        _by_batch(dk, k_shape),
+        _by_batch(dv, k_shape),
+    )
+
+
+def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
+    """Rows summed by the head that each is of, in float32 at least, and rounded once. Those of a
+    head follow each other."""
+    if len(owners) == heads:
+        return parts
+    wide, sums = torch.promote_types(parts.dtype, torch.float32), parts[:heads].clone()
+    for head in range(heads):
+        first = owners.index(head)
+        rows = parts[first : first + owners.count(head)]
+        sums[head].copy_(rows.sum(0, dtype=wide))
+    return sums
+
+
+def _run(
+    workspace: Workspace,
+    options: Options,
+    call: HeadsCall,
+    shapes: tuple[torch.Size, torch.Size],
+    operands: dict[str, torch.Tensor],
+    **part: Any,
+) -> dict[str, torch.Tensor]:
+    """Run a call that has begun: its results, rows of heads."""
+    (batch, heads, rows, size), like = shapes[0], next(iter(operands.values()))
+    key = (
+        *(NAME, *shapes, like.dtype, call.schedule, *call.asked.values(), *part.values()),
+        *(options.workspace_bytes, options.machine),
+    )
+    cached = workspace.programs.get(key)
+    if cached is None:
+        sizes = workspace.engine.world, rows, batch, heads, shapes[1][1], size
+        dtype = str(like.dtype).removeprefix("torch.")
+        problem = HeadsProblem(AttentionProblem(*sizes, dtype, **call.asked), **part)
+        cached = _new_kind(workspace, problem, call.schedule, options)
+    tensors = {
+        name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))
+        for name, one in operands.items()
+    }
+    results = {}
+    for buffer in cached.plan.buffers:
+        if buffer.memory in ("result", "local"):
+            dtype = getattr(torch, buffer.dtype)
+            shape = buffer.shapes[workspace.engine.rank]
+            tensors[buffer.name] = like.new_empty(shape, dtype=dtype)
+            if buffer.memory == "result":
+                results[buffer.name] = tensors[buffer.name]
+    post_call(workspace, key, cached, options, NAME + " backward" * part.get("backward", False))
+    execute(workspace, program_of(workspace, cached), Call(tensors))
+    return results
+
+
+def _new_kind(
+    workspace: Workspace, problem: HeadsProblem, schedule: str | Schedule, options: Options
+) -> CachedCall:
+    """Choose and plan for a kind of call that is seen for the first time."""
+    engine, agreed = workspace.engine, []
+    if schedule == "auto":
+        known = workspace.known(options.machine)
+        mode = "queued" if engine.asynchronous else "idle"
+        chosen = choose_for_heads(problem, known.machine, mode).schedule
+        agreed.append(str(known))
+    else:
+        chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    (plan,) = heads_plans(problem, chosen, [engine.rank])
+    keep_to_cap(engine, plan, options.workspace_bytes)
+    return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
+
+
+def _by_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, S/W, size] as rows of heads, [heads, S/W * batch * size]."""
+    batch, heads, rows, size = tensor.shape
+    matrix = tensor.permute(1, 2, 0, 3).reshape(heads, rows * batch * size)
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Rows of heads as [batch, heads, S/W, size]."""
+    batch, heads, rows, size = shape
+    return matrix.view(heads, rows, batch, size).permute(2, 0, 1, 3)
