@@ -186,11 +186,11 @@ class _HeadsStage:
         )
         applied = self.builder.add(self._apply(self.pieces[piece])._replace(waits=waits))
         for peer in self.targets:
-            moves = self._back(peer, piece)
+            moves, after = self._back(peer, piece), (applied,)  # which holds for the rest of a lane
             for move in moves:
                 posts = (self._returned(self.me, peer, piece),) if move is moves[-1] else ()
-                label = f"{move.src.buffer}>{peer}.{piece}"
-                self._copy(peer, label, move, posts, (applied,))
+                self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts, after)
+                after = ()
         for move in self._back(self.me, piece):
             dst = move.dst._replace(buffer=move.dst.buffer.removeprefix("returned "))
             self._place(REDUCE_LANE, move._replace(dst=dst), (), (applied,))
