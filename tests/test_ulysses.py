@@ -73,11 +73,11 @@ def cases(world: int, rows: int = 6) -> Iterator[AttentionCase]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @ranks(1, 2, 3, 4, 8)
 def test_plans_are_proven(world: int, schedule: str) -> None:
-    for case in cases(world):
-        for kind in KINDS:
-            made = heads_plans(problem_of(case, world, *kind), Schedule.parse(schedule))
-            check(made)
-            render(made[0])
+    for number, case in enumerate(cases(world)):
+        problem = problem_of(case, world, *KINDS[number % len(KINDS)])
+        made = heads_plans(problem, Schedule.parse(schedule))
+        check(made)
+        render(made[0])
     for kind in KINDS:
         empty = problem_of(AttentionCase(0, 2 * world, world), world, *kind)
         check(heads_plans(empty, Schedule.parse(schedule)))
@@ -261,7 +261,7 @@ def test_wrong_plans_of_gradients_are_found() -> None:
         with pytest.raises(PlanError, match=message):
             check(_wrong(change, True, "heads"))
     for change, message in (
-        (moved("k heads", "dst", row=1, row_stop=1), "written twice|another|leaves|puts rows"),
+        (moved("k heads", "dst", row=1, row_stop=1), "elements of kept k are written"),
         (lambda s: s._replace(after=()) if "kept" in s.label else None, "may read before"),
     ):
         with pytest.raises(PlanError, match=message):

@@ -29,6 +29,7 @@ replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
 products                 products, sums and placement by PyTorch
 attention                libraries' attention, its backward, and merging what they give
+heads                    the same for all positions of some heads
 scaled                   products of float8 operands, and what libraries lack for them
 tiles                    a product whose tiles wait, as one launch
 cublaslt                 ``c + a @ b`` without a copy of c
