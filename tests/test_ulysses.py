@@ -180,11 +180,11 @@ def applied(**fields: Callable[[Any], Any]) -> Callable[[Step], Step | None]:
     return change
 
 
-def moved(buffer: str, end: str, **by: int) -> Callable[[Step], Step | None]:
+def moved(buffer: str, end: str, op: str = "copy", **by: int) -> Callable[[Step], Step | None]:
     """Moves an end of the first transfer from a buffer."""
 
     def change(step: Step) -> Step | None:
-        if step.transfer is None or step.transfer.src.buffer != buffer:
+        if step.op != op or step.transfer is None or step.transfer.src.buffer != buffer:
             return None
         region = getattr(step.transfer, end)
         region = region._replace(**{name: getattr(region, name) + n for name, n in by.items()})
@@ -205,7 +205,7 @@ def first(**by: int) -> Callable[[Any], Any]:
 
 
 ROWS = {"row": 1, "row_stop": 1}
-COLS = {"col": 256, "col_stop": 256}  # what a rank has of a head: 4 positions of 16 elements
+COLS = {"col": -64, "col_stop": -64}  # what a rank has of a head: 4 positions of 16 elements
 
 
 @pytest.mark.parametrize(
@@ -227,15 +227,19 @@ COLS = {"col": 256, "col_stop": 256}  # what a rank has of a head: 4 positions o
         # What travels there.
         (moved("q", "src", **ROWS), "another block|another piece|other rows"),
         (moved("q", "dst", **ROWS), "another piece|nobody has written|gates other rows"),
-        (moved("q", "dst", col=-64, col_stop=-64), "another piece|nobody has written"),
+        (moved("q", "dst", **COLS), "another piece|nobody has written"),
         (moved("k", "dst", rank=-2), "another block|another piece|nobody|may still"),
         (moved("v", "src", col=1), "different sizes"),
         (lambda s: s._replace(posts=()) if s.label.startswith("q>") else None, "never posted"),
         (lambda s: s._replace(waits=()) if s.label == "acquire" else None, "never waited for"),
         # What travels back.
-        (moved("out heads", "src", col=-64, col_stop=-64), "puts rows|another piece|other|leaves"),
+        (moved("out heads", "src", **COLS), "puts rows|another piece|other|leaves"),
+        (moved("out heads", "src", "place", **COLS), "puts rows where others belong"),
         (moved("out heads", "dst", **ROWS), "another piece|gates other rows|nobody"),
-        (moved("returned out", "dst", **ROWS), "written twice|elements|another piece|nobody"),
+        (
+            moved("returned out", "dst", "place", **ROWS),
+            "written twice|elements|another piece|nobody",
+        ),
         (
             lambda s: s._replace(after=()) if s.label.startswith("out heads>") else None,
             "may read before it is written",
@@ -261,7 +265,7 @@ def test_wrong_plans_of_gradients_are_found() -> None:
         with pytest.raises(PlanError, match=message):
             check(_wrong(change, True, "heads"))
     for change, message in (
-        (moved("k heads", "dst", row=1, row_stop=1), "elements of kept k are written"),
+        (moved("k heads", "dst", "place", row=1, row_stop=1), "elements of kept k are written"),
         (lambda s: s._replace(after=()) if "kept" in s.label else None, "may read before"),
     ):
         with pytest.raises(PlanError, match=message):

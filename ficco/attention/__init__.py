@@ -1,8 +1,9 @@
 """Attention over a sequence that ranks share: its mask, its Plans and their choice, as data.
 
 A rank's queries attend to the keys and values of all ranks as these arrive. What travels is one
-matrix KV with a row for each position. The room is pure: libraries' calls are in ``ficco.dma``, the
-operator in ``ficco.ops``.
+matrix KV with a row for each position. Or heads are shared instead, between two all-to-alls: a rank
+attends with some of them to the whole sequence. The room is pure: libraries' calls are in
+``ficco.dma``, the operators in ``ficco.ops``.
 """
 
 from ficco.attention.choose import AttentionChoice, choose, choose_for_heads

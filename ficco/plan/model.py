@@ -18,6 +18,7 @@ sum        float32 sums of pieces, if the dtype is narrower
 parts      of attention: what each step gives, a mean of values and the weight of all these keys.
            An engine keeps one beside the other until they are merged
 partial    the product before it travels (scattering operators)
+q heads    of attention by heads: all positions of a rank's heads; and so for other matrices
 gathered   the gathered A that a collective makes
 a, scale_a A in float8 and its factors, where the caller's A, ``wide``, is cast by the call
 =========  ==========================================================================

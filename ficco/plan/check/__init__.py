@@ -14,7 +14,8 @@ which is proved for every interleaving by vector clocks over the lanes. The rule
    together. Together they cover exactly once the dimension that is summed over: k or, if A is
    transposed, its rows, in any order. Partial sums are kept in a dtype that does not round them.
    If products of ranks are summed, all steps that touch a sum state whose products are in it. No
-   product is in it twice, and in the end all are.
+   product is in it twice, and in the end all are. A function of a library reads and makes whole
+   rows: those, of the matrices, that the specification names together.
 4. Calls compose: a rank touches the shared memory of a peer only after that peer has handed over
    its slot, and all who touch it do so before the peer hands the slot on. The previous and the next
    call, whatever they are, obey the same rule, so that no pair of calls needs a proof of its own.
@@ -28,7 +29,8 @@ Rows have two numberings. Where they leave (``a``, ``publish``, ``partial``) the
 the buffer. Where they land (all other buffers) it is that of the row among those that the rank
 gets, as in :meth:`Problem.lands`. A step that moves rows from the former to the latter takes them
 from one block, and converts the numbers. Blocks that are summed have the same number everywhere,
-that of the row of the product.
+that of the row of the product. Columns have the same number everywhere; a buffer may begin with a
+later one (``Buffer.left``).
 
 Steps are numbered consecutively, rank by rank. Regions, accesses and uses of signals are columns of
 numbers, one array for each field: 64 ranks with 64 pieces make a million of them.
