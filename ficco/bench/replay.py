@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ from ficco.schedules.experts import ExpertLayer, expert_plans
 from ficco.simulate.events import Simulation
 from ficco.workspace import SLOTS
 
-if TYPE_CHECKING:
-    pass
+#: What can be played.
+Played = Problem | AttentionProblem | ExpertLayer
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
@@ -139,15 +139,13 @@ def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
         NotImplementedError: its staging is capped.
     """
     problem = plan.problem
-    if plan.stages or not isinstance(problem, Problem | AttentionProblem | ExpertLayer):
+    if plan.stages or not isinstance(problem, Played):
         raise _without_peers("staging in turns")
     return _plans(problem, plan.schedule, packs_columns)
 
 
 @lru_cache(maxsize=16)
-def _plans(
-    problem: Problem | AttentionProblem | ExpertLayer, schedule: str, packs_columns: bool
-) -> tuple[Plan, ...]:
+def _plans(problem: Played, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
     if isinstance(problem, AttentionProblem):
         return tuple(attention_plans(problem, Schedule.parse(schedule)))
     if isinstance(problem, ExpertLayer):
