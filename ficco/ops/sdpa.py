@@ -37,8 +37,9 @@ def behind_sdpa(
             tail unless its load balancing is switched off; then it is ``"ranks"``.
         schedule: as of :func:`ficco.all_gather_attention`.
 
-    Raises (the function, within the block):
-        ValueError: a mask or dropout is asked for, or as :func:`ficco.all_gather_attention`.
+    Raises:
+        ValueError: within the block, a mask or dropout is asked for; else as
+            :func:`ficco.all_gather_attention`.
     """
 
     def attend(
