@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,7 @@ from ficco.dma import probe
 from ficco.hip_kernels.launch import (
     CASTS,
     E4M3,
+    MERGES,
     REDUCTIONS,
     Kernels,
     Script,
@@ -42,10 +44,11 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
     tried = _Trial(at, kernels, stream, torch.Generator(at.device).manual_seed(at.rank))
     problems = [*tried.placed(), *tried.summed()]
     if isinstance(kernels, Kernels):
-        problems += [*tried.copied(), *tried.cast(), *tried.signalled(), *tried.scripted()]
+        problems += [*tried.copied(), *tried.cast(), *tried.merged()]
+        problems += [*tried.signalled(), *tried.scripted()]
         seen = (
-            "placement, sums, copies, casts, posts, waits and scripts as they should be, compiled "
-            f"for {kernels.binding.target.arch}"
+            "placement, sums, copies, casts, merges, posts, waits and scripts as they should be, "
+            f"compiled for {kernels.binding.target.arch}"
         )
     else:
         seen = (
@@ -145,6 +148,22 @@ class _Trial:
             back = out.float() * factors.repeat_interleave(256 // parts, 1)
             if not torch.equal(back, matrix.float()):
                 problems.append(f"the cast of {dtype} to {to} by {parts} factors a row is wrong")
+        return problems
+
+    def merged(self) -> list[str]:
+        """Parts of attention: four that weigh the same, whose mean is exact, and one without
+        weight."""
+        problems = []
+        for dtype in MERGES:
+            parts = [self.integers(dtype, 2, 3, 5, 64) for _ in range(5)]
+            weights = list(torch.zeros(5, 2, 3, 5, device=self.at.device))
+            weights[-1] -= 1e4
+            out, lse = torch.empty_like(parts[0]), torch.empty_like(weights[0])
+            self.kernels.merge(out, lse, parts, weights, self.stream)
+            wanted = torch.stack(parts[:4]).float().mean(0).to(dtype)
+            # The instructions for exponents and logarithms are off by some units in the last place.
+            if not (torch.equal(out, wanted) and (lse - math.log(4)).abs().max() < 1e-5):
+                problems.append(f"the merge of five parts of {dtype} is wrong")
         return problems
 
     def signalled(self) -> list[str]:

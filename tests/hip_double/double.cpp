@@ -958,8 +958,78 @@ int cast(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
+// Merges of parts of attention.
+
+struct Strides {
+  uint64_t batch, head, row;
+};
+struct Means {
+  const char* at[PARTS];
+  const float* lse[PARTS];
+  Strides strides[PARTS], lse_strides[PARTS];
+};
+
+// The mean of parts, weighted by what their log-sum-exp says, in float and rounded once.
+template <typename T>
+int merge(Stream& stream, uint32_t blocks, void** arguments) {
+  auto* out = argument<T*>(arguments, 0);
+  auto out_strides = argument<Strides>(arguments, 1), lse_strides = argument<Strides>(arguments, 3);
+  auto* lse = argument<float*>(arguments, 2);
+  auto parts = argument<Means>(arguments, 4);
+  auto count = argument<uint32_t>(arguments, 5), told = argument<uint32_t>(arguments, 10);
+  size_t units = argument<uint32_t>(arguments, 6), heads = argument<uint32_t>(arguments, 7);
+  size_t rows = argument<uint32_t>(arguments, 8), total = argument<uint64_t>(arguments, 9);
+  size_t each = units * heads * rows, size = units * 16 / sizeof(T);
+  if (!count || count > PARTS || !each || !total || total % each || told != blocks)
+    return violation(InvalidValue, "a merge of %u parts of %zu units, %zu a batch, by %u blocks "
+                     "of %u", count, total, each, blocks, told);
+  size_t batch = total / each;
+  auto reached = [=](const Strides& by) {
+    return (batch - 1) * by.batch + (heads - 1) * by.head + (rows - 1) * by.row;
+  };
+  Uses uses;
+  for (uint32_t i = 0; i <= count; i++) {
+    bool last = i == count;
+    const char* at = last ? reinterpret_cast<const char*>(out) : parts.at[i];
+    const float* weights = last ? lse : parts.lse[i];
+    if (reinterpret_cast<uintptr_t>(at) % 16)
+      return violation(InvalidValue, "a merge at %p, which is not aligned", at);
+    size_t bytes = (reached(last ? out_strides : parts.strides[i]) + size) * sizeof(T);
+    size_t bytes_of_lse = (reached(last ? lse_strides : parts.lse_strides[i]) + 1) * 4;
+    for (auto [from, length] : {std::pair<const char*, size_t>{at, bytes},
+                                {reinterpret_cast<const char*>(weights), bytes_of_lse}}) {
+      if (!from && last) continue;  // the log-sum-exp of all is not wanted
+      int code = 0;
+      auto memory = reach(stream, from, length, "a merge", code);
+      if (!memory) return code;
+      uses.push_back(memory);
+    }
+  }
+  auto run = [=] {
+    for (size_t n = 0; n < batch * heads * rows; n++) {
+      size_t row = n % rows, head = n / rows % heads, of = n / rows / heads;
+      auto along = [=](const Strides& by) { return of * by.batch + head * by.head + row * by.row; };
+      float most = -INFINITY, all = 0;
+      for (uint32_t p = 0; p < count; p++)
+        most = std::max(most, parts.lse[p][along(parts.lse_strides[p])]);
+      std::vector<float> sum(size);
+      for (uint32_t p = 0; p < count; p++) {
+        float weight = std::exp(parts.lse[p][along(parts.lse_strides[p])] - most);
+        auto* from = reinterpret_cast<const T*>(parts.at[p]) + along(parts.strides[p]);
+        for (size_t e = 0; e < size; e++) sum[e] += weight * widened(from[e]);
+        all += weight;
+      }
+      for (size_t e = 0; e < size; e++) round_to(sum[e] / all, out[along(out_strides) + e]);
+      if (lse) lse[along(lse_strides)] = most + std::log(all);
+    }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
 using Launch = int (*)(Stream&, uint32_t, void**);
-const std::map<std::string, Launch> SUMS_AND_CASTS = {
+const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_reduce_bfloat16_bfloat16", reduce<Bf16, Bf16>},
     {"ficco_reduce_float16_float16", reduce<F16, F16>},
     {"ficco_reduce_float32_float32", reduce<float, float>},
@@ -968,6 +1038,8 @@ const std::map<std::string, Launch> SUMS_AND_CASTS = {
     {"ficco_cast_bfloat16", cast<Bf16>},
     {"ficco_cast_float16", cast<F16>},
     {"ficco_cast_float32", cast<float>},
+    {"ficco_merge_bfloat16", merge<Bf16>},
+    {"ficco_merge_float16", merge<F16>},
 };
 
 // Names of the other kernels. The last six are found, but not carried out.
@@ -985,7 +1057,7 @@ const std::set<std::string> KERNELS = {
 };
 
 int launch(const std::string& name, Stream& stream, uint32_t blocks, void** arguments) {
-  if (auto it = SUMS_AND_CASTS.find(name); it != SUMS_AND_CASTS.end())
+  if (auto it = ARITHMETIC.find(name); it != ARITHMETIC.end())
     return it->second(stream, blocks, arguments);
   Words words;
   uint32_t count;
@@ -1727,7 +1799,7 @@ API int hipModuleGetFunction(void** function, void* module, const char* name) {
   auto found = modules().find(module);
   if (found == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
-  if (!SUMS_AND_CASTS.count(name) && !KERNELS.count(name)) return latch(NotFound);
+  if (!ARITHMETIC.count(name) && !KERNELS.count(name)) return latch(NotFound);
   found->second.push_back(std::make_unique<Function>(Function{name}));
   *function = found->second.back().get();
   return Success;
