@@ -252,7 +252,7 @@ def test_scaled_products_are_exact(
 
 
 def test_sums_of_float8_keep_float32(scaling: TiledProducts) -> None:
-    """The instructions lose terms of 1 / 512 that follow a sum of 1024."""
+    """Terms of 1 / 512 that follow a sum of 1024 are not lost."""
     for tiling in H100_PRECISE.multiply:
         types = TileTypes(E4M3, E4M3, torch.float16, precise=True)
         tiles = listed(Work((128,), 128, 1024), tiling, Cut.NONE, 1, COSTS)

@@ -21,7 +21,7 @@ from ficco.dma.engine import Call, Symmetric
 from ficco.ops.fit import ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.operate import check_eager
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -91,15 +91,7 @@ def all_gather_attention(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    for name, tensor in (("q", q), ("k_shard", k_shard), ("v_shard", v_shard)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if watched(q, k_shard, v_shard):
-        refuse_sharded(q=q, k_shard=k_shard, v_shard=v_shard)
-        raise NotImplementedError(
-            f"ficco.{NAME} is not traced; keep it out of compiled functions, or decorate its "
-            "function with torch.compiler.disable"
-        )
+    check_eager(NAME, q=q, k_shard=k_shard, v_shard=v_shard)
     asked = {
         "causal": causal,
         "scale": scale,

@@ -116,6 +116,20 @@ def watched(*operands: torch.Tensor) -> Any:
     )
 
 
+def check_eager(operator: str, **operands: torch.Tensor) -> None:
+    """Refuse operands of an operator that is not traced: ``ValueError`` if one is no tensor, or a
+    DTensor, ``NotImplementedError`` if the call is traced or watched."""
+    for name, tensor in operands.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if watched(*operands.values()):
+        refuse_sharded(**operands)
+        raise NotImplementedError(
+            f"ficco.{operator} is not traced; keep it out of compiled functions, or decorate its "
+            "function with torch.compiler.disable"
+        )
+
+
 def refuse_derivatives() -> None:
     """``NotImplementedError`` inside ``torch.func.grad`` and the transforms built on it."""
     if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from ficco.ops.attention import check_operands
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.operate import check_eager
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -85,15 +85,7 @@ def ulysses_attention(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if watched(q, k, v):
-        refuse_sharded(q=q, k=k, v=v)
-        raise NotImplementedError(
-            f"ficco.{NAME} is not traced; keep it out of compiled functions, or decorate its "
-            "function with torch.compiler.disable"
-        )
+    check_eager(NAME, q=q, k=k, v=v)
     asked = {
         "causal": causal,
         "scale": scale,
