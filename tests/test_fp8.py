@@ -218,6 +218,17 @@ def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@ranks(2)
+def test_rows_that_wait_or_tell_have_their_factors(device: str, operator: str, world: int) -> None:
+    """Products of each recipe, cut by the signals of two pieces."""
+    rows = rows_for(operator, world, "equal")
+    cases = [
+        ScaledCase(operator, rows, 48, 16, recipe, "tiled:pieces=2") for recipe in TILED_RECIPES
+    ]
+    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
 def _columns(at: Rank) -> None:
     """Rings of stages, and calls by columns of b with their part of the factors and the bias."""
     for iteration, (operator, recipe) in enumerate(product(OPERATORS, SERVED)):

@@ -30,6 +30,7 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
     test_ranks_that_scale_otherwise_disagree,
+    test_rows_that_wait_or_tell_have_their_factors,
     test_wrong_arguments_are_refused,
 )
 from test_fp8_quantize import (  # noqa: F401  the same
