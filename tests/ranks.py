@@ -53,7 +53,8 @@ _context.set_forkserver_preload(
         "ficco",
         "pytest",
         "hypothesis",
-        "torch._inductor.compile_fx",
+        # Where PyTorch has GPUs, this initializes them, and no fork can use one.
+        *(() if torch.backends.cuda.is_built() else ("torch._inductor.compile_fx",)),
         "datasets",  # of torchtitan, in the environment of clients
         "tests.preloaded",  # found where tests start in the root of the project, or left out
     ]
