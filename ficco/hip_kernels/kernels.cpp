@@ -372,39 +372,51 @@ INLINE u64 along(const Strides& strides, u32 batch, u32 head, u32 row) {
   return batch * strides.batch + head * strides.head + row * strides.row;
 }
 
+// Parts that are read at once: 4 spill scalar registers on AMD.
+constexpr u32 MERGED_AT_ONCE = 2;
+
 // `units` of 16 bytes for each of `heads` of each of `rows` of each batch. The first of these also
-// leaves the logarithm of the sum of all weights, if that is wanted.
+// leaves the logarithm of the sum of all weights, if that is wanted. Weights are relative to the
+// largest so far, so that everything is read once, and nothing has to be known before it is read.
 template <typename T>
 INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const Strides& lse_strides,
-                  const Means& parts, u32 count, u32 units, u32 heads, u32 rows, u64 total,
+                  const Means& parts, u32 count, u32 units, u32 heads, u32 rows, u32 total,
                   u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(T);
   constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
-  const u64 first = (u64)block_index() * MERGE_THREADS + thread_index();
-  for (u64 n = first; n < total; n += (u64)blocks * MERGE_THREADS) {
-    const u32 unit = n % units;
-    u64 rest = n / units;
-    const u32 head = rest % heads;
-    rest /= heads;
+  for (u32 n = block_index() * MERGE_THREADS + thread_index(); n < total;
+       n += blocks * MERGE_THREADS) {
+    const u32 unit = n % units, head = n / units % heads, rest = n / units / heads;
     const u32 row = rest % rows, batch = rest / rows;
-    float most = parts.lse[0][along(parts.lse_strides[0], batch, head, row)], all = 0.0f;
-    for (u32 p = 1; p < count; p++) {
-      const float other = parts.lse[p][along(parts.lse_strides[p], batch, head, row)];
-      if (!(other <= most)) most = other;
-    }
-    float sum[EACH];
+    float most = 0.0f, all = 0.0f, sum[EACH];
+    for (u32 p = 0; p < count; p += MERGED_AT_ONCE) {
+      float lse[MERGED_AT_ONCE];
+      Units<T, EACH> held[MERGED_AT_ONCE];
 #pragma unroll
-    for (u32 e = 0; e < EACH; e++) sum[e] = 0.0f;
-#pragma unroll 2  // 4 spill scalar registers on AMD
-    for (u32 p = 0; p < count; p++) {
-      const float lse = parts.lse[p][along(parts.lse_strides[p], batch, head, row)];
-      const T* const from = (const T*)parts.at[p] + along(parts.strides[p], batch, head, row);
-      const float weight = exp2_of((lse - most) * LOG2_E);
-      Units<T, EACH> held;
-      held.units[0] = *(const u32x4*)(from + unit * EACH);
-      all += weight;
+      for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
+        if (p + i >= count) break;
+        lse[i] = parts.lse[p + i][along(parts.lse_strides[p + i], batch, head, row)];
+        const T* const from = (const T*)parts.at[p + i];
+        const u64 begin = along(parts.strides[p + i], batch, head, row);
+        held[i].units[0] = *(const u32x4*)(from + begin + unit * EACH);
+      }
+      const float before = most;
+      if (p == 0) most = lse[0];
 #pragma unroll
-      for (u32 e = 0; e < EACH; e++) sum[e] += weight * to_float(held.elements[e]);
+      for (u32 i = 0; i < MERGED_AT_ONCE; i++)
+        if (p + i < count && !(lse[i] <= most)) most = lse[i];
+      const float kept = p == 0 ? 0.0f : exp2_of((before - most) * LOG2_E);
+      all *= kept;
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[e] = p == 0 ? 0.0f : sum[e] * kept;
+#pragma unroll
+      for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
+        if (p + i >= count) break;
+        const float weight = exp2_of((lse[i] - most) * LOG2_E);
+        all += weight;
+#pragma unroll
+        for (u32 e = 0; e < EACH; e++) sum[e] += weight * to_float(held[i].elements[e]);
+      }
     }
     Units<T, EACH> result;
 #pragma unroll
@@ -418,7 +430,7 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
 #define MERGE(name, T)                                                                           \
   KERNEL(MERGE_THREADS)                                                                          \
   name(T* out, CONSTANT Strides out_strides, float* lse, CONSTANT Strides lse_strides,           \
-       CONSTANT Means parts, u32 count, u32 units, u32 heads, u32 rows, u64 total, u32 blocks) { \
+       CONSTANT Means parts, u32 count, u32 units, u32 heads, u32 rows, u32 total, u32 blocks) { \
     merge<T>(out, out_strides, lse, lse_strides, parts, count, units, heads, rows, total,        \
              blocks);                                                                            \
   }

@@ -55,6 +55,8 @@ REDUCTIONS = {
 }
 
 
+#: What kernels count the units of attention's results in is 32 bits wide.
+MOST_MERGED = 1 << 33
 #: Dtypes whose parts of attention are merged.
 MERGES = (torch.bfloat16, torch.float16)
 
@@ -337,6 +339,8 @@ def check_merge(
     lses: Sequence[torch.Tensor],
 ) -> None:
     """``ValueError`` unless parts of attention can be merged."""
+    if out.numel() >= MOST_MERGED:
+        raise ValueError(f"out: required less than {MOST_MERGED} elements, got {out.numel()}")
     if not 1 <= len(means) <= MAX_PARTS or len(means) != len(lses):
         raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(means)} and {len(lses)}")
     for name, one in [("out", out), *(("parts", mean) for mean in means)]:
@@ -537,8 +541,7 @@ class Kernels:
         where = (0, Strides()) if lse is None else (lse.data_ptr(), Strides(*lse.stride()))
         given = (
             *(_U64(out.data_ptr()), Strides(*out.stride()[:3]), _U64(where[0]), where[1], parts),
-            *map(_U32, (len(means), units, heads, rows)),
-            *(_U64(total), _U32(blocks)),
+            *map(_U32, (len(means), units, heads, rows, total, blocks)),
         )
         self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
 
