@@ -132,6 +132,33 @@ def test_calls_in_flight_on_full_queues() -> None:
     assert ranks.run(4, _full, names, 4) == [40] * 4
 
 
+def _allocates(at: Rank) -> list[bool]:
+    """Symmetric memory that is asked for while a call is under way."""
+    with host_of(at, 2), jitter(at.rank):
+        case, quiet = equal(2, 8, 16, 8, schedule="growing"), []
+        exact(at, case, 0)
+        engine().work.waits, allocate = False, engine()._allocate
+
+        def watched(*given: Any) -> Any:
+            quiet.append(engine().quiet())
+            return allocate(*given)
+
+        engine()._allocate = watched
+        for turn in range(4):
+            made = make(at, case, turn)
+            results = call(case, made.a, made.b)
+            ficco.empty((8, 16 + turn), dtype=made.a.dtype, device=made.a.device)
+            ficco.synchronize()
+            verify(case, results, made)
+    return quiet
+
+
+def test_memory_is_allocated_when_nothing_needs_the_relay() -> None:
+    """A rendezvous of PyTorch's waits for the device, and no thread of Python runs meanwhile."""
+    for quiet in ranks.run(2, _allocates):  # the second slot, and four tensors
+        assert quiet == [True] * 5
+
+
 def _captured(at: Rank) -> Any:
     case = equal(at.world, 8, 16, 8, schedule="growing")
     with host_of(at, 2):

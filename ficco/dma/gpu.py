@@ -211,6 +211,9 @@ class GpuEngine(StreamEngine):
 
     def symmetric(self, nbytes: int) -> Symmetric:
         assert self._allocate is not None
+        if self._network is not None and self._network.threaded:
+            # PyTorch's rendezvous waits for the device and lets no other thread run meanwhile.
+            self.synchronize()
         if not self.capturing():  # in which nothing may be freed
             with self.driver.aside():
                 self.graveyard.sweep(self.timeout_s)

@@ -58,6 +58,8 @@ class GpuNetwork(ABC):
 
     name: str
     uncaptured: str = ""
+    #: Whether its steps end by a thread of this process.
+    threaded = False
 
     def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
         """``batch`` makes waits and writes of a stream."""
@@ -117,6 +119,7 @@ class GlooRelay(GpuNetwork):
     """
 
     name = "gloo through pinned host memory"
+    threaded = True
     uncaptured = (
         "gloo moves what goes between the hosts of this group, which no graph captures; make the "
         "call outside of the capture, or use an NCCL group"
