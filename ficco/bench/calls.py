@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import ficco
+from ficco.accelerator import gpu
 from ficco.bench.candidates import BenchCandidate, movements
 from ficco.bench.inputs import Operands
 from ficco.heuristics import Decision, decide
@@ -34,6 +37,17 @@ FUSED = {
     "all_gather_matmul": ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul"),
     "matmul_reduce_scatter": ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"),
 }
+
+#: Tilings of QuACK's GEMM that are tried for each shape: rows and columns of a tile, blocks of a
+#: cluster along both, and whether two tiles of a block take turns. Each was the fastest of some
+#: shape (docs/results/tiled-ways-h200-1.csv).
+QUACK_TILINGS = (
+    (128, 256, 2, 1, False),
+    (128, 256, 1, 2, False),
+    (128, 128, 1, 2, True),
+    (128, 192, 1, 2, True),
+    (256, 192, 1, 2, False),
+)
 
 #: The collectives from and into one tensor; newer releases of PyTorch renamed them.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -74,6 +88,13 @@ def unavailable(candidate: BenchCandidate, operands: Operands) -> str:
             return "this PyTorch does not have it"
         if scaling and scaling.recipe == "block":
             return "PyTorch's has no factors of blocks"
+    if candidate.kind == "quack":
+        if operands.device.type != "cuda" or find_spec("quack") is None:
+            return "QuACK is not installed (pip install quack-kernels, for NVIDIA GPUs)"
+        if scaling or operands.problem.dtype not in ("bfloat16", "float16"):
+            return "QuACK's gather with a product is for bfloat16 and float16 here"
+        if not _quack_tilings(operands.problem):
+            return "QuACK gates shards of whole tiles"
     if candidate.kind == "pytorch-native":
         if scaling:
             return "PyTorch's native path has no scales"
@@ -279,6 +300,51 @@ def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> t
     return product
 
 
+def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
+    rows = problem.rows[0] if problem.equal else 1
+    return [one for one in QUACK_TILINGS if rows % (one[0] * one[2]) == 0]
+
+
+def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """QuACK's gather by copy engines, for which the tiles of its GEMM wait, by the fastest of some
+    tilings for the whole product."""
+    library: Any = import_module("quack.gemm")
+    transport: Any = import_module("quack.distributed")
+    a, b = operands.a_LK, operands.b_KN
+    gathering = transport.AllGatherRunner(*a.shape, a.dtype, group, a.device)
+    out = a.new_empty(operands.problem.m, b.shape[1])
+
+    def product(tiling: tuple[Any, ...], whole: torch.Tensor, gates: Any = None) -> None:
+        *sizes, turns = tiling
+        how = {"pingpong": turns, "b_kn": True, "ag_args": gates}
+        library.gemm(whole, b, out, None, None, *sizes, **how)
+
+    def seconds(tiling: tuple[Any, ...]) -> float:
+        events = [gpu.Event(enable_timing=True) for _ in range(2)]
+        product(tiling, operands.whole_OK)
+        for event in events:
+            for _ in range(3 * (event is events[1])):
+                product(tiling, operands.whole_OK)
+            event.record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1])
+
+    fastest = min(_quack_tilings(operands.problem), key=seconds)
+
+    def run() -> torch.Tensor:
+        with gathering.gather(a) as (whole, gates):
+            product(fastest, whole, gates)
+        return out
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        """Eager calls and replays of graphs must not meet."""
+        gathering.quiesce()
+        yield
+
+    return Runner(run, context=quiet)
+
+
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
     """A variable of the environment, which is as it was afterwards."""
@@ -327,5 +393,6 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "pieces": _pieces,
     "pytorch": _pytorch,
     "pytorch-native": _pytorch,
+    "quack": _quack,
     "ficco": _ficco,
 }

@@ -70,10 +70,11 @@ REFERENCES = (
     BenchCandidate("ficco-rccl", "pieces", operators=(OPERATOR,)),
     BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
     BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
+    BenchCandidate("quack", "quack", operators=(OPERATOR,)),
 )
 
 #: Baselines that no figure of the others needs.
-OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native")
+OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native", "quack")
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).

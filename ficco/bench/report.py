@@ -101,6 +101,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
         "copies": "copies",
         "serial": "serial",
         "PyTorch": "pytorch",
+        **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
         "ficco": "best",
     }
     # The name of a column is its heading, but for the second of two alike.

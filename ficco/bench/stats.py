@@ -151,6 +151,7 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     overlap             shard overlap, as PyTorch's Async TP, by a schedule of ficco
     best_1d, best_2d    the fastest schedule with pieces of rows, and of columns
     pieces              the paper's schedules by the vendor's collective
+    quack               QuACK's gather and product
     ==================  =============================================================
     """
     there = measured(rows[rows["mode"] == mode])
@@ -173,6 +174,7 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
         "best_1d": cut == 1,
         "best_2d": cut == 2,
         "pieces": name == "ficco-rccl",
+        "quack": name == "quack",
     }
     return pd.concat(
         {
