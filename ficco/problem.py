@@ -297,6 +297,11 @@ class Problem:
         """Whether all ranks, and all pairs of ranks, have the same number of rows."""
         return len(set(self.rows)) == 1 and len({size for row in self.blocks for size in row}) <= 1
 
+    @property
+    def same_blocks(self) -> bool:
+        """Whether the blocks of all pairs of ranks are known to have as many rows."""
+        return self.equal
+
     @cached_property
     def evened(self) -> Problem:
         """The same with as many rows in all, rounded up, that every rank, or pair, shares equally.

@@ -40,6 +40,10 @@ class KeyGather(Problem):
 
     spans: tuple[tuple[Span, ...], ...] = ()
 
+    @property
+    def same_blocks(self) -> bool:
+        return False
+
     def block(self, src: int, dst: int) -> int:
         first, last = self.spans[src][dst]
         return last - first

@@ -40,7 +40,8 @@ def plan(
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
             step.
     """
-    return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
+    with paused():
+        return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
 
 
 def plans(

@@ -38,6 +38,18 @@ def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
     return remembering
 
 
+class EachRank(dict[int, S]):
+    """What each rank has, made when it is first asked for: a rank talks to few of a thousand."""
+
+    def __init__(self, make: Callable[[int], S]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rank: int) -> S:
+        found = self[rank] = self._make(rank)
+        return found
+
+
 class Block(NamedTuple):
     """Signal words of one stage: as many for each rank that posts.
 
@@ -105,6 +117,8 @@ class World:
     ) -> None:
         self.problem, self.schedule, self.words = problem, schedule, words
         self.world = problem.world
+        #: Ranks of which some have as many pieces and rows as any rank.
+        self.largest = range(1 if problem.same_blocks else problem.world)
         asked = problem.specification
         self.a, self.b, self.out = operands or (problem.left, asked.operands[1], asked.results[0])
         self.suffix = suffix

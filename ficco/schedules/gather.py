@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
 
 from ficco.plan.model import PLAIN, Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
-from ficco.schedules.builder import Builder, Stage, WordAllocator, World, remembered
+from ficco.schedules.builder import Builder, EachRank, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names, targets_in_order
 from ficco.schedules.network import LANE, Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
@@ -52,9 +52,9 @@ class _Staging:
     turn, and the units of a group are side by side.
     """
 
-    def __init__(self, arrivals: Arrivals, operand: str, buffer: str, own_lands: bool) -> None:
-        problem, schedule, rank = arrivals.problem, arrivals.schedule, arrivals.rank
-        self.arrivals, self.operand, self.buffer = arrivals, operand, buffer
+    def __init__(self, world: GatherWorld, rank: int, own_lands: bool) -> None:
+        problem, schedule = world.problem, world.schedule
+        self.world, self.rank = world, rank
         self.by_columns = schedule.dims == 2
         own, whole = problem.block(rank, rank), problem.product_rows(rank)
         shared = schedule.uniform and schedule.grouping == "fused"
@@ -67,6 +67,11 @@ class _Staging:
         self.heir_of: dict[int, int] = {}
         self._stage: dict[int, int] = {}  # by landing group, its first row
         self._row: dict[int, list[int]] = {}  # by rank, the row of each unit within its stage
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """What comes."""
+        return self.world.arrivals[self.rank]
 
     def make_ring(self) -> None:
         """Lay the units of each group side by side; :meth:`set_stages` sets how many groups fit."""
@@ -104,7 +109,7 @@ class _Staging:
         units = self.arrivals.units(peer)
         if peer != self.arrivals.rank:
             return self.landing(peer, units)
-        stays, there = self.arrivals.in_shard(self.operand, peer), set(self._landing_groups)
+        stays, there = self.arrivals.in_shard(self.world.a.name, peer), set(self._landing_groups)
         lands = iter(self.landing(peer, [unit for unit in units if unit.group in there]))
         return [
             next(lands) if unit.group in there else region
@@ -113,15 +118,15 @@ class _Staging:
 
     def landing(self, peer: int, units: list[Unit]) -> list[Region]:
         """The regions in staging of units of a peer, which another rank may have cut."""
-        rank, problem = self.arrivals.rank, self.arrivals.problem
+        rank, problem, buffer = self.rank, self.world.problem, self.world.staging
         if not self.stages:
             first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
-            return self.arrivals.regions(self.buffer, rank, first, units)
+            return self.arrivals.regions(buffer, rank, first, units)
         regions, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
         for _, ordinal, start, stop, group in units:
             row, length = self._stage[group] + self._row[peer][ordinal], stop - start
             size = (rows, length) if by_columns else (length, cols)
-            regions.append(Region(self.buffer, rank, row, row + size[0], 0, size[1]))
+            regions.append(Region(buffer, rank, row, row + size[0], 0, size[1]))
         return regions
 
 
@@ -141,18 +146,17 @@ class GatherWorld(World):
         own_lands: bool = False,
     ) -> None:
         super().__init__(problem, schedule, words, operands, suffix)
-        self.arrivals = [Arrivals(problem, schedule, rank) for rank in range(self.world)]
-        terms = max(arrivals.rounds - 1 + arrivals.tail for arrivals in self.arrivals)
+        self.arrivals = EachRank(partial(Arrivals, problem, schedule))
+        most = [self.arrivals[rank] for rank in self.largest]
+        terms = max(arrivals.rounds - 1 + arrivals.tail for arrivals in most)
         self.partial = schedule.dims == 2 and terms > 1
         per_pair = max(terms, 2)
         self.data = words.block(per_pair)  # pull uses two of the words: for valid and done
         self.room = words.block(per_pair)  # of a ring
         self.tiled = schedule.grouping == "tiled"
         self.arrived = words.block(terms * self.tiled)  # of its pieces, as they arrive
-        name = "staging" + suffix
-        self.landing = [
-            _Staging(arrivals, self.a.name, name, own_lands) for arrivals in self.arrivals
-        ]
+        self.staging = "staging" + suffix
+        self.landing = [_Staging(self, rank, own_lands) for rank in range(self.world)]
         needed = max(staging.rows for staging in self.landing) * problem.k * self.a.itemsize
         if cap is not None and needed > cap:
             self._make_rings(cap, needed)
@@ -231,9 +235,9 @@ class GatherWorld(World):
         """By receiver and peer, the words of the peer's units. Those of a receiver follow each
         other in the order in which it expects the units."""
         found = []
-        for arrivals in self.arrivals:
+        for rank in range(self.world):
             words: dict[int, list[int]] = {peer: [] for peer in range(self.world)}
-            units = chain.from_iterable(arrivals.by_group)
+            units = chain.from_iterable(self.arrivals[rank].by_group)
             for word, unit in enumerate(units, start=self.arrived.base):
                 words[unit.peer].append(word)
             found.append(words)
@@ -271,7 +275,7 @@ class GatherStage(Stage):
         # waits for all of them, and there is no other work meanwhile.
         schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
-        most = max(arrivals.group_count for arrivals in world.arrivals)
+        most = max(world.arrivals[rank].group_count for rank in world.largest)
         if launched and schedule.uniform and most <= 1:
             builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
@@ -343,7 +347,7 @@ class GatherStage(Stage):
 
     def _pushes(self) -> list[list[Step]]:
         me, mover, world = self.me, self.schedule.mover, self.world
-        groups = max(arrivals.group_count for arrivals in world.arrivals)
+        groups = max((world.arrivals[target].group_count for target in self.peers), default=0)
         copies: list[list[Step]] = [[] for _ in range(groups)]
         factors: list[list[Step]] = [[] for _ in range(groups)]
         for target in self._in_turn():

@@ -100,7 +100,8 @@ def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
     host, place = divmod(rank, local)
     cube = local & (local - 1) == 0
     places = [place ^ i if cube else (place + way * i) % local for i in range(local)]
-    return [(host + way * i) % hosts * local + other for i in range(hosts) for other in places]
+    starts = [(host + way * i) % hosts * local for i in range(hosts)]
+    return [start + other for start in starts for other in places]
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
@@ -150,8 +151,11 @@ class Groups:
         self.sets = [s for s in sets if s]
         self.set_of = {peer: i for i, s in enumerate(self.sets) for peer in s}
         self.place_in_set = {peer: i for s in self.sets for i, peer in enumerate(s)}
-        pieces = {rows: self._cut(rows) for rows in set(map(block, self.set_of))}
-        self.cuts = {peer: pieces[block(peer)] for peer in self.set_of}
+        heights = dict.fromkeys(self.set_of, block(rank))
+        if not problem.same_blocks:
+            heights = {peer: block(peer) for peer in self.set_of}
+        pieces = {rows: self._cut(rows) for rows in set(heights.values())}
+        self.cuts = {peer: pieces[rows] for peer, rows in heights.items()}
         self.rounds = max(map(len, pieces.values()), default=0)
         self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
         ends = [self.cuts[peer][-1] for s in self.sets[-1:] for peer in s if self.cuts[peer]]

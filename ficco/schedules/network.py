@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ficco.plan.model import Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.builder import Builder
+from ficco.schedules.groups import peers_in_order, targets_in_order
 
 LANE = "network0"
 
@@ -35,11 +36,9 @@ def via(problem: Problem, rank: int, other: int) -> int:
 
 def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
     """The ranks that a rank sends to and receives from, in an order in which all do the same."""
-    host, local = problem.host(rank), problem.local_world
-    for distance in range(1, problem.hosts):
-        for turn in range(local if problem.kind.blocks else 1):
-            there, here = (rank + turn) % local, (rank - turn) % local
-            yield problem.on_host(host + distance, there), problem.on_host(host - distance, here)
+    local, facts = problem.local_world, (rank, problem.world, problem.hosts)
+    far = slice(local - 1, None, 1 if problem.kind.blocks else local)
+    return zip(targets_in_order(*facts)[far], peers_in_order(*facts)[far], strict=True)
 
 
 def add_moves(

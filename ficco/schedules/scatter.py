@@ -10,12 +10,20 @@ other ranks of its host send it. Blocks of an all-to-all go there as they are.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 
 from ficco.plan.model import PLAIN, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
+from ficco.schedules.builder import (
+    REDUCE_LANE,
+    Builder,
+    EachRank,
+    Stage,
+    WordAllocator,
+    World,
+    remembered,
+)
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.network import Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
@@ -39,28 +47,24 @@ class ScatterWorld(World):
         super().__init__(problem, schedule, words, operands, suffix)
         self.ring = schedule.grouping == "ring" and self.world > 1
         ranks = range(self.world)
-        self.departures = [Departures(problem, schedule, rank) for rank in ranks]
+        self.departures = EachRank(partial(Departures, problem, schedule))
+        leaving = [self.departures[rank] for rank in self.largest]
         if not self.ring:
-            arriving = [
-                self.departures[src].count(dst) for src in ranks for dst in ranks if src != dst
-            ]
+            arriving = [one.count(dst) for one in leaving for dst in ranks if dst != one.rank]
         else:  # if some blocks have fewer pieces than others, some words stay unused
-            arriving = [departures.group_count for departures in self.departures]
-        returning = [len(d.own) for d in self.departures] if problem.kind.returns else [0]
+            arriving = [one.group_count for one in leaving]
+        returning = [len(one.own) for one in leaving] if problem.kind.returns else [0]
         self.most = most = max([1, *arriving])
         #: Of the units for each host: the waiter's own, then those that it sums for its rail.
         self.arriving = words.block(most * (problem.hosts if problem.kind.sums else 1))
         self.returned = words.block(max(returning) * problem.hosts)
         self.fetched = words.block(int(schedule.pull))
-        units = max(most, *(len(departures.own) for departures in self.departures))
+        units = max(most, *(len(one.own) for one in leaving))
         tiled = schedule.grouping == "tiled"
         self.made = words.block(units * (tiled and not schedule.pull))
         #: By rank, by sender and owner of each block that lands there, its first row in staging;
         #: and how many rows that makes.
-        self._first: list[dict[tuple[int, int], int]] = []
-        self._rows: list[int] = []
-        for rank in ranks:
-            self._place_blocks(rank)
+        self._placed = EachRank(self._place_blocks)
         self.staging = "staging" + suffix
         self.product = self.out  # where products that travel go
         if self.world > 1:
@@ -94,9 +98,10 @@ class ScatterWorld(World):
         """Whether a host has several products to sum for another."""
         return self.problem.kind.sums and self.problem.hosts > 1 and self.problem.local_world > 1
 
-    def _place_blocks(self, rank: int) -> None:
+    def _place_blocks(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
         problem, host = self.problem, self.problem.host(rank)
-        near = [p for p in range(self.world) if problem.host(p) == host and p != rank]
+        near = [problem.on_host(host, place) for place in range(problem.local_world)]
+        near.remove(rank)
         ways = list(legs(problem, rank))
         blocks = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
         if problem.kind.sums:
@@ -105,8 +110,7 @@ class ScatterWorld(World):
         for source, owner in blocks:
             first[source, owner] = row
             row += problem.block(source, owner)
-        self._first.append(first)
-        self._rows.append(row)
+        return first, row
 
     @remembered
     def crossing(self, src: int, dst: int) -> list[Transfer]:
@@ -153,13 +157,17 @@ class ScatterWorld(World):
         """Rows of staging without those for returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
-        return self._rows[rank]
+        if self.problem.kind.blocks:
+            return self.problem.out_rows(rank) - self.problem.block(rank, rank)
+        return self._placed[rank if rank in self.largest else 0][1]
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
         """The row at which a rank's block from a peer begins in staging."""
-        if not self.ring:
-            return self._first[dst][src, owner]
-        problem = self.problem  # every block but the sender's own
+        problem = self.problem
+        if problem.kind.blocks:  # every block but the receiver's own
+            return problem.lands(src, dst) - (problem.block(dst, dst) if src > dst else 0)
+        if not self.ring:  # in a ring every block but the sender's own
+            return self._placed[dst][0][src, owner]
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
@@ -392,7 +400,7 @@ class ScatterStage(Stage):
     def _fetches(self) -> list[list[tuple[int, Step]]]:
         """By group of the peers, the copies of the units that they make, each with its peer."""
         me, world, mover = self.me, self.world, self.schedule.mover
-        groups = max(departures.group_count for departures in world.departures)
+        groups = max((world.departures[peer].group_count for peer in self.peers), default=0)
         copies: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
         for peer, lane in self.lane_of.items():
             units, there = world.sent(peer, me), self.problem.leaves(peer, me)
