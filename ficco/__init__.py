@@ -24,6 +24,7 @@ from ficco.ops.operators import (
     matmul_all_to_all,
     matmul_reduce_scatter,
 )
+from ficco.ops.projections import ulysses_output, ulysses_project
 from ficco.ops.routing import Routing, route
 from ficco.ops.sdpa import behind_sdpa
 from ficco.ops.symm_mem import behind_symm_mem
@@ -68,6 +69,8 @@ __all__ = [
     "set_options",
     "synchronize",
     "ulysses_attention",
+    "ulysses_output",
+    "ulysses_project",
 ]
 
 

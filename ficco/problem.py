@@ -86,6 +86,9 @@ class Problem:
         symmetric: A is in symmetric memory, so that peers can read it in place.
         scaling: how float8 operands are scaled; None for any other.
         hosts: how many hosts the ranks are on, each with as many, which follow each other.
+        transposed: all-to-all: what travels, A or the product, lies transposed, so that rows that
+            travel are columns in memory. On the rank that passes A, or gets the product, blocks are
+            equal and lie so one by one: [W, rows, columns], with contiguous rows.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -102,6 +105,7 @@ class Problem:
     blocks: tuple[tuple[int, ...], ...] = ()
     scaling: Scaling | None = None
     hosts: int = 1
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         if self.operator not in OPERATORS:
@@ -133,6 +137,21 @@ class Problem:
         square = all(len(row) == self.world for row in (self.blocks, *self.blocks))
         if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
+        if self.transposed:
+            self._check_transposed()
+
+    def _check_transposed(self) -> None:
+        if not self.kind.blocks or self.scaling is not None or self.hosts > 1:
+            raise NotImplementedError(
+                f"{self.operator}: what lies transposed is served for all-to-alls on one host, "
+                "without scales"
+            )
+        by_holder = zip(*self.blocks, strict=True) if self.kind.scatters else self.blocks
+        if any(len(set(sizes)) > 1 for sizes in by_holder):
+            raise ValueError(
+                "blocks: required equal blocks of a rank where they lie transposed, got "
+                f"{[list(row) for row in self.blocks]}"
+            )
 
     def _check_scaling(self, scaling: Scaling) -> None:
         if scaling.recipe not in RECIPES:
@@ -331,7 +350,11 @@ class Problem:
         b = Buffer("b", "B", self.scaling.right if self.scaling else self.dtype, right, "operand")
         first = self.offsets[:-1] if kind.sums and not kind.returns else ()
         shape = shapes(self.out_rows, self.n)
-        results = [Buffer("out", product, self.out_dtype, shape, "result", first=first)]
+        out = Buffer("out", product, self.out_dtype, shape, "result", first=first)
+        if self.transposed:
+            lies: dict[str, Any] = {"layout": self.layout, "matrices": self.world}
+            a, out = (a, out._replace(**lies)) if kind.scatters else (a._replace(**lies), out)
+        results = [out]
         if self.return_gathered:
             results.append(self.gathered("result"))
         exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
@@ -420,7 +443,7 @@ class Problem:
     def gathered(self, memory: str) -> Buffer:
         """The buffer of the gathered A."""
         shapes = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
-        return Buffer("gathered", "A", self.dtype, shapes, memory)
+        return Buffer("gathered", "A", self.dtype, shapes, memory, layout=self.layout)
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
@@ -439,6 +462,11 @@ class Problem:
         rows = (self.world if by_rank else self.product_rows(rank) for rank in range(self.world))
         shapes = tuple((count, factors.shapes[0][1]) for count in rows)
         return factors._replace(name=name, shapes=shapes, memory=memory, leaves=False)
+
+    @property
+    def layout(self) -> str:
+        """How what travels lies in memory."""
+        return "transposed" if self.transposed else "rows"
 
     @property
     def itemsize(self) -> int:
@@ -477,9 +505,8 @@ class Problem:
         hosts = f", {self.hosts} hosts" if self.hosts > 1 else ""
         if not self.equal:
             rows = f"rows={[list(row) for row in self.blocks] or list(self.rows)}"
-        flags = "".join(
-            f", {name}" for name in ("return_gathered", "symmetric") if getattr(self, name)
-        )
+        names = "return_gathered", "symmetric", "transposed"
+        flags = "".join(f", {name}" for name in names if getattr(self, name))
         dtype = f"{self.dtype} {self.scaling}" if self.scaling else self.dtype
         sizes = f"m={self.m} ({rows}), n={self.n}, k={self.k}"
         return f"{self.operator}({sizes}, {dtype}{hosts}{flags})"

@@ -44,9 +44,10 @@ class Buffer(NamedTuple):
         first: by rank, the number of the first row; empty: 0 everywhere.
         left: by rank, the number of the first column; empty: 0 everywhere.
         layout: ``"rows"``, row by row; ``"columns"``, what one copy brings is contiguous: columns
-            ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``.
-        matrices: of an operand that the caller passes as [matrices, rows, columns], how many these
-            are; here one is below the other. 0: it is one matrix.
+            ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``;
+            ``"transposed"``, column by column.
+        matrices: of what the caller has as [matrices, rows, columns], how many these are; here one
+            is below the other. Transposed ones lie so one by one. 0: it is one matrix.
     """
 
     name: str

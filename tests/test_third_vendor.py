@@ -59,6 +59,7 @@ from test_operators import (  # noqa: F401  likewise
     test_sizes_at_the_edge,
     test_sums_repeat_to_the_last_bit,
 )
+from test_projections import test_exact_on_whole_numbers  # noqa: F401  likewise
 
 import ficco
 import ficco.dma.cpu

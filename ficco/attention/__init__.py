@@ -8,7 +8,7 @@ attends with some of them to the whole sequence. The room is pure: libraries' ca
 
 from ficco.attention.choose import AttentionChoice, choose, choose_for_heads
 from ficco.attention.gradient import AttentionGradient
-from ficco.attention.heads import HeadsProblem
+from ficco.attention.heads import HeadsProblem, keys_of
 from ficco.attention.heads_plans import heads_plans
 from ficco.attention.mask import Mask, Rectangle, Segment
 from ficco.attention.plans import attention_plans
@@ -28,4 +28,5 @@ __all__ = [
     "choose",
     "choose_for_heads",
     "heads_plans",
+    "keys_of",
 ]

@@ -29,6 +29,15 @@ OF_KEYS = ("k", "v", "dk", "dv")
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
+def keys_of(rank: int, world: int, heads: int, kv_heads: int) -> list[int]:
+    """The heads of keys that a rank's heads of queries attend to, in order: each once, or, where
+    they do not serve equally many, one for each head of queries."""
+    each, shared = heads // world, heads // kv_heads
+    owners = [head // shared for head in range(rank * each, (rank + 1) * each)]
+    distinct = sorted(set(owners))
+    return distinct if len({owners.count(one) for one in distinct}) == 1 else owners
+
+
 @dataclass(frozen=True)
 class HeadsProblem:
     """What one call asks, equal on every rank of the group.

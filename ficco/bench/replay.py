@@ -332,7 +332,7 @@ def _without_peers(what: str) -> NotImplementedError:
 
 def _dense(places: Buffers, region: Region) -> bool:
     """Whether the rows of a region lie one right after the other."""
-    return region.rows == 1 or places.place(region)[1] == places.row_bytes(region)
+    return region.rows == 1 or places.place(region)[1] == places.size(region)[0]
 
 
 def portable(places: Buffers, images: Images) -> Images:
@@ -352,11 +352,11 @@ def bring(driver: Driver, places: Buffers, transfer: Transfer, images: Images, s
     if not region.elements:
         return
     to, pitch = places.place(region)
-    width = places.row_bytes(region)
+    width, height = places.size(region)
     if _dense(places, region):
-        driver.copy_from_host(to, image.data_ptr(), width * region.rows, stream)
+        driver.copy_from_host(to, image.data_ptr(), width * height, stream)
     else:
-        driver.rectangle(to, pitch, width, region.rows)(image.data_ptr(), width, stream)
+        driver.rectangle(to, pitch, width, height)(image.data_ptr(), width, stream)
 
 
 # The courier.

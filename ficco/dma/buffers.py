@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ficco.dma.engine import Call, Program, Symmetric
-from ficco.plan import Region
+from ficco.plan import Buffer, Region
 
 #: Address and row pitch in bytes.
 Place = tuple[int, int]
@@ -40,8 +40,12 @@ class Buffers:
         self._rank = program.plan.rank
         self._whole: dict[tuple[str, int], torch.Tensor] = {}  # in symmetric memory
 
-    def row_bytes(self, region: Region) -> int:
-        return region.cols * self._plan.buffer[region.buffer].itemsize
+    def size(self, region: Region) -> tuple[int, int]:
+        """Bytes that are contiguous, and how often they follow at equal distances."""
+        buffer, (rows, cols) = self._plan.buffer[region.buffer], (region.rows, region.cols)
+        if buffer.layout == "transposed":
+            rows, cols = cols, rows
+        return cols * buffer.itemsize, rows
 
     def dtype(self, region: Region) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._plan.buffer[region.buffer].dtype)
@@ -57,12 +61,10 @@ class Buffers:
         """Where a region of a symmetric buffer of any rank lies."""
         buffer = self._plan.buffer[region.buffer]
         memory, offset = self._memory(region.buffer)
+        start, (row, col) = _within(buffer, region)
+        pitch = col if buffer.layout == "transposed" else row
         base, itemsize = memory.addresses[region.rank] + offset, buffer.itemsize
-        if buffer.layout == "columns":
-            start = region.col * buffer.rows + region.row * region.cols
-            return base + start * itemsize, region.cols * itemsize
-        pitch = buffer.shapes[region.rank][1] * itemsize
-        return base + region.row * pitch + region.col * itemsize, pitch
+        return base + start * itemsize, pitch * itemsize
 
     def source(self, region: Region) -> Callable[[Call], Place]:
         """Where a copy reads: in one of a call's tensors, or in symmetric memory."""
@@ -70,12 +72,18 @@ class Buffers:
         if region.rank != self._rank or buffer.memory == "slot":
             place = self.place(region)
             return lambda call: place
-        name, itemsize = buffer.name, buffer.itemsize
+        name, itemsize, turned = buffer.name, buffer.itemsize, buffer.layout == "transposed"
+        if buffer.matrices:
+            matrix, (rows, _) = self._in_matrix(region)
+            region = region._replace(row=rows.start, row_stop=rows.stop)
 
         def own(call: Call) -> Place:
             whole = call.tensors[name]
-            pitch = whole.stride(0) * itemsize
-            return whole.data_ptr() + region.row * pitch + region.col * itemsize, pitch
+            if buffer.matrices:
+                whole = whole[matrix]
+            row, col = (stride * itemsize for stride in whole.stride())
+            at = whole.data_ptr() + region.row * row + region.col * col
+            return at, col if turned else row
 
         return own
 
@@ -84,7 +92,7 @@ class Buffers:
     def view(self, region: Region) -> Callable[[Call], torch.Tensor]:
         """A region as a matrix."""
         name, buffer = region.buffer, self._plan.buffer[region.buffer]
-        if buffer.matrices:
+        if buffer.matrices and buffer.memory != "slot":
             matrix, index = self._in_matrix(region)
             return lambda call: call.tensors[name][matrix][index]
         if region.rank == self._rank and buffer.memory != "slot":
@@ -101,7 +109,7 @@ class Buffers:
         if count == 1:
             return first
         name, buffer = region.buffer, self._plan.buffer[region.buffer]
-        if buffer.matrices:
+        if buffer.matrices and buffer.memory != "slot":
             matrix, (rows, cols) = self._in_matrix(region)
             step = max(stride * buffer.matrices // buffer.shapes[self._rank][0], 1)
             some = slice(matrix, matrix + count * step, step)
@@ -117,8 +125,7 @@ class Buffers:
 
     def _in_matrix(self, region: Region) -> tuple[int, tuple[slice, slice]]:
         """Which of a buffer's matrices a region is in, and where in that."""
-        buffer = self._plan.buffer[region.buffer]
-        matrix, row = divmod(region.row, max(buffer.shapes[self._rank][0] // buffer.matrices, 1))
+        matrix, row, _ = _matrix(self._plan.buffer[region.buffer], region)
         return matrix, (slice(row, row + region.rows), slice(region.col, region.col_stop))
 
     def _memory(self, name: str) -> tuple[Symmetric, int]:
@@ -141,11 +148,11 @@ class Buffers:
             flat = flat[start : start + rows * cols * buffer.itemsize]
             self._whole[name, rank] = flat.view(getattr(torch, buffer.dtype)).view(rows, cols)
         whole = self._whole[name, rank]
-        if buffer.layout != "columns":
+        if buffer.layout == "rows":
             index = _index((rows, cols), region)
             return whole if index is None else whole[index]
-        at = whole.storage_offset() + region.col * buffer.rows + region.row * region.cols
-        return whole.as_strided((region.rows, region.cols), (region.cols, 1), at)
+        at, strides = _within(buffer, region)
+        return whole.as_strided((region.rows, region.cols), strides, whole.storage_offset() + at)
 
 
 def gathered_rows(program: Program, call: Call) -> torch.Tensor:
@@ -155,6 +162,26 @@ def gathered_rows(program: Program, call: Call) -> torch.Tensor:
     rows, cols = program.plan.shape("staging")
     region = Region("staging", program.plan.rank, 0, rows, 0, cols)
     return buffers_of(program).view(region)(call)
+
+
+def _matrix(buffer: Buffer, region: Region) -> tuple[int, int, int]:
+    """Which of a buffer's matrices a region is in, its first row there, and how many that has."""
+    matrices = max(buffer.matrices, 1)
+    height = buffer.shapes[region.rank][0] // matrices
+    matrix = min(region.row // max(height, 1), matrices - 1)
+    return matrix, region.row - matrix * height, height
+
+
+def _within(buffer: Buffer, region: Region) -> tuple[int, tuple[int, int]]:
+    """The element at which a region of symmetric memory begins in its buffer, and the strides of
+    its rows and columns."""
+    cols = buffer.shapes[region.rank][1]
+    if buffer.layout == "columns":
+        return region.col * buffer.rows + region.row * region.cols, (region.cols, 1)
+    if buffer.layout == "transposed":
+        matrix, row, height = _matrix(buffer, region)
+        return (matrix * cols + region.col) * height + row, (1, height)
+    return region.row * cols + region.col, (cols, 1)
 
 
 def _index(shape: tuple[int, int], region: Region) -> Any:

@@ -379,6 +379,8 @@ def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
         for one, two in zip(dst, src, strict=True):
             _move(one, two)
         return
+    if src.stride(0) == dst.stride(0) == 1:  # what lies transposed
+        src, dst = src.t(), dst.t()
     rows, cols = src.shape
     if src.stride(1) != 1 and cols > 1:
         dst.copy_(src)

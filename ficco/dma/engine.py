@@ -477,6 +477,11 @@ class Engine(ABC):
                 f"schedule {schedule}: the {self.name} engine has no mover {schedule.mover!r} yet; "
                 "leave the knob out"
             )
+        if problem.transposed and self.packs_columns:
+            return (
+                f"{problem.operator}: the {self.name} engine has no copies that leave gaps between "
+                "rows, as rows that lie as columns need"
+            )
         if problem.scaling and (why := self.unscaled(problem, problem.scaling)):
             return f"{problem.operator}: {why}"
         if schedule.grouping == "tiled" and (why := self.untiled(problem, schedule)):

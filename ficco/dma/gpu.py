@@ -360,7 +360,7 @@ class GpuEngine(StreamEngine):
         transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
-        width, height = places.row_bytes(transfers[0].src), transfers[0].src.rows
+        width, height = places.size(transfers[0].src)
         kernels, arrived = self._kernels, width and height and self._counter(program, lane)
 
         def work(call: Call, signals: Signals | None) -> None:
@@ -388,7 +388,7 @@ class GpuEngine(StreamEngine):
         if transfer.batch > 1:
             return self._strided(program, step, transfer)
         src, dst = transfer.src, transfer.dst
-        width, height = places.row_bytes(src), src.rows
+        width, height = places.size(src)
         to, dst_pitch = places.place(dst)
         source = places.source(src)
         whole = self.driver.copy(to, width * height, (dst.rank, src.rank))
@@ -413,7 +413,7 @@ class GpuEngine(StreamEngine):
         """A batch of copies of contiguous rows: one 2D copy, each of whose rows is one of them."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst, count = transfer.src, transfer.dst, transfer.batch
-        row = places.row_bytes(src)
+        row, _ = places.size(src)
         (to, pitch), source = places.place(dst), places.source(src)
         down, across, width = transfer.src_stride * row, transfer.dst_stride * row, row * src.rows
         assert pitch == row and not places.cuts_rows(src)
@@ -438,7 +438,7 @@ class GpuEngine(StreamEngine):
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         ranks = dst.rank, src.rank
-        width, height = places.row_bytes(src), src.rows
+        width, height = places.size(src)
         to, dst_pitch = places.place(dst)
         # Compiled now: in a call that would be taken for a peer that is late.
         cuts = height > 1 and (places.cuts_rows(src) or places.cuts_rows(dst))
@@ -463,7 +463,7 @@ class GpuEngine(StreamEngine):
         places = buffers_of(program)
         packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
         view, dtype = places.view(region), places.dtype(region)
-        nbytes = places.row_bytes(region) * region.rows
+        nbytes = math.prod(places.size(region))
 
         def by_torch(packed: torch.Tensor, call: Call) -> None:
             packed.copy_(view(call))

@@ -203,6 +203,8 @@ def decide(
         return Decision(schedule, source, reason, problem, machine, mode, search, offers, predict)
 
     otherwise = (FALLBACK if problem.hosts == 1 else FALLBACK_OVER_HOSTS)[mode]
+    if problem.transposed:  # which no collective serves
+        otherwise = FALLBACK["idle"]
     if wanted != "auto":
         given = decision(wanted, "caller", "given")
         if why := refusal(problem, given.schedule):

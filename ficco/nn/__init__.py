@@ -6,6 +6,7 @@ loaded by ``import ficco.nn`` or by the first use of ``ficco.nn``.
 
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from ficco.nn.attention import UlyssesAttention
 from ficco.nn.functional import (
     copied_linear,
     copied_linears,
@@ -26,6 +27,7 @@ __all__ = [
     "RowParallelLinear",
     "RowwiseParallel",
     "SequenceParallel",
+    "UlyssesAttention",
     "copied_linear",
     "copied_linears",
     "full_state_dict",

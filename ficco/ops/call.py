@@ -36,7 +36,7 @@ from ficco.ops.planned import (
     workspace_for,
 )
 from ficco.options import Options
-from ficco.plan import Plan
+from ficco.plan import Buffer, Plan
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
@@ -57,25 +57,28 @@ def run(
     out: torch.Tensor | None = None,
     purpose: str = "",
     scales: Scales | None = None,
+    transposed: bool = False,
 ) -> Result:
     """One call of an operator: its result, and the gathered A if it was asked for.
 
     ``rows`` are one number per rank, or a W x W table for an all-to-all. The result goes to
     ``out`` if that is given. What a call of a backward is for, its ``purpose``, is part of what the
-    ranks agree on. ``scales`` are those of float8 operands.
+    ranks agree on. ``scales`` are those of float8 operands. ``transposed``: see :class:`Problem`; A
+    or the result is then [W, rows, columns].
     """
     workspace = _workspace(group, a, b, operator)
     try:
-        given = schedule, rows, return_gathered, out, purpose, scales
+        given = schedule, rows, return_gathered, out, purpose, scales, transposed
         cached, call = _begin(workspace, operator, a, b, *given)
         if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             for first in range(0, b.shape[1], cached.columns):
                 some = slice(first, first + cached.columns)
-                right, into = call.tensors["b"][:, some], call.tensors["out"][:, some]
+                right, into = call.tensors["b"][:, some], call.tensors["out"][..., some]
                 left, last = call.tensors[cached.plan.buffers[0].name], first + right.shape[1]
                 of = scales.columns(first, last, b.shape[1]) if scales else None
-                run(operator, left, right, group, schedule, cached.rows, False, into, purpose, of)
+                part = schedule, cached.rows, False, into, purpose, of, transposed
+                run(operator, left, right, group, *part)
             return call.tensors["out"], None
         execute(workspace, program_of(workspace, cached), call)
     except BaseException as error:
@@ -119,17 +122,33 @@ def _operands(
     cached: CachedCall, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
 ) -> Call:
     """A call with its results and local buffers allocated."""
-    out = a.new_empty(cached.out, dtype=cached.dtype) if out is None else out
+    buffers = cached.plan.buffer
+    out = _empty(a, cached.out, cached.dtype, buffers["out"]) if out is None else out
     given = cached.plan.buffers[0].name  # of A: ``a``, or what the call casts to that
     tensors = {given: a, "b": b, "out": out}
     if not cached.columns:  # else its parts allocate the rest
         for name, shape, dtype in cached.allocated:
-            if dtype != a.dtype and out.stride(0) == 1 and not out.is_contiguous():
+            if buffers[name].layout == "transposed":
+                tensors[name] = _empty(a, shape, dtype, buffers[name])
+            elif dtype != a.dtype and out.stride(0) == 1 and not out.is_contiguous():
                 # In the memory order of the result, so that rounding transposes nothing.
                 tensors[name] = a.new_empty(shape[::-1], dtype=dtype).t()
             else:
                 tensors[name] = a.new_empty(shape, dtype=dtype)
     return Call(tensors)
+
+
+def _empty(
+    a: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Buffer
+) -> torch.Tensor:
+    """Memory of a buffer, as it lies there."""
+    if buffer.layout == "rows":
+        return a.new_empty(shape, dtype=dtype)
+    rows, cols = shape
+    if not buffer.matrices:
+        return a.new_empty((cols, rows), dtype=dtype).t()
+    each = rows // buffer.matrices
+    return a.new_empty((buffer.matrices, cols, each), dtype=dtype).transpose(1, 2)
 
 
 def _begin(
@@ -143,6 +162,7 @@ def _begin(
     out: torch.Tensor | None = None,
     purpose: str = "",
     scales: Scales | None = None,
+    transposed: bool = False,
 ) -> tuple[CachedCall, Call]:
     """Find or make what is kept for such calls, allocate this call's results and post it on the
     board. A call that goes by columns is not posted; its parts are."""
@@ -153,9 +173,11 @@ def _begin(
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
         )
-    a, b, source = flat(plain(a)), plain(b), None
+    a, b, source = plain(a), plain(b), None
+    blocks = transposed and not kind.scatters
+    a = a if blocks else flat(a)
     casts = scales is not None and scales.quantize is not None
-    if not kind.scatters and not casts:
+    if not kind.scatters and not casts and not blocks:
         a, source = readable(workspace, a)
     elif scales is not None:
         a = row_major(a)
@@ -168,7 +190,7 @@ def _begin(
     of_scales = scales and scales.key(b)
     key = (
         *(operator, of_a, of_b, schedule, mode, rows, return_gathered, asked, place, purpose),
-        of_scales,
+        *(of_scales, transposed),
     )
     cached = workspace.programs.get(key)
     if cached is None:
@@ -176,6 +198,7 @@ def _begin(
         problem = problem_of_operands(
             *(group, operator, a, b, rows, return_gathered, source is not None, scales),
             hosts=engine.hosts.count,
+            transposed=transposed,
         )
         cached = _cached_call(workspace, problem, schedule, mode, source, options, purpose)
         cached.rows = rows

@@ -57,12 +57,13 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
 def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int | None) -> Fit:
     """The same for the schedule that was decided on; if the engine refuses that or it does not keep
     to the cap, for the best of those that it does not refuse and that do; if none does, for the
-    collective of the group's library."""
+    collective of the group's library, where that serves the problem."""
     for schedule in _in_order(decision):
         if not workspace.engine.refuses(problem, schedule):
             with contextlib.suppress(_NoRoom):
                 return _fitted(workspace, problem, schedule, cap)
-    return _fitted(workspace, problem, Schedule.parse("serial:collective"), cap)
+    last = decision.schedule if problem.transposed else Schedule.parse("serial:collective")
+    return fitted(workspace, problem, last, cap)
 
 
 def keep_to_cap(engine: Engine, whole: Plan, cap: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -357,8 +358,10 @@ def problem_of_operands(
     symmetric: bool,
     scales: Scales | None = None,
     hosts: int = 1,
+    transposed: bool = False,
 ) -> Problem:
-    """The Problem that the operands make up; the group's ranks are on so many ``hosts``.
+    """The Problem that the operands make up; the group's ranks are on so many ``hosts``. Where A
+    travels and lies ``transposed`` it is [W, rows, k].
 
     Raises:
         ValueError, NotImplementedError: they are wrong, or not supported.
@@ -375,8 +378,8 @@ def problem_of_operands(
             ".tolist(), which waits for the device"
         )
     check_operands(operator, a, b, scales)
-    sizes = b.shape[1], a.shape[1], travelling(a, b, scales)
-    held, rank, world = a.shape[0], group.rank(), group.size()
+    sizes = b.shape[1], a.shape[-1], travelling(a, b, scales)
+    held, rank, world = prod(a.shape[:-1]), group.rank(), group.size()
     if OPERATORS[operator].blocks:
         table = _blocks(rows, held, rank, world)
         scaling = scaling_of(scales, a, b, (), left) if scales else None
@@ -387,7 +390,13 @@ def problem_of_operands(
                 f"{b.shape[0]} and {problem.product_rows(rank)}; pass b with a row for each of "
                 "them, and rows= where blocks are not equal"
             )
-        return replace(problem, symmetric=symmetric, return_gathered=return_gathered, hosts=hosts)
+        return replace(
+            problem,
+            symmetric=symmetric,
+            return_gathered=return_gathered,
+            hosts=hosts,
+            transposed=transposed,
+        )
     each = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(each) != b.shape[0]:
         raise ValueError(

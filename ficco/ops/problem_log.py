@@ -67,6 +67,7 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             scaling = Scaling(**data["scaling"]) if data.get("scaling") else None
             sizes = rows, n, k, str(data["dtype"])
             more: Any = {"blocks": blocks, "scaling": scaling, "hosts": data.get("hosts", 1)}
+            more["transposed"] = data.get("transposed", False)
             logged[Problem(str(data["operator"]), *sizes, **more)] = None
         except (ValueError, KeyError, TypeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {error}"

@@ -79,6 +79,11 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
         return (
             f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
         )
+    if problem.transposed and (why := _turned(schedule)):
+        return (
+            f"schedule {schedule}: {why}, which is not served for rows that lie as columns; leave "
+            "it out"
+        )
     if problem.scaling and schedule.beta:
         what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
         return f"schedule {schedule}: {what} products of float8 operands; take another schedule"
@@ -94,6 +99,16 @@ def _untiled(scaling: Scaling) -> str:
     if scaling.source:
         return "operands that the call casts"
     return "" if ITEMSIZES[scaling.out] == 2 else f"results of {scaling.out}"
+
+
+def _turned(schedule: Schedule) -> str:
+    """What a schedule has that is not served where what travels lies transposed; empty if all is
+    served."""
+    if schedule.own or schedule.grouping == "tiled":
+        return f"the schedule is {schedule.grouping}"
+    if schedule.pull:
+        return "ranks fetch (pull)"
+    return "" if schedule.mover == "dma" else f"the mover is {schedule.mover}"
 
 
 def _between_hosts(problem: Problem, schedule: Schedule) -> str:

@@ -179,7 +179,8 @@ class GatherWorld(World):
         # A tail cuts some rows otherwise than the rest, and stages of a ring are shorter.
         packs = packs and schedule.tail == 1 and not self.landing[0].stages
         shapes = tuple((staging.rows, pitch) for staging in self.landing)
-        self.buffer("staging", self.a, shapes, layout="columns" if packs else "rows")
+        layout = "columns" if packs else self.problem.layout
+        self.buffer("staging", self.a, shapes, layout=layout)
         if schedule.pull and not self.a.reachable:
             self.source = self.buffer("publish", self.a, self.a.shapes, leaves=True)
 

@@ -79,10 +79,12 @@ class ScatterWorld(World):
         if problem.kind.returns:  # sums come back
             rows = [rows[rank] + problem.m - problem.rows[rank] for rank in ranks]
         shapes = tuple((some, problem.n) for some in rows)
-        self.buffer("staging", self.out, shapes, layout="columns" if packs else "rows")
+        layout = "columns" if packs else problem.layout
+        self.buffer("staging", self.out, shapes, layout=layout)
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
         name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
-        self.product = self.buffer(name, self.out, shapes, memory, leaves=True)
+        lies = {"leaves": True, "layout": problem.layout}
+        self.product = self.buffer(name, self.out, shapes, memory, **lies)
         #: By distance of hosts, what a rank's host sums for the one on its rail.
         self.host_sums: dict[int, Buffer] = {}
         for distance in range(1, problem.hosts) if self.host_sums_needed else ():

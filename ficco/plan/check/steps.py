@@ -132,9 +132,9 @@ class Steps:
         """A buffer is something that engines offer, and keeps what is specified."""
         slot = buffer.memory == "slot"
         known = buffer.memory in ("operand", "result", "local", "slot")
-        known &= buffer.layout in ("rows", "columns")
+        known &= buffer.layout in ("rows", "columns", "transposed")
         known &= buffer.memory == "operand" or not buffer.symmetric
-        known &= slot or buffer.layout == "rows"
+        known &= slot or buffer.layout != "columns"
         # All ranks know one row pitch.
         known &= not slot or len({cols for _, cols in buffer.shapes}) == 1
         if not known:

@@ -1,0 +1,105 @@
+"""A layer of attention whose sequence the ranks share, by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from ficco.nn.linear import check_schedule, ranks_of
+from ficco.ops.projections import ulysses_output, ulysses_project
+from ficco.schedules import Schedule
+
+#: Makes queries and keys of the whole sequence, [batch, heads, S, size], of others.
+Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+#: Attention to queries, keys and values of the whole sequence, of which keys may be fewer heads.
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class UlyssesAttention(nn.Module):
+    """Projections, attention and output projection of a sequence that the ranks share, by heads:
+    :func:`ficco.ulysses_project`, ``scaled_dot_product_attention`` and
+    :func:`ficco.ulysses_output`.
+
+    Every rank holds all parameters, named as in the Llama models of Transformers: ``q_proj``,
+    ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear`` without bias. Their gradients are
+    of this rank's positions; sum them over the ranks, as data parallelism does.
+
+    Args:
+        features: of the input and the result.
+        heads: of queries; a multiple of the number of ranks.
+        kv_heads: of keys and values, a divisor of ``heads``; as many by default.
+        size: of a head; ``features // heads`` by default.
+        causal: a query attends to no later position.
+        group: the ranks, which are on one host; the default group if None.
+        schedule: of both exchanges.
+
+    Raises:
+        ValueError: the heads cannot be shared.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        size: int | None = None,
+        causal: bool = False,
+        group: ProcessGroup | DeviceMesh | None = None,
+        schedule: str | Schedule = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_schedule(schedule)
+        self.ranks, self.schedule, self.causal = ranks_of(group), schedule, causal
+        self.size, keys, world = size or features // heads, kv_heads or heads, self.group.size()
+        if heads % world or heads % keys:
+            raise ValueError(
+                f"heads: required a multiple of the {world} ranks and of kv_heads, got {heads} and "
+                f"{keys}; use fewer ranks, or ficco.all_gather_attention"
+            )
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, False, device, dtype)
+
+        self.q_proj = linear(features, heads * self.size)
+        self.k_proj, self.v_proj = (linear(features, keys * self.size) for _ in range(2))
+        self.o_proj = linear(heads * self.size, features)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the sequence."""
+        return self.ranks.group
+
+    def forward(
+        self, x: torch.Tensor, rotate: Rotate | None = None, attend: Attend | None = None
+    ) -> torch.Tensor:
+        """[batch, S/W, features], this rank's positions, to the same.
+
+        Args:
+            rotate: makes the queries and keys that attend of those that were projected, such as a
+                rotary embedding of the positions 0 to S; heads are those of this rank.
+            attend: in place of ``scaled_dot_product_attention``, with any mask of all positions.
+        """
+        group, schedule = self.group, self.schedule
+        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        q, k, v = ulysses_project(x, *weights, size=self.size, group=group, schedule=schedule)
+        if rotate is not None:
+            q, k = rotate(q, k)
+        out = self._attend(q, k, v) if attend is None else attend(q, k, v)
+        return ulysses_output(out, self.o_proj.weight, group=group, schedule=schedule)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        grouped = k.shape[1] < q.shape[1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, enable_gqa=grouped
+        )
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}, causal={self.causal}, schedule={self.schedule}"

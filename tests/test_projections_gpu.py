@@ -1,0 +1,80 @@
+"""The projections around attention by heads on GPUs: exact on whole numbers, layers against
+float64, in graphs. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import equal, exact
+from ranks import Rank, most_gpu_ranks, ranks, run
+from test_projections import SCHEDULES, ProjectionCase, cases, layered, projected
+
+import ficco
+
+pytestmark = pytest.mark.multigpu
+
+
+def wider(world: int = 4) -> int:
+    return world if most_gpu_ranks() >= world else 2
+
+
+def _exact(at: Rank) -> None:
+    iteration = 0
+    for case in cases(at.world):
+        for schedule in (*SCHEDULES, "auto"):
+            narrow = replace(case, dtype="float32", size=8 * (1 + iteration % 2), features=32)
+            projected(at, narrow, iteration := iteration + 1, schedule)
+
+
+@ranks(2, 4)
+def test_exact_on_whole_numbers(world: int) -> None:
+    run(world, _exact, device="cuda", timeout=280)
+
+
+def _layers(at: Rank) -> None:
+    iteration = 0
+    for heads, kv_heads in ((4, 4), (4, 2), (4, 1), (8, 2)):
+        for dtype in ("bfloat16", "float16"):
+            sizes = 96, heads * at.world, kv_heads, (64, 128)[iteration % 2], 512
+            case = ProjectionCase(*sizes, batch=1 + iteration % 2, dtype=dtype)
+            iteration += 1
+            layered(at, case, iteration, (*SCHEDULES[:4], "auto")[iteration % 5])
+            exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
+
+
+@ranks(2, 4)
+def test_layers_between_other_calls(world: int) -> None:
+    run(world, _layers, device="cuda", timeout=280)
+
+
+def _graphs(at: Rank) -> None:
+    case = ProjectionCase(128, 8, 2, 64, 256, dtype="bfloat16")
+    mine = slice(at.rank * case.rows, (at.rank + 1) * case.rows)
+    *weights, last = (one / 16 for one in case.weights(1, at.device))
+    x = case.input(at.world, 0, at.device)[:, mine].contiguous()
+
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            q, _, _ = ficco.ulysses_project(x, *weights, size=case.size, schedule="growing")
+            return ficco.ulysses_output(q, last, schedule="growing")
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    at.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for iteration in range(1, 6):
+        x.copy_(case.input(at.world, iteration, at.device)[:, mine])
+        eager = call().clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), iteration
+        at.barrier()
+
+
+def test_graphs() -> None:
+    run(wider(), _graphs, device="cuda", fresh=True, timeout=120)
