@@ -137,7 +137,9 @@ def test_choice() -> None:
             for known in (machine, None):
                 decision = ficco.heuristics.decide(problem, machine=known, mode=mode)
                 assert decision.schedule.mover == "dma" and not decision.schedule.pull
-        for candidate in decision.candidates:
+        explained = ficco.heuristics.decide(problem, machine=machine).candidates
+        assert len(explained) > 5 and all(0 < one.share <= 1 for one in explained)
+        for candidate in explained:
             plans(problem, Schedule.parse(candidate.schedule))
 
 

@@ -120,7 +120,7 @@ def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> d
     what travels by the copy engines, ``"copies"``, and by the vendor's collective,
     ``"collective"``, where that is known. Sums and placement after the copies do not count, nor
     does a cast before them."""
-    problem = problem.given
+    problem = replace(problem.given, transposed=False)  # which moves as much
     operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
     sizes = problem.n, problem.k, problem.dtype
     product = Problem(operator, (problem.m,), *sizes, scaling=problem.scaling)
