@@ -10,7 +10,7 @@ from ficco.attention.choose import AttentionChoice, choose, choose_for_heads
 from ficco.attention.gradient import AttentionGradient
 from ficco.attention.heads import HeadsProblem, keys_of
 from ficco.attention.heads_plans import heads_plans
-from ficco.attention.mask import Mask, Rectangle, Segment
+from ficco.attention.mask import Documents, Mask, Rectangle, Segment, packed
 from ficco.attention.plans import attention_plans
 from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
 
@@ -22,6 +22,7 @@ __all__ = [
     "AttentionChoice",
     "HeadsProblem",
     "Mask",
+    "Documents",
     "Rectangle",
     "Segment",
     "attention_plans",
@@ -29,4 +30,5 @@ __all__ = [
     "choose_for_heads",
     "heads_plans",
     "keys_of",
+    "packed",
 ]

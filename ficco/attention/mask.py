@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 #: First and last row or position, exclusive.
@@ -62,6 +63,11 @@ class Rectangle(NamedTuple):
         """Whether it is masked as by a causal mask that ends in the last row of both."""
         return self.left is None and self.right == 0
 
+    def moved(self, down: int, across: int) -> Rectangle:
+        """The same of rows of queries and of keys that are so many further."""
+        q, q_stop, k, k_stop, *band = self
+        return Rectangle(q + down, q_stop + down, k + across, k_stop + across, *band)
+
     @property
     def squared(self) -> tuple[Rectangle, ...]:
         """The same as calls that all libraries have: a causal mask for as many queries as keys."""
@@ -79,6 +85,73 @@ class Rectangle(NamedTuple):
         ahead = 0 if self.right is None else _sum(1, queries - 1 - self.right)
         last = 0 if self.left is None else keys - 1 - self.left
         return queries * keys - ahead - _sum(max(last - queries + 1, 1), last)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Rectangles of one band, of documents that follow each other, as one call for variable
+    lengths.
+
+    Attributes:
+        rectangles: whose rows of queries rise, and those of keys.
+    """
+
+    rectangles: tuple[Rectangle, ...]
+
+    @cached_property
+    def band(self) -> Rectangle:
+        """All rows from the first to the last, with the band of each document."""
+        first, last = self.rectangles[0], self.rectangles[-1]
+        return first._replace(q_stop=last.q_stop, k_stop=last.k_stop)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where sequences of queries and of keys begin, and their ends, from the first row on. Rows
+        that no rectangle has are sequences without keys, or without queries."""
+        queries, keys = [0], [0]
+        for one in self.rectangles:
+            q, k = one.q - self.band.q, one.k - self.band.k
+            for begin, end in (
+                (q, keys[-1]),
+                (q, k),
+                (one.q_stop - self.band.q, one.k_stop - self.band.k),
+            ):
+                if (begin, end) != (queries[-1], keys[-1]):
+                    queries.append(begin)
+                    keys.append(end)
+        return tuple(queries), tuple(keys)
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and keys of a document."""
+        queries = max(one.q_stop - one.q for one in self.rectangles)
+        return queries, max(one.k_stop - one.k for one in self.rectangles)
+
+    @cached_property
+    def runs(self) -> list[Rectangle]:
+        """The rows of rectangles that follow each other without a gap."""
+        found: list[Rectangle] = []
+        for one in self.rectangles:
+            if found and (found[-1].q_stop, found[-1].k_stop) == (one.q, one.k):
+                found[-1] = found[-1]._replace(q_stop=one.q_stop, k_stop=one.k_stop)
+            else:
+                found.append(one)
+        return found
+
+
+def packed(rectangles: Iterable[Rectangle]) -> list[Documents]:
+    """The same rectangles in few calls for variable lengths."""
+    found: list[list[Rectangle]] = []
+    for one in rectangles:
+        for some in found:
+            last = some[-1]
+            follows = last.q_stop <= one.q and last.k_stop <= one.k
+            if follows and (last.left, last.right) == (one.left, one.right):
+                some.append(one)
+                break
+        else:
+            found.append([one])
+    return [Documents(tuple(some)) for some in found]
 
 
 def _sum(first: int, last: int) -> int:

@@ -7,18 +7,20 @@ until then: what a sum in float32 would read and write is more than all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ficco.attention import AttentionGradient, AttentionProblem, Rectangle
+from ficco.attention import AttentionGradient, AttentionProblem, Documents, Rectangle, packed
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Part, Program, in_turn
 from ficco.plan import Attending, Transfer
 
 #: Merges parts, each with its log-sum-exp, into a result and, if that is given, its log-sum-exp.
 Merge = Callable[[torch.Tensor, torch.Tensor | None, Sequence[Part]], None]
+#: Where sequences of queries and of keys begin, int32 on their device.
+Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(NamedTuple):
@@ -53,15 +55,9 @@ class _Rectangles:
             problem = problem.forward
         assert isinstance(problem, AttentionProblem)
         first, keys = one.q.row, (one.first, one.first + one.kv.rows)
-        rectangles = problem.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
-        self.each = [
-            (
-                rectangle,
-                slice(rectangle.q - first, rectangle.q_stop - first),
-                slice(rectangle.k - keys[0], rectangle.k_stop - keys[0]),
-            )
-            for rectangle in rectangles
-        ]
+        found = problem.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
+        #: In rows of the regions of queries and of keys.
+        self.calls = LibraryCalls([each.moved(-first, -keys[0]) for each in found])
         self.shape = 2, problem.batch, problem.kv_heads, problem.size
         self.scale = problem.scale if problem.scale is not None else problem.size**-0.5
         self._q, self._kv = places.view(one.q), places.view(one.kv)
@@ -73,14 +69,12 @@ class _Rectangles:
 
 
 def _attend(program: Program, one: Attending) -> Op:
-    reads = _Rectangles(program, one)
+    reads, first = _Rectangles(program, one), one.q.row
 
     def op(call: Call) -> None:
-        q, k, v = reads.heads(call)
-        for rectangle, rows, keys in reads.each:
-            heads = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
-            found = attention(heads, rectangle, reads.scale)
-            call.parts.append(Part(rectangle.q, rectangle.q_stop, *found))
+        for part in reads.calls.attended(reads.heads(call), reads.scale):
+            moved = part._replace(first=first + part.first, last=first + part.last)
+            call.parts.append(moved)
 
     return op
 
@@ -90,25 +84,22 @@ def _backward(program: Program, one: Attending) -> Op:
     reads, places = _Rectangles(program, one), buffers_of(program)
     sums, back = places.view(one.out), places.view(one.back)
     rows_of = {name: places.view(one.q._replace(buffer=name)) for name in ("o", "grad")}
-    apart = [keys for _, _, keys in reads.each] == [slice(0, one.kv.rows)]
 
     def op(call: Call) -> None:
-        q, k, v = reads.heads(call)
         o, grad = (by_heads(view(call)) for view in rows_of.values())
-        lse = call.tensors["lse"][:, :, one.q.row : one.q.row_stop]
+        of = Result(o, call.tensors["lse"][:, :, one.q.row : one.q.row_stop], grad)
         dq, dkv = by_heads(sums(call)), back(call).view(-1, *reads.shape)
         if not one.accumulate:
             dq.zero_()
+        found = list(reads.calls.differentiated(reads.heads(call), of, reads.scale))
+        apart = [(rows.k, rows.k_stop) for rows, _ in found] == [(0, one.kv.rows)]
         wide = dkv  # what several calls add to
         if not apart:
             wide = torch.zeros_like(dkv, dtype=torch.promote_types(dkv.dtype, torch.float32))
-        for rectangle, rows, keys in reads.each:
-            heads = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
-            of = Result(o[:, :, rows], lse[:, :, rows], grad[:, :, rows])
-            some = backward(heads, of, rectangle, reads.scale)
-            dq[:, :, rows] += some.q
+        for rows, some in found:
+            dq[:, :, rows.q : rows.q_stop] += some.q
             for i, gradient in enumerate(some[1:]):
-                target = by_heads(wide[keys, i])
+                target = by_heads(wide[rows.k : rows.k_stop, i])
                 target.copy_(gradient) if apart else target.add_(gradient)
         if not apart:
             dkv.copy_(wide)
@@ -158,6 +149,93 @@ def merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) ->
 
 
 # Libraries.
+
+#: Documents of fewer queries in the mean are attended to in one call of flash attention; longer
+#: ones in one of cuDNN each, where that serves them, which is about twice as fast. Not measured.
+TOGETHER_ROWS = 512
+
+#: Of how many calls the bounds of documents are kept on devices.
+MOST_BOUNDS = 4096
+
+
+class LibraryCalls:
+    """Rectangles of rows of queries and of keys, in as few calls as libraries have for them."""
+
+    def __init__(self, rectangles: Sequence[Rectangle]) -> None:
+        self._packed = packed(rectangles)
+        self._bounds: dict[Documents, Bounds] = {}  # which graphs may hold, as this is held
+
+    def attended(self, heads: Heads, scale: float) -> Iterator[Part]:
+        """What they give."""
+        for some in self._packed:
+            if bounds := self._together(heads, some):
+                mean, lse = flash_of_several(heads, some, bounds, scale)
+                whole = Part(some.band.q, some.band.q_stop, mean, lse)
+                yield from (whole.rows(one.q, one.q_stop) for one in some.runs)
+                continue
+            for one in some.rectangles:
+                yield Part(one.q, one.q_stop, *attention(_within(heads, one), one, scale))
+
+    def differentiated(
+        self, heads: Heads, of: Result, scale: float
+    ) -> Iterator[tuple[Rectangle, Heads]]:
+        """The gradients of that, each with its rows."""
+        for some in self._packed:
+            if bounds := self._together(heads, some):
+                made = flash_backward_of_several(heads, of, some, bounds, scale)
+                q, k = some.band.q, some.band.k
+                for one in some.runs:
+                    yield one, _within(made, one.moved(-q, -k))
+                continue
+            for one in some.rectangles:
+                yield one, backward(_within(heads, one), _result(of, one), one, scale)
+
+    def _together(self, heads: Heads, some: Documents) -> Bounds | None:
+        """Where documents begin, if one call serves all; None if each has one."""
+        if not serves_several(heads, some):
+            return None
+        if some not in self._bounds and (made := bounds_on(some, heads.q.device)):
+            self._bounds[some] = made
+        return self._bounds.get(some)
+
+
+def _within(heads: Heads, one: Rectangle) -> Heads:
+    rows, keys = slice(one.q, one.q_stop), slice(one.k, one.k_stop)
+    return Heads(heads.q[:, :, rows], heads.k[:, :, keys], heads.v[:, :, keys])
+
+
+def _result(of: Result, one: Rectangle) -> Result:
+    return Result(*(some[:, :, one.q : one.q_stop] for some in of))
+
+
+def serves_several(heads: Heads, some: Documents) -> bool:
+    """Whether one call serves several rectangles, and is faster than one for each."""
+    count = len(some.rectangles)
+    if count < 2 or not heads.q.is_cuda or torch.version.hip:
+        return False
+    short = sum(one.q_stop - one.q for one in some.rectangles) < TOGETHER_ROWS * count
+    return short or not _cudnn_serves(heads, some.band)
+
+
+_made: dict[tuple[Documents, torch.device], Bounds] = {}
+
+
+def bounds_on(some: Documents, device: torch.device) -> Bounds | None:
+    """Where documents begin, on a device; None in a capture that needs them first. They are copied
+    on a stream of their own: the host must not wait for what peers have yet to send."""
+    key = some, device
+    if key not in _made:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        if len(_made) >= MOST_BOUNDS:
+            del _made[next(iter(_made))]
+        side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(side):
+            queries, keys = (
+                torch.tensor(ends, dtype=torch.int32, device=device) for ends in some.bounds
+            )
+        _made[key] = queries, keys
+    return _made[key]
 
 
 def attention(
@@ -234,14 +312,29 @@ def cudnn(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tenso
 def flash(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """By the flash attention that PyTorch has."""
     q, k, v = (one.transpose(1, 2) for one in heads)
-    window = {"window_size_left": rectangle.left, "window_size_right": rectangle.right}
-    given = {} if rectangle.whole or rectangle.causal else window
     mean, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, rectangle.causal, False),
         scale=scale,
-        **given,
+        **_window(rectangle),
     )
     return mean.transpose(1, 2), lse
+
+
+def _window(rectangle: Rectangle) -> dict[str, int | None]:
+    window = {"window_size_left": rectangle.left, "window_size_right": rectangle.right}
+    return {} if rectangle.whole or rectangle.causal else window
+
+
+def flash_of_several(
+    heads: Heads, some: Documents, bounds: Bounds, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By one call for documents of different lengths."""
+    band = some.band
+    q, k, v = (one[0].transpose(0, 1) for one in _within(heads, band))
+    mean, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, *bounds, *some.longest, 0.0, band.causal, False), scale=scale, **_window(band)
+    )
+    return mean.transpose(0, 1)[None], lse[None]
 
 
 # Their backwards.
@@ -307,13 +400,28 @@ def cudnn_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float)
 def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
     """By the flash attention that PyTorch has."""
     q, k, v, out, grad = (one.transpose(1, 2) for one in (*heads, of.out, of.grad))
-    window = {"window_size_left": rectangle.left, "window_size_right": rectangle.right}
-    given = {} if rectangle.whole or rectangle.causal else window
     none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
     found = torch.ops.aten._flash_attention_backward(
         *(grad, q, k, v, out, of.lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0),
         *(rectangle.causal, none, none),
         scale=scale,
-        **given,
+        **_window(rectangle),
     )
     return Heads(*(one.transpose(1, 2) for one in found))
+
+
+def flash_backward_of_several(
+    heads: Heads, of: Result, some: Documents, bounds: Bounds, scale: float
+) -> Heads:
+    """By one call for documents of different lengths."""
+    band = some.band
+    heads, of = _within(heads, band), _result(of, band)
+    q, k, v, out, grad = (one[0].transpose(0, 1) for one in (*heads, of.out, of.grad))
+    none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
+    found = torch.ops.aten._flash_attention_backward(
+        *(grad, q, k, v, out, of.lse[0].contiguous(), *bounds, *some.longest, 0.0),
+        *(band.causal, none, none),
+        scale=scale,
+        **_window(band),
+    )
+    return Heads(*(one.transpose(0, 1)[None] for one in found))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ficco.attention import HeadsProblem, Rectangle
-from ficco.dma.attention import Heads, Result, attention, backward
+from ficco.attention import HeadsProblem
+from ficco.dma.attention import Heads, LibraryCalls, Result
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program
 from ficco.plan import Applied
@@ -17,32 +17,27 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def apply_op(program: Program, one: Applied) -> Op:
-    """A function of heads: one call of a library for each document and run of heads."""
+    """A function of heads: a run of them is one call of a library, or one for each document."""
     problem, rank, places = program.plan.problem, program.plan.rank, buffers_of(program)
     assert isinstance(problem, HeadsProblem)
     asked, names = problem.attention, problem.inputs + problem.outs
     views = dict(zip(names, map(places.view, one.inputs + one.outs), strict=True))
     scale = asked.scale if asked.scale is not None else asked.size**-0.5
-    function = _backward if problem.backward else _forward
+    function, calls = _backward if problem.backward else _forward, LibraryCalls(problem.rectangles)
     begin = {name: problem.rows(name, rank, one.first, one.last)[0] for name in names}
-    calls = [
-        (
-            {
-                name: slice(*(row - begin[name] for row in problem.rows(name, rank, *run)))
-                for name in names
-            },
-            rectangle,
-        )
+    runs = [
+        {
+            name: slice(*(row - begin[name] for row in problem.rows(name, rank, *run)))
+            for name in names
+        }
         for run in problem.alike(rank, one.first, one.last)
-        for rectangle in problem.rectangles
     ]
 
     def op(call: Call) -> None:
         tensors = {name: _by_batch(name, view(call), problem) for name, view in views.items()}
-        for heads, rectangle in calls:
-            rows = slice(rectangle.q, rectangle.q_stop)
-            some = {name: one[:, heads[name], rows] for name, one in tensors.items()}
-            function(some, rectangle, scale)
+        for heads in runs:
+            some = {name: one[:, heads[name]] for name, one in tensors.items()}
+            function(some, calls, scale)
 
     return op
 
@@ -55,15 +50,16 @@ def _by_batch(name: str, matrix: torch.Tensor, problem: HeadsProblem) -> torch.T
     return matrix.view(heads, asked.length, asked.batch, asked.size).permute(2, 0, 1, 3)
 
 
-def _forward(of: Tensors, rectangle: Rectangle, scale: float) -> None:
-    out, lse = attention(Heads(of["q"], of["k"], of["v"]), rectangle, scale)
-    of["out"].copy_(out)
-    if "lse" in of:
-        of["lse"].copy_(lse)
+def _forward(of: Tensors, calls: LibraryCalls, scale: float) -> None:
+    heads = Heads(of["q"], of["k"], of["v"])
+    for part in calls.attended(heads, scale):
+        of["out"][:, :, part.first : part.last].copy_(part.mean)
+        if "lse" in of:
+            of["lse"][:, :, part.first : part.last].copy_(part.lse)
 
 
-def _backward(of: Tensors, rectangle: Rectangle, scale: float) -> None:
+def _backward(of: Tensors, calls: LibraryCalls, scale: float) -> None:
     heads, result = Heads(of["q"], of["k"], of["v"]), Result(of["out"], of["lse"], of["grad"])
-    made = backward(heads, result, rectangle, scale)
-    for name, one in zip(("dq", "dk", "dv"), made, strict=True):
-        of[name].copy_(one)
+    for rows, made in calls.differentiated(heads, result, scale):
+        for name, one in zip(("dq", "dk", "dv"), made, strict=True):
+            of[name][:, :, rows.q : rows.q_stop].copy_(one)

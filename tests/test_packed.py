@@ -1,0 +1,201 @@
+"""Packed documents in one call of a library, which a double stands for on CPUs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Rank, ranks, run
+from test_attention import AttentionCase, attended, differentiated
+from test_ulysses import attended as attended_by_heads
+from test_ulysses import differentiated as differentiated_by_heads
+
+from ficco.attention import AttentionProblem, Rectangle, packed
+from ficco.dma import attention as libraries
+from ficco.dma.attention import Heads, Result
+
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "window": 2},
+    {"causal": True, "window": 0},
+)
+
+
+def documents(length: int, seed: int, most: int) -> tuple[int, ...]:
+    """Where some documents begin, and the end."""
+    chance = random.Random(seed)
+    count = min(chance.randint(1, most), max(length - 1, 0))
+    return (0, *sorted(chance.sample(range(1, length), count)), length) if count else (0, length)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.sampled_from(MASKS),
+    st.sampled_from(("ranks", "head-tail")),
+    st.integers(0, 1000),
+)
+@settings(max_examples=200, deadline=None)
+def test_calls_have_all_rectangles_once(
+    world: int, half: int, mask: dict[str, Any], placement: str, seed: int
+) -> None:
+    bounds = documents(2 * half * world, seed, 12)
+    sizes = world, 2 * half, 1, 2, 1, 8, "float32"
+    problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
+    for rank in range(world):
+        keys = 0, problem.keys.product_rows(rank)
+        wanted = problem.rectangles(rank, (0, problem.rows), keys)
+        found: list[Rectangle] = []
+        for some in packed(wanted):
+            queries, among = some.bounds
+            assert list(queries) == sorted(queries) and list(among) == sorted(among)
+            ends = zip(queries, queries[1:], among, among[1:], strict=False)
+            for q, q_stop, k, k_stop in ends:
+                if q < q_stop and k < k_stop:
+                    one = Rectangle(q, q_stop, k, k_stop, some.band.left, some.band.right)
+                    found.append(one.moved(some.band.q, some.band.k))
+                    assert q_stop - q <= some.longest[0] and k_stop - k <= some.longest[1]
+            rows = [row for one in some.runs for row in range(one.q, one.q_stop)]
+            assert rows == [r for one in some.rectangles for r in range(one.q, one.q_stop)]
+        assert sorted(found, key=repr) == sorted(wanted, key=repr)
+
+
+@pytest.mark.parametrize("mask", MASKS[:2])
+def test_many_documents_are_few_calls(mask: dict[str, Any]) -> None:
+    """One for those that end on a rank; of what goes on from one rank to another at most two
+    more."""
+    for placement, most in (("ranks", 2), ("head-tail", 4)):
+        bounds = tuple(range(0, 4 * 96 + 1, 3))
+        sizes = 4, 96, 1, 2, 1, 8, "float32"
+        problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
+        for rank in range(4):
+            keys = 0, problem.keys.product_rows(rank)
+            rectangles = problem.rectangles(rank, (0, 96), keys)
+            assert len(rectangles) >= 32 and len(packed(rectangles)) <= most
+
+
+# By a double of the library's call.
+
+
+def _sequences(bounds: Any) -> Iterator[tuple[slice, slice]]:
+    queries, keys = (one.tolist() for one in bounds)
+    assert all(one.dtype == torch.int32 for one in bounds)
+    ends = zip(queries, queries[1:], keys, keys[1:], strict=False)
+    for q, q_stop, k, k_stop in ends:
+        yield slice(q, q_stop), slice(k, k_stop)
+
+
+def _band(rows: slice, keys: slice, causal: bool, window: dict[str, int | None]) -> Rectangle:
+    left, right = window.get("window_size_left"), window.get("window_size_right")
+    band = (None, 0) if causal else (left, right)
+    return Rectangle(0, rows.stop - rows.start, 0, keys.stop - keys.start, *band)
+
+
+class Varlen:
+    """Flash attention of sequences of different lengths, sequence by sequence. What no key is for,
+    and what no query is for, is not a number."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(
+        self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float, **window: Any
+    ) -> tuple[torch.Tensor, ...]:
+        max_q, max_k, dropout, causal, _ = rest
+        assert dropout == 0 and cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
+        self.calls += 1
+        mean = torch.full_like(q, torch.nan)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
+        for rows, keys in _sequences((cu_q, cu_k)):
+            heads = Heads(*(_heads(one) for one in (q[rows], k[keys], v[keys])))
+            if heads.q.numel() and heads.k.numel():
+                assert heads.q.shape[2] <= max_q and heads.k.shape[2] <= max_k
+                band = _band(rows, keys, causal, window)
+                found = libraries.attention(heads, band, scale)
+                mean[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
+        return mean, lse
+
+    def backward(
+        self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any,
+        *rest: Any, scale: float, **window: Any,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        self.calls += 1
+        made = [torch.full_like(one, torch.nan) for one in (q, k, v)]
+        for rows, keys in _sequences((cu_q, cu_k)):
+            heads = Heads(*(_heads(one) for one in (q[rows], k[keys], v[keys])))
+            if heads.q.numel() and heads.k.numel():
+                of = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
+                band = _band(rows, keys, rest[3], window)
+                found = libraries.backward(heads, of, band, scale)
+                for one, gradient, where in zip(made, found, (rows, keys, keys), strict=True):
+                    one[where] = gradient[0].transpose(0, 1)
+        return tuple(made)
+
+
+def _heads(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(0, 1)[None]
+
+
+@contextmanager
+def several_served() -> Iterator[Varlen]:
+    """One call serves several documents."""
+    double = Varlen()
+    aten = torch.ops.aten
+    with (
+        mock.patch.object(libraries, "serves_several", lambda _, some: len(some.rectangles) > 1),
+        mock.patch.object(aten, "_flash_attention_forward", double.forward),
+        mock.patch.object(aten, "_flash_attention_backward", double.backward),
+    ):
+        yield double
+
+
+def _calls(at: Rank) -> None:
+    iteration, rows = 0, 24
+    for mask in MASKS:
+        for dtype in ("float64", "bfloat16"):
+            bounds = documents(rows * at.world, iteration, 9)
+            case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
+            with several_served() as double:
+                for placement in ("ranks", "head-tail"):
+                    placed = replace(case, placement=placement)
+                    iteration += 1
+                    attended(at, placed, iteration, "growing:tail=2")
+                    differentiated(at, placed, iteration, "hetero-fused-1d")
+                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
+                differentiated_by_heads(at, case, iteration, "serial")
+                assert double.calls > 0
+
+
+@ranks(1, 2, 3)
+def test_results_and_gradients(world: int) -> None:
+    run(world, _calls, timeout=280)
+
+
+def _by_heads_once(at: Rank) -> int:
+    """Calls of the library for many documents."""
+    bounds = tuple(range(0, 32 * at.world + 1, 4))
+    case = AttentionCase(32, 2 * at.world, at.world, 16, causal=True, cu_seqlens=bounds)
+    with several_served() as double:
+        attended_by_heads(at, case, 1, "serial")
+    return double.calls
+
+
+def test_documents_of_a_group_of_heads_are_one_call() -> None:
+    assert run(2, _by_heads_once) == [1, 1]
+
+
+def test_where_it_serves() -> None:
+    short = packed([Rectangle(8 * i, 8 * i + 8, 8 * i, 8 * i + 8, None, 0) for i in range(4)])[0]
+    q = torch.zeros(1, 2, 32, 16)
+    assert not libraries.serves_several(Heads(q, q, q), short)  # on a CPU
+    assert short.runs == [short.band]

@@ -1,0 +1,82 @@
+"""Packed documents in one call of flash attention, on GPUs. With ``FICCO_TESTS_RANKS_PER_GPU=4``
+four ranks share a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Rank, most_gpu_ranks, ranks, run
+from test_attention import AttentionCase, attended, differentiated
+from test_packed import MASKS, documents
+from test_ulysses import attended as attended_by_heads
+from test_ulysses import differentiated as differentiated_by_heads
+
+import ficco
+from ficco.dma import attention as libraries
+
+pytestmark = pytest.mark.multigpu
+
+
+def _calls(at: Rank) -> None:
+    iteration, rows, several = 0, 192, libraries.flash_of_several
+    for mask in MASKS:
+        for size in (64, 128):
+            bounds = documents(rows * at.world, iteration, 40)
+            case = AttentionCase(
+                rows, 4 * at.world, 2, size, dtype="bfloat16", cu_seqlens=bounds, **mask
+            )
+            with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
+                for placement in ("ranks", "head-tail"):
+                    placed = replace(case, placement=placement)
+                    iteration += 1
+                    attended(at, placed, iteration, "growing:tail=2")
+                    differentiated(at, placed, iteration, "hetero-fused-1d")
+                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
+                differentiated_by_heads(at, case, iteration, "serial")
+                assert served.call_count > 0
+
+
+@ranks(2, 4)
+def test_results_and_gradients(world: int) -> None:
+    run(world, _calls, device="cuda", timeout=280)
+
+
+def _graphs(at: Rank) -> None:
+    bounds = documents(256 * at.world, 3, 40)
+    case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, cu_seqlens=bounds)
+    mine = slice(at.rank * case.rows, (at.rank + 1) * case.rows)
+    several = libraries.flash_of_several
+
+    def shards(iteration: int) -> list[torch.Tensor]:
+        return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
+
+    q, k, v = shards(0)
+
+    def call() -> torch.Tensor:
+        return ficco.all_gather_attention(q, k, v, causal=True, cu_seqlens=bounds)
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    at.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
+        with torch.cuda.graph(graph):
+            out = call()
+        assert served.call_count > 0  # where documents begin was known from eager calls
+    for iteration in range(1, 6):
+        for here, there in zip((q, k, v), shards(iteration), strict=True):
+            here.copy_(there)
+        eager = call().clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), iteration
+        at.barrier()
+
+
+def test_graphs() -> None:
+    world = 4 if most_gpu_ranks() >= 4 else 2
+    run(world, _graphs, device="cuda", fresh=True, timeout=120)
