@@ -25,7 +25,8 @@ SCHEDULES = (
     "hetero-fused-1d:pieces=2",
     "hetero-unfused-1d:pieces=3",
     "uniform-unfused-1d:pieces=2,order=peer",
-    "uniform-fused-1d:pieces=4",
+    "uniform-fused-1d:pieces=1+3+3+1",
+    "uniform-fused-1d:pieces=4,compute=2",
 )
 
 
@@ -68,6 +69,21 @@ def test_rows_leave_before_the_last_ones_arrive() -> None:
     assert min(backs) < max(bar.start_s for bar in bars if bar.label == "3.0")
     serial = simulate(planned(asked, "serial"), machine).stop_s
     assert simulate(planned(asked), machine).stop_s < 0.8 * serial
+
+
+def test_rows_come_home_while_later_ones_are_multiplied() -> None:
+    """Own rows, and those that are kept, are moved in the same turns."""
+    machine = find("h200-4", None)
+    asked = layer(experts=8, capacity=512, k=4096, h=8192, n=4096, keeps=True)
+    for name in ("uniform-fused-1d:pieces=4", "uniform-fused-1d:pieces=2,order=peer", "growing"):
+        bars = simulate(planned(asked, name), machine).ranks[0]
+        homes = [bar for bar in bars if bar.label.endswith("home") and bar.kind == "place"]
+        last = max(bar.start_s for bar in bars if bar.kind == "matmul")
+        assert homes[0].stop_s < last < homes[-1].start_s
+    # Own rows are among those of others before any of these come.
+    bars = simulate(planned(asked, "uniform-fused-1d:pieces=4"), machine).ranks[0]
+    (own,) = (bar for bar in bars if bar.label == "own")
+    assert own.stop_s < min(bar.start_s for bar in bars if bar.kind == "matmul")
 
 
 def test_a_plan_has_one_batch_and_one_copy_for_all_experts() -> None:

@@ -14,15 +14,18 @@ from ficco.simulate import simulate
 
 #: What is compared. Capacities that follow from tokens change from step to step, so that a
 #: decision is for all capacities up to the next power of two.
-#: ``uniform-fused-1d`` cuts by experts, whose weights are then read once.
+#: ``uniform-fused-1d`` cuts by experts, whose weights are then read once; of unequal pieces little
+#: is left to wait for before the first products and after the last ones.
 COMPARED = (
     "serial",
     "growing",
+    "growing:pieces=2",
     "shard-overlap",
     "shrinking",
     "hetero-fused-1d:pieces=2",
     "uniform-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=4",
+    "uniform-fused-1d:pieces=1+2+1",
+    "uniform-fused-1d:pieces=1+3+3+1",
 )
 
 #: Predicted gain over serial below which serial is taken. Measured on one H100 with replayed

@@ -317,6 +317,10 @@ class ExpertStage:
         lanes = self.schedule.copy
         self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
         self.turn = 0
+        self.placed: tuple[int, ...] = ()  # the step that brings own rows to those of others
+        #: Places beside the products, by the turn whose rows they bring: in this order none waits
+        #: for a later turn before it brings what is there.
+        self.aside: list[tuple[int, Step]] = []
 
     def plan(self) -> Plan:
         world, layer = self.world, self.layer
@@ -329,6 +333,7 @@ class ExpertStage:
         self.builder.acquire({})
         if layer.dispatches:
             self._dispatch()
+            self._place_own()
         if self.peers:
             for sources, number in world.turns(self.me):
                 self._step(sources, world.shares[number], _label(sources, number), number)
@@ -338,6 +343,8 @@ class ExpertStage:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
         if layer.combines:
             self._bring_home()
+        for _, step in sorted(self.aside, key=lambda one: one[0]):
+            self.add(step)
         if self.peers:
             self.builder.retire(())
         return self.builder.plan(str(self.schedule), world.buffers, world.words)
@@ -412,6 +419,15 @@ class ExpertStage:
             )
             self._copy(move, target, self.world.signal("ready", self.me, target, number))
 
+    def _place_own(self) -> None:
+        """Bring the own rows to those of others that they are multiplied with, before these
+        come."""
+        if any(self.me in some and some != [self.me] for some in self.world.sets(self.me)):
+            whole = Share(0, self.layer.experts, 0, self.layer.capacity)
+            here = self._at_home("a", self.me, self.me, whole)
+            move = self._move(here, self._landed("staging", [self.me], whole))
+            self.placed = (self.add(Step("place", "compute0", "own", transfer=move)),)
+
     def _copy(self, move: Transfer, peer: int, signal: Signal, after: tuple[int, ...] = ()) -> None:
         lane, label = self.builder.lane_of[peer], f"{signal.kind} {signal.slot}>{peer}"
         self.add(Step("copy", lane, label, posts=(signal,), after=after, transfer=move))
@@ -421,12 +437,8 @@ class ExpertStage:
         layer, me, alone = self.layer, self.me, sources == [self.me]
         lane = f"compute{self.turn % self.schedule.compute if number >= 0 else 0}"
         self.turn += number >= 0
-        runs = list(_runs(sources, share, layer.capacity))
+        runs = _runs(sources, share, layer.capacity)
         if layer.dispatches:
-            if me in sources and not alone:
-                here = self._at_home("a", me, me, share)
-                move = self._move(here, self._landed("staging", [me], share))
-                self.add(Step("place", lane, f"{label} own", transfer=move))
             waits = tuple(
                 self.world.signal("ready", source, me, number) for source in sources if source != me
             )
@@ -436,13 +448,12 @@ class ExpertStage:
             ]
             made = [self._landed("hidden", run, share) for run in runs]
             step = self._multiply(left, "b", made, share)
-            index = self.add(Step("matmul", lane, label, waits, products=step))
+            after = self.placed if me in sources and not alone and lane != "compute0" else ()
+            index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
                     move = self._move(rows, self._landed("gathered", run, share))
-                    self.add(
-                        Step("place", REDUCE_LANE, f"{label} kept", after=(index,), transfer=move)
-                    )
+                    self._aside(f"{label} kept", move, index)
         if layer.dispatches and layer.combines:
             for run in runs:
                 move = self._move(
@@ -453,6 +464,11 @@ class ExpertStage:
                 self.add(Step("place", lane, f"{label} {layer.function}", transfer=move))
         if layer.combines:
             self._send_back(sources, share, label, number, lane, runs)
+
+    def _aside(self, label: str, move: Transfer, after: int) -> None:
+        """Bring rows to their place beside the products, after one of them."""
+        step = Step("place", REDUCE_LANE, label, after=(after,), transfer=move)
+        self.aside.append((self.turn, step))
 
     def _send_back(
         self,
@@ -475,7 +491,7 @@ class ExpertStage:
             rows = self._landed("partial", [source], share)
             if source == me:
                 move = self._move(rows, self._at_home("out", me, me, share))
-                self.add(Step("place", REDUCE_LANE, f"{label} own", after=(index,), transfer=move))
+                self._aside(f"{label} own", move, index)
                 continue
             move = self._move(rows, self._at_home("staging out", source, me, share))
             self._copy(move, source, self.world.signal("returned", me, source, number), (index,))
@@ -505,17 +521,27 @@ class ExpertStage:
 
     def _bring_home(self) -> None:
         """Copy what comes back to its place, in the order in which it is expected."""
-        coming: list[tuple[int, int, int]] = []
+        coming: dict[tuple[int, int], list[int]] = {}  # by turn and piece, from whom
         for peer in self.peers:
-            for place, (sources, number) in enumerate(self.world.turns(peer)):
+            for turn, (sources, number) in enumerate(self.world.turns(peer), 1):
                 if self.me in sources:
-                    coming.append((place, peer, number))
-        for _, peer, number in sorted(coming):
+                    coming.setdefault((turn, number), []).append(peer)
+        for (turn, number), peers in coming.items():
             share = self.world.shares[number]
-            src, dst = (self._at_home(at, self.me, peer, share) for at in ("staging out", "out"))
-            signal = self.world.signal("returned", peer, self.me, number)
-            label, move = f"{peer}.{number} home", self._move(src, dst)
-            self.add(Step("place", REDUCE_LANE, label, (signal,), transfer=move))
+            for run in _neighbours(peers):
+                src, dst = (self._run_at_home(at, run, share) for at in ("staging out", "out"))
+                waits = tuple(self.world.signal("returned", one, self.me, number) for one in run)
+                label = f"{_label(run, number)} home"
+                step = Step("place", REDUCE_LANE, label, waits, transfer=self._move(src, dst))
+                self.aside.append((turn, step))
+
+    def _run_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:
+        """The rows of this rank's tokens from the experts of neighbouring ranks."""
+        region, batch, stride = self._at_home(buffer, self.me, owners[0], share)
+        if len(owners) == 1:
+            return _Strided(region, batch, stride)
+        apart = self.layer.home(1)
+        return _Strided(region, batch * len(owners), stride if batch > 1 else apart)
 
 
 def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
@@ -533,15 +559,20 @@ def _apart(rows: _Strided, batch: int) -> _Strided:
     return _Strided(region, batch, each)
 
 
-def _runs(sources: Sequence[int], share: Share, capacity: int) -> Iterator[list[int]]:
+def _runs(sources: Sequence[int], share: Share, capacity: int) -> list[list[int]]:
     """Sources whose rows for an expert are contiguous."""
     whole = share.row_stop - share.row == capacity
+    return list(_neighbours(sources)) if whole else [[source] for source in sorted(sources)]
+
+
+def _neighbours(ranks: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of neighbouring ranks."""
     run: list[int] = []
-    for source in sorted(sources):
-        if run and (not whole or source != run[-1] + 1):
+    for rank in sorted(ranks):
+        if run and rank != run[-1] + 1:
             yield run
             run = []
-        run.append(source)
+        run.append(rank)
     yield run
 
 
