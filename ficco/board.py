@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from torch.distributed import ProcessGroup
@@ -26,6 +26,8 @@ from ficco.problem import digest
 ENTRIES = 256
 #: Texts that it holds for each rank, and the bytes of each, with its header.
 TEXTS, TEXT_BYTES = 128, 2048
+#: Numbers that a rank can tell with a call. What no call uses takes no memory.
+TOLD = 1024
 
 _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
@@ -53,8 +55,8 @@ LATE_S = 0.7
 # entry. No read depends on an entry: the data of a call wait for signals. So entries need no
 # ordering relative to other accesses; they only have to become visible, which cache coherence
 # guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
-# that has not arrived shows as unknown. What a call tells is written like an entry, in a ring of
-# its own, and a reader waits until it has the number of the call.
+# that has not arrived shows as unknown. What a call tells are numbers that are each written like an
+# entry, in a ring of their own, and a reader waits until all have the number of the call.
 
 
 class Board:
@@ -69,7 +71,9 @@ class Board:
     ) -> None:
         self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
         self._hosts = hosts = hosts or Hosts.one(group)
-        texts, size = ENTRIES * 8, 2 * ENTRIES * 8 + TEXTS * TEXT_BYTES
+        texts = ENTRIES * 8
+        shown = texts + TEXTS * TEXT_BYTES  # to other hosts, too
+        size = shown + ENTRIES * TOLD * 8
         memory = HostMemory(hosts.near, size, timeout_s, "the agreement board", operator)
         self._pids = hosts.spread(memory.pids, 0)
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
@@ -78,11 +82,12 @@ class Board:
             parts[rank] = memoryview(bytearray(size))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
-        self._told = [np.frombuffer(part, np.uint64, ENTRIES, size - texts) for part in parts]
+        told = [np.frombuffer(part, np.uint64, ENTRIES * TOLD, shown) for part in parts]
+        self._told = [ring.reshape(ENTRIES, TOLD) for ring in told]
         self._courier: BoardCourier | None = None
         if hosts.far:
-            theirs = {rank: parts[rank] for rank in hosts.far}
-            store, mine = hosts.store("board"), parts[self.rank]
+            theirs = {rank: parts[rank][:shown] for rank in hosts.far}
+            store, mine = hosts.store("board"), parts[self.rank][:shown]
             self._courier = BoardCourier(store, self.rank, mine, theirs, ENTRIES * 8)
         memory.close()
         self._closed = False
@@ -122,26 +127,31 @@ class Board:
         if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._courier.changed()
 
-    def tell(self, number: int, value: int) -> None:
-        """Tell the ranks of this host a number of at most 40 bits with a call that is not posted
-        yet."""
-        self._told[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | value
+    def tell(self, number: int, values: Sequence[int]) -> None:
+        """Tell the ranks of this host up to ``TOLD`` numbers of at most 40 bits with a call."""
+        told = np.array(values, np.uint64) | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
+        self._told[self.rank][number % ENTRIES, : len(values)] = told
 
-    def told(self, number: int) -> list[int]:
-        """What all ranks tell with a call that they agree on.
+    def told(self, number: int, count: int, timeout_s: float, operator: str) -> list[list[int]]:
+        """What every rank tells with a call that all agree on and tell so many numbers with.
 
         Raises:
             FiccoError: a rank has told something 256 calls later.
+            RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
-        values = []
-        for ring in self._told:
-            while (entry := ring.item(number % ENTRIES)) >> _DIGEST_BITS != number % _NUMBERS:
-                if not self._behind(entry, number):
-                    raise FiccoError(
-                        f"what ranks told with call {number} is gone; use it within {ENTRIES} calls"
-                    )
-            values.append(entry & _DIGEST)
-        return values
+        rings = [ring[number % ENTRIES, :count] for ring in self._told]
+
+        def there(rank: int) -> bool:
+            behind = number - (rings[rank] >> np.uint64(_DIGEST_BITS)).astype(np.int64)
+            behind[rings[rank] == 0] = 1
+            if (behind % _NUMBERS > _NUMBERS // 2).any():
+                raise FiccoError(
+                    f"what ranks told with call {number} is gone; use it within {ENTRIES} calls"
+                )
+            return not (behind % _NUMBERS).any()
+
+        self._await(there, number, timeout_s, operator, "none", "learn the counts of other ranks")
+        return [[entry & _DIGEST for entry in ring.tolist()] for ring in rings]
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""
@@ -176,6 +186,23 @@ class Board:
             PeerFailed: a call of a peer failed.
             SignalTimeout: a rank did not post the call in time.
         """
+        step = f"agree on what to compute {purpose}".rstrip()
+        self._await(
+            lambda rank: self._passed(rank, number), number, timeout_s, operator, schedule, step
+        )
+        if error := self._mismatch_of(number):
+            raise error
+
+    def _await(
+        self,
+        there: Callable[[int], bool],
+        number: int,
+        timeout_s: float,
+        operator: str,
+        schedule: str,
+        step: str,
+    ) -> None:
+        """Wait until something of a call is there of every other rank."""
         if self._closed:
             return
         begin = time.monotonic()
@@ -183,7 +210,7 @@ class Board:
         polls = 0
         if self._courier is not None:
             self._courier.waiting(agrees=True)
-        while absent := [rank for rank in absent if not self._passed(rank, number)]:
+        while absent := [rank for rank in absent if not there(rank)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
                 continue
@@ -195,14 +222,14 @@ class Board:
             if error := self.mismatch(number):
                 raise error
             seconds = time.monotonic() - begin
-            ended = [rank for rank in absent if self.ended(rank) and not self._passed(rank, number)]
+            ended = [rank for rank in absent if self.ended(rank) and not there(rank)]
             if ended or seconds > timeout_s:
                 absent = ended or absent
                 raise SignalTimeout(
                     operator=operator,
                     rank=self.rank,
                     peer=absent[0],
-                    step=f"agree on what to compute {purpose}".rstrip(),
+                    step=step,
                     schedule=schedule,
                     seconds=seconds,
                     wanted=number,
@@ -210,8 +237,6 @@ class Board:
                     ended=bool(ended),
                     host=self._hosts.named(absent[0]),
                 )
-        if error := self._mismatch_of(number):
-            raise error
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first mismatch or failure among this rank's calls on the board up to a number; None
@@ -226,7 +251,8 @@ class Board:
         self._closed = True
         if self._courier is not None:
             self._courier.stop()
-        self._rings = self._told = [np.zeros(ENTRIES, np.uint64)] * self.world
+        self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
+        self._told = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
     # What is on it.

@@ -48,6 +48,10 @@ class Buffer(NamedTuple):
             ``"transposed"``, column by column.
         matrices: of what the caller has as [matrices, rows, columns], how many these are; here one
             is below the other. Transposed ones lie so one by one. 0: it is one matrix.
+        block: if not 0, rows are in blocks of so many, of which a call may have only the first
+            ones. What it has then lies without gaps, one block right after the other, and a step
+            is about what its call has of the rows that it names. Every row that a call has it has
+            wherever that row travels, so that what is proven of all rows is true of these.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Buffer(NamedTuple):
     layout: str = "rows"
     matrices: int = 0
     left: tuple[int, ...] = ()
+    block: int = 0
 
     @property
     def itemsize(self) -> int:

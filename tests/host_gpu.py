@@ -200,6 +200,7 @@ class HostEngine(GpuEngine):
     """The GPU engine on such a driver."""
 
     _sums_by_kernel = False
+    keeps_made = False  # nothing is there before its stream has come to it
 
     @property
     def work(self) -> Any:

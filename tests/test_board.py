@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Rank, caught, ranks, run
 
-from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, Board
+from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 from ficco.errors import RankMismatch
 from ficco.problem import digest
 
@@ -48,6 +48,34 @@ def same(at: Rank) -> None:
 @ranks(1, 2, 4)
 def test_equal_entries_agree(world: int) -> None:
     run(world, same)
+
+
+def telling(at: Rank) -> Any:
+    """Ranks tell numbers with calls that they have posted, in any order, as late as they like."""
+    mine, counts = board(), [7, 0, (1 << 40) - 1 - at.rank]
+    for number in (1, 2, 3):
+        mine.post(number, mine.describe("counts"))
+    for number in (3, 1, 2):
+        time.sleep(0.02 * at.rank)
+        mine.tell(number, [number, *counts])
+        told = mine.told(number, 4, 10.0, "route")
+        assert told == [[number, 7, 0, (1 << 40) - 1 - rank] for rank in range(at.world)]
+    mine.tell(4, range(TOLD))
+    assert mine.told(4, TOLD, 10.0, "route") == [[*range(TOLD)]] * at.world
+    mine.tell(5 + ENTRIES, [1])
+    dist.barrier()
+    gone = caught(lambda: mine.told(5, 1, 10.0, "route"))
+    if at.rank == 0:
+        mine.tell(6, [1])
+    late = caught(lambda: mine.told(6, 2, 0.1, "route"))
+    dist.barrier()
+    return gone, late
+
+
+def test_numbers_are_told_with_calls() -> None:
+    for gone, late in run(2, telling):
+        assert gone.type == "FiccoError" and "within 256 calls" in gone.text
+        assert late.type == "SignalTimeout" and late.fields["step"].startswith("learn the counts")
 
 
 def cold(at: Rank, odd: int) -> Any:

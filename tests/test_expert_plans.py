@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
 
 import ficco
+from ficco.dma.engine import Filled
+from ficco.dma.filled import grouped, moves, spans
 from ficco.heuristics.experts import COMPARED, MARGIN
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
 from ficco.schedules import Schedule
-from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, expert_plans
+from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, block_starts, expert_plans
 from ficco.simulate import simulate
 
 SCHEDULES = (
@@ -91,6 +95,52 @@ def test_a_plan_has_one_batch_and_one_copy_for_all_experts() -> None:
         assert {product.batch for step in plan.steps for product in step.products} == {3, 2, 1}
         copies = [step.transfer for step in plan.steps if step.op == "copy" and step.transfer]
         assert len(copies) == 6 and {copy.batch for copy in copies} == {3}
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("name", [*SCHEDULES, "uniform-fused-1d:pieces=2+1"])
+def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
+    name: str, gathers: bool
+) -> None:
+    """Some blocks are empty, and one rank has no rows at all."""
+    world, experts = 3, 3
+    draw = Random(name)
+    of_all = experts * (1 if gathers else world)
+    for most in (1, 7):
+        counts = [[draw.randint(0, most * some) for _ in range(of_all)] for some in (1, 0, 1)]
+        sizes: dict[str, Any] = {"capacity": most, "h": 32, "gathers": gathers, "exact": True}
+        asked = layer(world=world, experts=experts, **sizes)
+        plans = planned(asked, name)
+        check(plans)
+        mine = [range(of_all)] * world if gathers else [range(3 * r, 3 * r + 3) for r in range(3)]
+        came = {rank: [sum(row[e] for row in counts) for e in mine[rank]] for rank in range(world)}
+        landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for plan in plans:
+            at = Filled(block_starts(asked, counts, plan.rank), {})
+            made = {"b": 0, "c": 0}
+            for step in plan.steps:
+                for one in step.products:
+                    rows = spans(plan, one.a, one.batch, one.a_stride)(at)
+                    made[one.b.buffer] += sum(end - first for first, end in rows)
+                    apart = {one.a_stride, one.a.rows, one.out_stride}
+                    assert grouped(plan, one) == (one.batch > 1 and len(apart) == 1)
+                if step.transfer is not None:
+                    for _, first, count in moves(plan, step.transfer)(at):
+                        end = step.transfer.dst
+                        landed.setdefault(end[:2], []).append((first, first + count))
+            assert made == dict.fromkeys("bc", sum(came[plan.rank]))
+        for rank in range(world):
+            back = sorted(landed.get(("out", rank), []))
+            own = sum(counts[rank]) * (world if gathers else 1)
+            assert sum(last - first for first, last in back) <= own  # without what is made there
+            assert all(one[1] <= two[0] for one, two in pairwise(back))
+            active = sorted(landed.get(("active", rank), []))
+            assert sum(last - first for first, last in active) == sum(came[rank])
+            assert all(one[1] == two[0] for one, two in pairwise(active))
+            sent = sorted(landed.get(("staging", rank), []))
+            assert all(one[1] <= two[0] for one, two in pairwise(sent))
+            others = sum(counts[r][e] for r in range(world) for e in mine[rank] if r != rank)
+            assert sum(last - first for first, last in sent) in (others, sum(came[rank]))
 
 
 SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world": 4}

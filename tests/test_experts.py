@@ -26,6 +26,7 @@ SCHEDULES = (
     "shrinking:compute=2",
     "hetero-fused-1d:pieces=2",
     "uniform-unfused-1d:pieces=2,copy=2",
+    "uniform-fused-1d:pieces=1+2+1,copy=3",
 )
 
 
@@ -74,11 +75,13 @@ LAYERS = {
         Layer((6, 9)),
         Layer((7, 0), experts=2, top_k=1, gated=True),
         Layer((5, 5), experts=6, routes="one", dtype=torch.bfloat16, k=4, h=3),
+        Layer((9, 4), 8, 2, 8, 16, 24, gated=True, dtype=torch.bfloat16),
     ],
     3: [Layer((4, 0, 7), experts=6, gated=True), Layer((0, 0, 1), experts=3, top_k=1)],
     4: [
         Layer((6, 3, 0, 9), experts=8, top_k=3),
         Layer((5, 5, 5, 5), experts=4, routes="few", gated=True),
+        Layer((19, 5, 0, 8), 8, 2, 8, 16, 24, True, "few", torch.bfloat16),
         Layer((4, 4, 4, 4), experts=8, routes="one"),
         Layer((0, 0, 0, 0)),
     ],

@@ -123,6 +123,24 @@ class Buffers:
 
         return several
 
+    def rows(self, region: Region) -> Callable[[Call, int, int], torch.Tensor]:
+        """Whole rows of the buffer of a region, as a call has them, from a first to a last one."""
+        name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
+        if buffer.memory == "slot":
+            with torch.inference_mode(False):  # calls of other modes use it, too
+                whole = self._part(region._replace(row=0, row_stop=buffer.rows))
+            return lambda call, first, last: whole[first:last]
+
+        def own(call: Call, first: int, last: int) -> torch.Tensor:
+            made = call.filled.made.get(name, ()) if call.filled else ()
+            for begin, end, part in made:
+                if begin <= first and last <= end:
+                    return part[first - begin : last - begin]
+            return call.tensors[name][first:last]
+
+        assert rank == self._rank
+        return own
+
     def _in_matrix(self, region: Region) -> tuple[int, tuple[slice, slice]]:
         """Which of a buffer's matrices a region is in, and where in that."""
         matrix, row, _ = _matrix(self._plan.buffer[region.buffer], region)

@@ -39,6 +39,7 @@ from ficco.dma.engine import (
     callers,
     timed_out,
 )
+from ficco.dma.filled import filled, move_op
 from ficco.dma.heads import apply_op
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
@@ -187,10 +188,12 @@ class CpuEngine(Engine):
 
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         places, batch = buffers_of(program), transfer.batch
-        src = places.batch(transfer.src, batch, transfer.src_stride)
-        dst = places.batch(transfer.dst, batch, transfer.dst_stride)
         nbytes = program.plan.moved_bytes(transfer)
         move = _move if mover == "dma" else torch.Tensor.copy_
+        if filled(program.plan, transfer.src):
+            return move_op(program, transfer, move)
+        src = places.batch(transfer.src, batch, transfer.src_stride)
+        dst = places.batch(transfer.dst, batch, transfer.dst_stride)
 
         def op(call: Call) -> None:
             begin = time.monotonic()

@@ -8,7 +8,7 @@ Everything that knows a vendor is behind this interface.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
@@ -150,17 +150,34 @@ class Part(NamedTuple):
 
 
 @dataclass
+class Filled:
+    """What a call has of buffers whose rows are in blocks (:attr:`ficco.plan.Buffer.block`).
+
+    Attributes:
+        starts: by buffer and rank, the rows before each block, and in all.
+        ends: the same numbers of own buffers on the device, int32.
+        made: of buffers that are made in parts, the rows of each part and the part.
+    """
+
+    starts: Mapping[tuple[str, int], Sequence[int]]
+    ends: Mapping[str, torch.Tensor]
+    made: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass
 class Call:
     """One call: its operands, results and local buffers by name, and what the engine keeps for its
     duration.
 
     Attributes:
         parts: of attention, what is there so far.
+        filled: what it has of blocks; None where it has all rows of all buffers.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Any = None
     parts: list[Part] = field(default_factory=list)
+    filled: Filled | None = None
 
 
 Op = Callable[[Call], None]
@@ -238,6 +255,7 @@ class Engine(ABC):
         replays: it may record what a call enqueues, and replay that for calls that are alike.
         hosts: where the ranks of the group are.
         packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
+        keeps_made: copies may read what the library has returned (:attr:`Filled.made`).
     """
 
     name: str
@@ -247,6 +265,7 @@ class Engine(ABC):
     operator: str = "ficco"
     replays: bool = True
     packs_columns: bool = False
+    keeps_made: bool = True
 
     def __init__(
         self, group: ProcessGroup, device: torch.device, hosts: Hosts | None = None

@@ -49,6 +49,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
+from ficco.dma.filled import filled, moves
 from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
 from ficco.dma.heads import apply_op
@@ -385,6 +386,8 @@ class GpuEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
+        if filled(program.plan, transfer.src):
+            return self._filled(program, step, transfer)
         if transfer.batch > 1:
             return self._strided(program, step, transfer)
         src, dst = transfer.src, transfer.dst
@@ -406,6 +409,22 @@ class GpuEngine(StreamEngine):
                 rectangle(at, pitch, stream)
             elif cut:
                 cut(call, at, pitch)
+
+        return op
+
+    def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
+        """Copies the rows that a call has, those that follow each other at both ends at once."""
+        lane, places = program.plan.steps[step].lane, buffers_of(program)
+        dst, ranks = transfer.dst, (transfer.dst.rank, transfer.src.rank)
+        source, rows = places.rows(transfer.src), moves(program.plan, transfer)
+        to, pitch = places.place(dst._replace(row=0, row_stop=1))
+        copy = self.driver.copy
+
+        def op(call: Call) -> None:
+            assert call.filled is not None
+            for at, down, count in rows(call.filled):
+                src = source(call, at, at + count).data_ptr()
+                copy(to + down * pitch, count * pitch, ranks)(src, call.state[lane])
 
         return op
 
@@ -667,7 +686,7 @@ class GpuEngine(StreamEngine):
         # Calls that share nothing are collectives, and traced ones are looked at step by step. What
         # goes between hosts is told to a thread, or numbered by the library, in every call.
         replays = self.replays and bool(slot and slot.words) and "base" not in program.state
-        replays = replays and "network" not in program.state
+        replays = replays and "network" not in program.state and call.filled is None
         replays = replays and self.replayed.possible and bool(run.parts or not run.before)
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
+from ficco.dma.filled import filled, move_op, product_op
 from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
@@ -138,13 +139,16 @@ def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
 def place_op(program: Program, transfer: Transfer) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
+    function = transfer.function
+    if filled(program.plan, transfer.src):
+        move = partial(_applied, function) if function else torch.Tensor.copy_
+        return move_op(program, transfer, move)
     places, batch = buffers_of(program), transfer.batch
     src = places.batch(transfer.src, batch, transfer.src_stride)
     dst = places.batch(transfer.dst, batch, transfer.dst_stride)
     if transfer.factors is not None:
         factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
         return lambda call: quantize_into(dst(call), factors(call), src(call), share)
-    function = transfer.function
     if function:
         return lambda call: apply(function, src(call), dst(call))
 
@@ -152,6 +156,10 @@ def place_op(program: Program, transfer: Transfer) -> Op:
         dst(call).copy_(src(call))
 
     return op
+
+
+def _applied(function: str, out: torch.Tensor, x: torch.Tensor) -> None:
+    apply(function, x, out)
 
 
 def shared_by(transfer: Transfer) -> tuple[int, int]:
@@ -172,6 +180,8 @@ def matmul_op(
 
 
 def _product(program: Program, product: Product, add_product: AddProduct | None, lane: str) -> Op:
+    if filled(program.plan, product.a):
+        return product_op(program, product)
     places, batch = buffers_of(program), (product.batch, product.a_stride)
     left = places.batch(product.a, *batch)
     right = places.view(product.b)

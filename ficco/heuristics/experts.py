@@ -24,8 +24,8 @@ COMPARED = (
     "shrinking",
     "hetero-fused-1d:pieces=2",
     "uniform-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=1+2+1",
-    "uniform-fused-1d:pieces=1+3+3+1",
+    "uniform-fused-1d:pieces=1+2+1,copy=3",
+    "uniform-fused-1d:pieces=1+3+3+1,copy=3",
 )
 
 #: Predicted gain over serial below which serial is taken. Measured on one H100 with replayed

@@ -16,16 +16,19 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call
+from ficco.dma.engine import Call, Filled
+from ficco.dma.filled import made_whole
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import decide_for_experts
 from ficco.ops import problem_log
@@ -36,7 +39,13 @@ from ficco.ops.planned import execute, new_kind, number_call, post_call, program
 from ficco.ops.routing import Routing, route
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
-from ficco.schedules.experts import ACTIVATIONS, ExpertLayer, expert_plans
+from ficco.schedules.experts import (
+    ACTIVATIONS,
+    LANDING,
+    ExpertLayer,
+    block_starts,
+    expert_plans,
+)
 from ficco.specification import gated
 from ficco.workspace import Workspace
 
@@ -179,14 +188,13 @@ class ExpertFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         keeps = of_tokens or of_up or of_down
-        slots, capacity = routing.slots(turn), routing.capacity
-        a = spread(tokens, slots, routing.experts * capacity)
-        layer = _layer("experts", call, capacity, a, up, down, keeps)
-        made = _run(layer, call, {"a": a[:-1], "b": up, "c": down})
+        slots, rows = routing.slots(turn), routing.rows
+        a = spread(tokens, slots, rows, routing.exact)
+        layer = _layer("experts", call, routing, a, up, down, keeps)
+        made = _run(layer, call, routing, {"a": a[:-1], "b": up, "c": down})
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
-        ctx.call, ctx.capacity, ctx.dtype = call._replace(options=current()), capacity, tokens.dtype
-        ctx.rows = routing.experts * capacity
+        ctx.call, ctx.routing, ctx.dtype = call._replace(options=current()), routing, tokens.dtype
         return weighted_sum(out, slots, weights)
 
     @staticmethod
@@ -194,6 +202,7 @@ class ExpertFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weights, slots, up, down, out, *kept = ctx.saved_tensors
         call: ExpertCall = ctx.call
+        routing: Routing = ctx.routing
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         d_weights = _inner(out, slots, grad).to(weights.dtype) if of_weights else None
         if not (of_tokens or of_up or of_down):
@@ -202,24 +211,27 @@ class ExpertFunction(torch.autograd.Function):
         assert call.options is not None
         with carried(call.options):
             dtype = ctx.dtype
-            d_out = spread(grad, slots, ctx.rows, weights, dtype)
+            d_out = spread(grad, slots, routing.rows, routing.exact, weights, dtype)
             down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
-            layer = _layer("dispatch_matmul", call, ctx.capacity, d_out, down_t, None, of_down)
-            made = _run(layer, call, {"a": d_out[:-1], "b": down_t}, "gradients")
+            layer = _layer("dispatch_matmul", call, routing, d_out, down_t, None, of_down)
+            made = _run(layer, call, routing, {"a": d_out[:-1], "b": down_t}, "gradients")
             with torch.enable_grad():
                 before = hidden.detach().requires_grad_()
                 active = FUNCTIONS[call.function](before)
             (d_hidden,) = torch.autograd.grad(active, before, made["hidden"])
             d_tokens = d_up = d_down = None
             if of_tokens:
-                layer = _layer("matmul_combine", call, ctx.capacity, d_hidden, None, up_t, False)
-                back = _run(layer, call, {"active": d_hidden, "c": up_t}, "gradients")["out"]
+                layer = _layer("matmul_combine", call, routing, d_hidden, None, up_t, False)
+                operands = {"active": d_hidden, "c": up_t}
+                back = _run(layer, call, routing, operands, "gradients")["out"]
                 d_tokens = weighted_sum(_terms(back, layer), slots).to(dtype)
+            rank, starts = call.group.rank(), None
+            if routing.exact:
+                starts = _filled(layer, routing, rank, grad.device).starts[LANDING[0], rank]
             if of_up:
-                d_up = _by_expert(arrived, up).transpose(1, 2) @ _by_expert(d_hidden, up)
+                d_up = _of_weights(arrived, d_hidden, up, layer, starts)
             if of_down:
-                received = _by_expert(made["gathered"], down)
-                d_down = _by_expert(active.detach(), down).transpose(1, 2) @ received
+                d_down = _of_weights(active.detach(), made["gathered"], down, layer, starts)
         return (d_tokens, d_weights, d_up, d_down, *[None] * 3)
 
 
@@ -308,7 +320,7 @@ def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Te
 def _layer(
     operator: str,
     call: ExpertCall,
-    capacity: int,
+    routing: Routing,
     left: torch.Tensor,
     b: torch.Tensor | None,
     c: torch.Tensor | None,
@@ -319,12 +331,16 @@ def _layer(
     k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
-    sizes = call.group.size(), some.shape[0], capacity, k, h, n
-    return ExpertLayer(operator, *sizes, dtype, function, keeps, call.gathers)
+    sizes = call.group.size(), some.shape[0], routing.capacity, k, h, n
+    return ExpertLayer(operator, *sizes, dtype, function, keeps, call.gathers, routing.exact)
 
 
 def _run(
-    layer: ExpertLayer, given: ExpertCall, operands: dict[str, torch.Tensor], purpose: str = ""
+    layer: ExpertLayer,
+    given: ExpertCall,
+    routing: Routing,
+    operands: dict[str, torch.Tensor],
+    purpose: str = "",
 ) -> dict[str, torch.Tensor]:
     """Run a layer, or a half of one; returns its results by name. The result has a row of zeros at
     its end, which pairs without a row read."""
@@ -349,22 +365,40 @@ def _run(
             single, agreed = options.workspace_bytes is not None, [str(known)]
             cached = new_kind(workspace, plan, options, [*agreed, purpose], single)
         tensors = {name: plain(tensor) for name, tensor in operands.items()}
-        results = {}
-        for buffer in cached.plan.buffers:
-            if buffer.memory in ("result", "local"):
+        plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
+        if layer.exact:
+            filled = _filled(layer, routing, engine.rank, first.device)
+            whole = made_whole(plan) if engine.keeps_made else whole
+        for buffer in plan.buffers:
+            if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]
-                whole = first.new_empty(rows + (buffer.name == "out"), cols)
-                tensors[buffer.name] = whole[:rows]
+                if filled is not None:
+                    rows = filled.starts[buffer.name, engine.rank][-1]
+                made = first.new_empty(rows + (buffer.name == "out"), cols)
+                tensors[buffer.name] = made[:rows]
                 if buffer.memory == "result":
-                    results[buffer.name] = whole
+                    results[buffer.name] = made
         if "out" in results:
             results["out"][-1].zero_()
         post_call(workspace, key, cached, options, purpose)
-        execute(workspace, program_of(workspace, cached), Call(tensors))
+        execute(workspace, program_of(workspace, cached), Call(tensors, filled=filled))
     except BaseException as error:
         workspace.end(error)
         raise
     return results
+
+
+def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.device) -> Filled:
+    """What calls of an exact layer, and of its halves, have of blocks."""
+    found: Filled | None = routing.blocks.get(layer.gathers)
+    if found is None:
+        starts = block_starts(layer, routing.every, rank)
+        ends = torch.tensor(starts[LANDING[0], rank], dtype=torch.int32)
+        if device.type != "cpu":
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        names = LANDING if layer.world > 1 else ("a", *LANDING)  # as they leave, so they lie
+        found = routing.blocks[layer.gathers] = Filled(starts, dict.fromkeys(names, ends))
+    return replace(found, made={})
 
 
 # What depends on the routing.
@@ -374,12 +408,14 @@ def spread(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     rows: int,
+    exact: bool = False,
     weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The rows of all pairs, those of tokens or of a gradient times their weights; zeros in rows
-    that no pair has. Pairs without a row share the last one."""
-    spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
+    that no pair has, which are none if ``exact``. Pairs without a row share the last one."""
+    new = tokens.new_empty if exact else tokens.new_zeros
+    spread = new(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
     for choice in range(slots.shape[1]):
         some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
         spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
@@ -424,6 +460,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _by_expert(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Rows expert by expert."""
-    return rows.view(weights.shape[0], -1, rows.shape[1])
+def _of_weights(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    weights: torch.Tensor,
+    layer: ExpertLayer,
+    starts: Sequence[int] | None,
+) -> torch.Tensor:
+    """For each expert the product of its rows of two matrices, the first one transposed.
+    ``starts``: of the blocks of an exact layer."""
+    if starts is None:
+        left, right = (one.view(weights.shape[0], -1, one.shape[1]) for one in (left, right))
+        return left.transpose(1, 2) @ right
+    grad = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    for i, (first, last) in enumerate(pairwise(starts[:: layer.world])):
+        torch.mm(left[first:last].t(), right[first:last], out=grad[i])
+    return grad

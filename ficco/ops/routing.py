@@ -1,19 +1,23 @@
 """Which rows of the blocks of an expert-parallel layer the tokens of a rank take.
 
-A rank has ``capacity`` rows for each expert of every rank. A *pair* is a token and one of the
-experts that its router chose. Pairs take the rows of their expert in the order of choices, then of
-tokens: first choices come first. What this needs of the other ranks is one number, and only if the
-capacity follows from the tokens, or if what is left over goes in further rounds.
+A rank has ``capacity`` rows for each expert of every rank, or as many as it has pairs. A *pair* is
+a token and one of the experts that its router chose. Pairs take the rows of their expert in the
+order of choices, then of tokens: first choices come first. Other ranks are asked only if there are
+as many rows as pairs, for all their counts, or if what is left over goes in further rounds, for the
+largest one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.accelerator import gpu
+from ficco.board import TOLD
 from ficco.ops.operands import process_group
 from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import number_call, workspace_for
@@ -37,29 +41,42 @@ class Routing:
         experts: number of experts of all ranks.
         counts: int64 [experts], the pairs of this rank for each expert, on the device of
             ``indices``.
+        exact: there are as many rows as pairs.
     """
 
     def __init__(
         self, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
     ) -> None:
-        self.indices, self.experts = indices, experts
+        self.indices, self.experts, self.exact = indices, experts, capacity is None
         choices = indices.t().reshape(-1).long()  # first choices first
         self.counts = choices.new_zeros(experts).scatter_add_(0, choices, torch.ones_like(choices))
         order = choices.argsort(stable=True)
-        begins = (self.counts.cumsum(0) - self.counts)[choices[order]]
         places = torch.empty_like(choices)
-        places[order] = torch.arange(len(order), device=choices.device) - begins
-        self._places = places.view(indices.shape[1], -1).t()  # among the pairs of its expert
+        places[order] = torch.arange(len(order), device=choices.device)
+        self._places = places.view(indices.shape[1], -1).t()  # among all pairs, expert by expert
         self._capacity, self._overflow, self._rounds = capacity, overflow, 1
         self._asked: tuple[Workspace, int] | None = None
+        self._told: list[list[int]] = []
+        self.blocks: dict[Hashable, Any] = {}  # what calls make of them
 
     @property
     def capacity(self) -> int:
-        """Rows of this rank for each expert; waits for the other ranks if it follows from the
-        tokens."""
+        """Rows of this rank for each expert; where there are as many rows as pairs, a number that
+        is at least as large as any count. Then it waits for the other ranks."""
         self.settle()
         assert self._capacity is not None
         return self._capacity
+
+    @property
+    def every(self) -> list[list[int]]:
+        """If there are as many rows as pairs, the counts of all ranks; waits for them."""
+        self.settle()
+        return self._told
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank."""
+        return self.indices.numel() if self.exact else self.experts * self.capacity
 
     @property
     def rounds(self) -> int:
@@ -73,19 +90,31 @@ class Routing:
         return (self.counts - self.capacity * self.rounds).clamp(min=0)
 
     def slots(self, turn: int = 0) -> torch.Tensor:
-        """The row that each pair takes in a round, int64 [t, top_k]; ``experts * capacity`` for
-        pairs that take none."""
-        row = self._places - turn * self.capacity
+        """The row that each pair takes in a round, int64 [t, top_k]; :attr:`rows` for pairs that
+        take none."""
+        if self.exact:
+            return self._places
+        begins = (self.counts.cumsum(0) - self.counts)[self.indices]
+        row = self._places - begins - turn * self.capacity
         taken = (row >= 0) & (row < self.capacity)
-        return torch.where(taken, self.indices * self.capacity + row, self.experts * self.capacity)
+        return torch.where(taken, self.indices * self.capacity + row, self.rows)
 
     # What is asked of the other ranks.
 
     def ask(self, workspace: Workspace, number: int) -> None:
-        """Tell the other ranks the most pairs that an expert gets from this one, with a call that
-        has this number and is not posted yet."""
-        workspace.board.tell(number, int(self.counts.max()))
-        self._asked = workspace, number
+        """Tell the other ranks the counts of this one, or the largest, with the call of this
+        number: at once on a CPU, otherwise when this rank asks for theirs, so that the host can go
+        on until the device has counted."""
+        told = self.counts if self.exact else self.counts.max()[None]
+        self._asked, self._counted = (workspace, number), None
+        if told.is_cpu:
+            self._tells = told
+            workspace.board.tell(number, told.tolist())
+            return
+        self._tells = torch.empty_like(told, device="cpu", pin_memory=True)
+        self._tells.copy_(told, non_blocking=True)
+        self._counted = gpu.Event()
+        self._counted.record()
 
     def settle(self) -> None:
         """Wait for what other ranks have to tell."""
@@ -94,12 +123,16 @@ class Routing:
         (workspace, number), self._asked = self._asked, None
         try:
             workspace.raise_error()
-            seconds = current().timeout_s
-            workspace.board.agree(number, seconds, NAME, "none")
-            most = max(workspace.board.told(number))
+            if self._counted is not None:
+                self._counted.synchronize()
+                workspace.board.tell(number, self._tells.tolist())
+            seconds, board = current().timeout_s, workspace.board
+            board.agree(number, seconds, NAME, "none")
+            self._told = board.told(number, len(self._tells), seconds, NAME)
         except BaseException as error:
             workspace.end(error)
             raise
+        most = max(map(max, self._told))
         if self._capacity is None:
             self._capacity = rounded(most)
         elif self._overflow == "again":
@@ -136,8 +169,8 @@ def route(
     Args:
         indices: [t, top_k], whole numbers: the experts of each token, all of them different.
         experts: number of all experts.
-        capacity: rows of each rank for each expert. None: as many as the most that any rank has
-            for any expert, rounded up by at most an eighth; the host waits for its device.
+        capacity: rows of each rank for each expert. None: as many as it has pairs, no more and no
+            less; the host waits for its device.
         on_overflow: what becomes of pairs beyond the capacity: ``"drop"``, they count as zero; or
             ``"again"``, all are served, in as many rounds as that takes.
         group: the ranks, default WORLD.
@@ -181,6 +214,11 @@ def _asking(
                 "hosts, and they tell each other numbers on one; pass a capacity"
             )
         _check_experts(indices, experts)
+        if capacity is None and experts > TOLD:
+            raise NotImplementedError(
+                f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
+                f"{experts}; pass a capacity"
+            )
         found = Routing(indices, experts, capacity, overflow)
         found.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"

@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from ficco.errors import InvalidArgument
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import ITEMSIZE, MOST, MOST_RANKS
@@ -65,6 +67,7 @@ class ExpertLayer:
         keeps: the rows that arrive, and ``hidden``, are results, too.
         gathers: every rank has a part of the columns of the same experts, so that all get all
             tokens (an all-gather), and what comes back are terms of sums over the ranks.
+        exact: a call has only some of the rows of each block, see :func:`block_starts`.
 
     Raises:
         ValueError: a value is wrong.
@@ -82,6 +85,7 @@ class ExpertLayer:
     function: str = ""
     keeps: bool = False
     gathers: bool = False
+    exact: bool = False
     hosts: int = 1
 
     def __post_init__(self) -> None:
@@ -159,7 +163,8 @@ class ExpertLayer:
         def buffer(name: str, holds: str, rows: int, cols: int, memory: str) -> Buffer:
             shapes = ((rows, cols),) * self.world
             matrices = self.experts * (name in ("b", "c"))
-            return Buffer(name, holds, self.dtype, shapes, memory, matrices=matrices)
+            block = self.capacity * (self.exact and not matrices)
+            return Buffer(name, holds, self.dtype, shapes, memory, matrices=matrices, block=block)
 
         sent = self.rows // self.world if self.gathers else self.rows
         kept = "result" if self.keeps or not self.combines else "local"
@@ -221,10 +226,33 @@ class ExpertLayer:
         between = f", {self.function}" if self.function else ""
         keeps = ", keeps" if self.keeps else ""
         of = "columns of" if self.gathers else "x"
+        most = "exact rows, at most " if self.exact else "capacity="
         return (
-            f"{self.operator}({self.experts} experts {of} {self.world} ranks, capacity="
+            f"{self.operator}({self.experts} experts {of} {self.world} ranks, {most}"
             f"{self.capacity}, k={self.k}, h={self.h}, n={self.n}, {self.dtype}{between}{keeps})"
         )
+
+
+#: Buffers where rows are multiplied, and where they come back.
+LANDING = ("gathered", "staging", "hidden", "active", "partial")
+HOME = ("out", "staging out")
+
+
+def block_starts(
+    layer: ExpertLayer, counts: Sequence[Sequence[int]], rank: int
+) -> dict[tuple[str, int], list[int]]:
+    """For the buffers of a rank, and those of its peers that it copies to, how many rows a call has
+    before each block, and in all. ``counts``: by rank, the rows that it has for each expert."""
+    table = np.array(counts, np.int64)  # [source, expert]
+    own = [0, *table[rank].cumsum().tolist()]
+    found: dict[tuple[str, int], list[int]] = {("a", rank): own}
+    for at in range(layer.world):
+        first = 0 if layer.gathers else at * layer.experts
+        landing = [0, *table[:, first : first + layer.experts].T.cumsum().tolist()]
+        home = [0, *np.tile(table[at], layer.world if layer.gathers else 1).cumsum().tolist()]
+        found |= {(name, at): landing for name in LANDING}
+        found |= {(name, at): home for name in HOME}
+    return found
 
 
 class Share(NamedTuple):

@@ -795,9 +795,15 @@ class Simulation:
             self._finish(lane, seen, seen)
             return
         if rank.launches[index][-1] == index:
-            free += self.copies.gap
+            free += self.copies.gap * self._copies_of(step, rank.plan)
         self._push(free, _ENGINE, lane)
         self._finish(lane, self.now + self.copies.seen(lane.computes), free)
+
+    @staticmethod
+    def _copies_of(step: Step, plan: Plan) -> int:
+        """How many copies a transfer is: of blocks of which calls have only some rows, one each."""
+        assert step.transfer is not None
+        return step.transfer.batch if plan.buffer[step.transfer.src.buffer].block else 1
 
     def _free_engine(self, lane: _SimulatedLane) -> None:
         rank = self.ranks[lane.rank]
