@@ -458,18 +458,20 @@ class Courier:
         self._played: Timetable | None = None
         self._delays: dict[tuple[Planned, str, str], list[float]] = {}
         self._prepared: Program | None = None
+        self._gone = False
 
     # Around a call.
 
     def prepare(self, program: Program | None) -> None:
         """Enqueue what accompanies the next call, a call of a program; it waits for :meth:`go`."""
-        self._played, self._prepared = None, program
+        self._played, self._prepared, self._gone = None, program, False
         if program is not None:
             self._enqueue(self.timetable(program), buffers_of(program))
 
     def go(self) -> None:
-        """The call begins with what comes on the caller's stream next."""
-        driver = self.engine.driver
+        """The peers begin with what comes on the caller's stream next: with the latest call's Plan,
+        unless they were told before."""
+        self._gone, driver = True, self.engine.driver
         caller = driver.stream(driver.caller())
         self._go.enqueue(caller)
         self._begun.record(caller)
@@ -480,9 +482,10 @@ class Courier:
         if prepared is None:
             self.prepare(program)
             self._prepared = None
-            self.go()
         elif prepared is not program:
             raise RuntimeError(f"the courier was prepared for {prepared.plan.schedule}")
+        if not self._gone:
+            self.go()
 
     def errors(self) -> list[float]:
         """By how many seconds the words of the latest call came later than planned, in the order of

@@ -178,8 +178,8 @@ class ReplayClock(DeviceClock):
         if item.mode != "idle":
             # And enqueue nothing else: the courier may hold a hardware queue up.
             gpu._sleep(int(item.sleep_s * self._hertz))
-        if prepared:
-            courier.go()
+        if prepared and item.mode == "idle":
+            courier.go()  # when the host begins; otherwise what precedes the Plan is before that
 
 
 class ReplayWatch(Stopwatch):
