@@ -123,7 +123,7 @@ def by_blocks(data: ExpertData) -> torch.Tensor:
     world, each = data.group.size(), data.up.shape[0]
     routing = ficco.route(data.indices, data.case.experts, capacity=data.capacity)
     slots, rows = routing.slots(), data.case.experts * data.capacity
-    sent = spread_rows(data.tokens, slots, rows)[:-1]
+    sent = spread_rows(data.tokens, slots, rows)
     moved = torch.empty_like(sent)
     dist.all_to_all_single(moved, sent, group=data.group)
 
@@ -135,7 +135,7 @@ def by_blocks(data: ExpertData) -> torch.Tensor:
     made = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
     back = made.new_zeros(rows + 1, data.case.k)
     dist.all_to_all_single(back[:-1], turned(made, each, world).view(rows, -1), group=data.group)
-    return weighted_sum(back, slots, data.weights).to(data.tokens.dtype)
+    return weighted_sum(back, slots, data.weights, data.tokens.dtype)
 
 
 def by_rows(data: ExpertData) -> torch.Tensor:
@@ -164,8 +164,8 @@ def by_rows(data: ExpertData) -> torch.Tensor:
     dist.all_to_all_single(back, home, sent, received, group=data.group)
     slots = torch.empty_like(order)
     slots[order] = torch.arange(len(order), device=order.device)
-    total = weighted_sum(back, slots.view(data.indices.shape), data.weights)
-    return total.to(data.tokens.dtype)
+    slots = slots.view(data.indices.shape)
+    return weighted_sum(back, slots, data.weights, data.tokens.dtype)
 
 
 def by_ficco(data: ExpertData, schedule: str) -> torch.Tensor:

@@ -188,14 +188,14 @@ class ExpertFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         keeps = of_tokens or of_up or of_down
-        slots, rows = routing.slots(turn), routing.rows
-        a = spread(tokens, slots, rows, routing.exact)
+        slots = routing.slots(turn)
+        a = _leaving(tokens, slots, routing)
         layer = _layer("experts", call, routing, a, up, down, keeps)
-        made = _run(layer, call, routing, {"a": a[:-1], "b": up, "c": down})
+        made = _run(layer, call, routing, {"a": a, "b": up, "c": down})
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
         ctx.call, ctx.routing, ctx.dtype = call._replace(options=current()), routing, tokens.dtype
-        return weighted_sum(out, slots, weights)
+        return weighted_sum(out, slots, weights, tokens.dtype if routing.rounds == 1 else None)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -204,6 +204,7 @@ class ExpertFunction(torch.autograd.Function):
         call: ExpertCall = ctx.call
         routing: Routing = ctx.routing
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
+        grad = grad.to(_wide(grad.dtype))
         d_weights = _inner(out, slots, grad).to(weights.dtype) if of_weights else None
         if not (of_tokens or of_up or of_down):
             return (None, d_weights, *[None] * 5)
@@ -211,10 +212,10 @@ class ExpertFunction(torch.autograd.Function):
         assert call.options is not None
         with carried(call.options):
             dtype = ctx.dtype
-            d_out = spread(grad, slots, routing.rows, routing.exact, weights, dtype)
+            d_out = _leaving(grad, slots, routing, weights, dtype)
             down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
             layer = _layer("dispatch_matmul", call, routing, d_out, down_t, None, of_down)
-            made = _run(layer, call, routing, {"a": d_out[:-1], "b": down_t}, "gradients")
+            made = _run(layer, call, routing, {"a": d_out, "b": down_t}, "gradients")
             with torch.enable_grad():
                 before = hidden.detach().requires_grad_()
                 active = FUNCTIONS[call.function](before)
@@ -224,7 +225,7 @@ class ExpertFunction(torch.autograd.Function):
                 layer = _layer("matmul_combine", call, routing, d_hidden, None, up_t, False)
                 operands = {"active": d_hidden, "c": up_t}
                 back = _run(layer, call, routing, operands, "gradients")["out"]
-                d_tokens = weighted_sum(_terms(back, layer), slots).to(dtype)
+                d_tokens = weighted_sum(_terms(back, layer), slots, dtype=dtype)
             rank, starts = call.group.rank(), None
             if routing.exact:
                 starts = _filled(layer, routing, rank, grad.device).starts[LANDING[0], rank]
@@ -404,22 +405,36 @@ def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.devic
 # What depends on the routing.
 
 
+def _leaving(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The rows of all pairs, those of tokens or of a gradient times their weights."""
+    if not routing.exact:
+        return spread(tokens, slots, routing.rows, weights, dtype)
+    pairs = routing.pairs
+    rows = tokens.index_select(0, pairs % max(tokens.shape[0], 1))
+    if weights is not None:
+        rows = rows * weights.t().reshape(-1)[pairs, None].to(tokens.dtype)
+    return rows.to(dtype or tokens.dtype)
+
+
 def spread(
     tokens: torch.Tensor,
     slots: torch.Tensor,
     rows: int,
-    exact: bool = False,
     weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The rows of all pairs, those of tokens or of a gradient times their weights; zeros in rows
-    that no pair has, which are none if ``exact``. Pairs without a row share the last one."""
-    new = tokens.new_empty if exact else tokens.new_zeros
-    spread = new(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
+    """The same in blocks: zeros in rows that no pair has. Pairs without a row share another one."""
+    spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
     for choice in range(slots.shape[1]):
         some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
         spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
-    return spread
+    return spread[:-1]
 
 
 def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
@@ -435,17 +450,28 @@ def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
 
 
 def weighted_sum(
-    rows: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor | None = None
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The sum of the rows of each token's pairs, by their weights, in float32 or float64."""
+    """The sum of the rows of each token's pairs, by their weights, in float32 or float64; rounded
+    once if that is not the dtype."""
     wide = _wide(rows.dtype)
-    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-    for choice in range(slots.shape[1]):
+    shape, choices = (slots.shape[0], rows.shape[1]), slots.shape[1]
+    total = rows.new_zeros(shape, dtype=dtype or wide) if not choices else None
+    for choice in range(choices):  # each pass widens, and the last one rounds, as it goes
         some = rows.index_select(0, slots[:, choice])
-        if weights is None:
-            total += some
-        else:  # widened as it is read
-            total.addcmul_(some, weights[:, choice, None].to(wide))
+        factor = None if weights is None else weights[:, choice, None].to(wide)
+        last = choice == choices - 1
+        out = rows.new_empty(shape, dtype=dtype or wide if last else wide)
+        if total is None:
+            total = out.copy_(some) if factor is None else torch.mul(some, factor, out=out)
+        elif factor is None:
+            total = torch.add(total, some, out=out)
+        else:
+            total = torch.addcmul(total, some, factor, out=out)
+    assert total is not None
     return total
 
 

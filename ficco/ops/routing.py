@@ -50,9 +50,11 @@ class Routing:
         self.indices, self.experts, self.exact = indices, experts, capacity is None
         choices = indices.t().reshape(-1).long()  # first choices first
         self.counts = choices.new_zeros(experts).scatter_add_(0, choices, torch.ones_like(choices))
-        order = choices.argsort(stable=True)
+        small = torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int64
+        #: Pairs in the order of rows: expert by expert. A pair is choice * t + token.
+        self.pairs = choices.to(small).argsort(stable=True)  # of a quarter of the bytes
         places = torch.empty_like(choices)
-        places[order] = torch.arange(len(order), device=choices.device)
+        places[self.pairs] = torch.arange(len(choices), device=choices.device)
         self._places = places.view(indices.shape[1], -1).t()  # among all pairs, expert by expert
         self._capacity, self._overflow, self._rounds = capacity, overflow, 1
         self._asked: tuple[Workspace, int] | None = None
