@@ -1,6 +1,6 @@
 """Plans: their data model, their proof and their rendering."""
 
-from ficco.plan.check import PlanError, check
+from ficco.plan.check import AsymmetryError, PlanError, check, check_symmetric
 from ficco.plan.launches import together
 from ficco.plan.model import (
     OPS,
@@ -24,6 +24,7 @@ from ficco.specification import Buffer
 __all__ = [
     "OPS",
     "Applied",
+    "AsymmetryError",
     "Attending",
     "Buffer",
     "Plan",
@@ -37,6 +38,7 @@ __all__ = [
     "Transfer",
     "aligned",
     "check",
+    "check_symmetric",
     "in_parts",
     "product_rows",
     "render",

@@ -15,6 +15,9 @@ from ficco.plan.model import Plan, Signal, Step, Transfer
 #: The mover of the copies that stand for moves.
 MOVER = "network"
 
+#: By sender and receiver, what goes from one to the other, in order.
+Moves = dict[tuple[int, int], list[Transfer]]
+
 
 def networked(plans: Sequence[Plan]) -> list[Plan]:
     """The Plans of all ranks without network steps.
@@ -22,8 +25,28 @@ def networked(plans: Sequence[Plan]) -> list[Plan]:
     Raises:
         ValueError: what one rank sends is not what another receives, or a move has a wrong end.
     """
-    sent: dict[tuple[int, int], list[Transfer]] = {}
-    received: dict[tuple[int, int], list[Transfer]] = {}
+    sent, received = _moves(plans)
+    if sent != received:
+        ends = next(pair for pair in {**sent, **received} if sent.get(pair) != received.get(pair))
+        raise ValueError(f"rank {ends[0]} sends other pieces than rank {ends[1]} receives")
+    return _rewritten(plans, sent)
+
+
+def one_side(plan: Plan) -> Plan:
+    """The same of one Plan by itself. What it sends is a copy, too, which its receiver carries
+    out: it says what is sent.
+
+    Raises:
+        ValueError: a move has a wrong end.
+    """
+    sent, received = _moves([plan])
+    return _rewritten([plan], {**sent, **received}, sends=True)[0]
+
+
+def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
+    """What ranks send and receive, by sender and receiver."""
+    sent: Moves = {}
+    received: Moves = {}
     for plan in plans:
         for step in plan.steps:
             other = step.transfer or step.products or step.reduction or not step.whole
@@ -36,13 +59,14 @@ def networked(plans: Sequence[Plan]) -> list[Plan]:
                 if plan.rank not in ends or ends[0] == ends[1]:
                     raise ValueError(f"rank {plan.rank} step {step.label!r} moves between {ends}")
                 (sent if plan.rank == ends[0] else received).setdefault(ends, []).append(move)
-    if sent != received:
-        ends = next(pair for pair in {**sent, **received} if sent.get(pair) != received.get(pair))
-        raise ValueError(f"rank {ends[0]} sends other pieces than rank {ends[1]} receives")
-    if not sent:
+    return sent, received
+
+
+def _rewritten(plans: Sequence[Plan], moves: Moves, sends: bool = False) -> list[Plan]:
+    if not moves:
         return list(plans)
-    words = _Words([plan.words for plan in plans], sent)
-    taken = [_without(plan, words) for plan in plans]
+    words = _Words([plans[0].words] * plans[0].problem.world, moves)
+    taken = [_without(plan, words, sends) for plan in plans]
     most = max(words.next.values())
     return [replace(plan, words=most) for plan in taken]
 
@@ -51,7 +75,7 @@ class _Words:
     """The signals of all moves: that one is there, and that it was taken. By receiver and sender
     of a signal, they have numbers after those of the Plan."""
 
-    def __init__(self, words: Sequence[int], sent: dict[tuple[int, int], list[Transfer]]) -> None:
+    def __init__(self, words: Sequence[int], sent: Moves) -> None:
         self.next = dict(enumerate(words))
         self.there, self.taken = {}, {}
         for (source, target), moves in sent.items():
@@ -64,7 +88,7 @@ class _Words:
         return [Signal(kind, poster, waiter, i, first + i) for i in range(count)]
 
 
-def _without(plan: Plan, words: _Words) -> Plan:
+def _without(plan: Plan, words: _Words, sends: bool) -> Plan:
     steps: list[Step] = []
     became: list[int] = []
     turns: dict[tuple[int, int], int] = {}
@@ -75,23 +99,27 @@ def _without(plan: Plan, words: _Words) -> Plan:
         if step.op != "network":
             steps.append(step._replace(after=after))
         else:
-            steps += _written(plan.rank, step._replace(after=after), words, turns)
+            steps += _written(plan.rank, step._replace(after=after), words, turns, sends)
         became.append(len(steps) - 1)
     return replace(plan, steps=tuple(steps))
 
 
-def _written(rank: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]) -> list[Step]:
+def _written(
+    rank: int, step: Step, words: _Words, turns: dict[tuple[int, int], int], sends: bool
+) -> list[Step]:
     there, taken, copies, thanks = [], [], [], []
     bare = Step("sync", step.lane, step.label)
     for move in step.moves:
         ends = move.src.rank, move.dst.rank
         turn = turns[ends] = turns.get(ends, -1) + 1
         come, gone = words.there[ends][turn], words.taken[ends][turn]
+        copy = bare._replace(op="copy", mover=MOVER, transfer=move)
         if rank == ends[0]:
             there.append(come)
             taken.append(gone)
+            copies += [copy] * sends
         else:
-            waits, copy = (come,), bare._replace(op="copy", mover=MOVER, transfer=move)
+            waits = (come,)
             copies.append(copy._replace(waits=waits, clears=waits))
             thanks.append(gone)
     begin = bare._replace(

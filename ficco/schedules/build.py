@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ficco.plan.collector import paused
@@ -49,10 +49,11 @@ def plans(
     schedule: Schedule,
     staging_bytes: int | None = None,
     packs_columns: bool = False,
+    ranks: Sequence[int] | None = None,
 ) -> list[Plan]:
-    """The Plans of all ranks."""
+    """The Plans of some ranks, of all by default."""
     with paused():
-        ranks = list(range(problem.world))
+        ranks = range(problem.world) if ranks is None else ranks
         return _plans(problem, schedule, ranks, staging_bytes, packs_columns)
 
 
@@ -155,7 +156,7 @@ def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
 def _plans(
     problem: Problem,
     schedule: Schedule,
-    ranks: list[int],
+    ranks: Sequence[int],
     staging_bytes: int | None,
     packs_columns: bool,
 ) -> list[Plan]:

@@ -576,7 +576,7 @@ class ScatterStage(Stage):
         """Copy the sums of the peers to their places, in order of arrival."""
         problem, me = self.problem, self.me
         crossed = self._cross_back() if problem.hosts > 1 else {}
-        others = [p for p in range(problem.world) if p not in (me, *self.lane_of)]
+        others = peers_in_order(me, problem.world, problem.hosts)[problem.local_world - 1 :]
         peers = [*self.lane_of, *others]
         coming = [(unit, p) for p in peers for unit in self.world.departures[p].own]
         for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):

@@ -44,13 +44,14 @@ from ficco.plan.check.accesses import Footprint
 from ficco.plan.check.calls import call_claims
 from ficco.plan.check.execution import execute, settle
 from ficco.plan.check.memory import memory_claims
-from ficco.plan.check.rules import PlanError
+from ficco.plan.check.rules import AsymmetryError, PlanError
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
+from ficco.plan.check.symmetry import check_symmetric
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
 
-__all__ = ["PlanError", "check"]
+__all__ = ["AsymmetryError", "PlanError", "check", "check_symmetric"]
 
 
 def check(plans: Sequence[Plan]) -> None:

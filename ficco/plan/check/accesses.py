@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
 from ficco.plan.check.rules import PlanError, Who, demand
-from ficco.plan.check.signals import SignalColumns
+from ficco.plan.check.signals import SignalUses
 from ficco.plan.check.steps import Steps
 from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
@@ -71,6 +71,10 @@ class _Route:
         )
 
 
+#: Those of the last few exchanges: Plans of one Problem may be read one by one.
+_route = lru_cache(maxsize=4)(_Route)
+
+
 class Footprint:
     """What the steps of all ranks read and write.
 
@@ -88,7 +92,7 @@ class Footprint:
             say whose products they move.
     """
 
-    def __init__(self, steps: Steps, signals: SignalColumns) -> None:
+    def __init__(self, steps: Steps, signals: SignalUses) -> None:
         self.steps, self.signals = steps, signals
         self.asked, self.world = steps.asked, steps.world
         self.buffers = BufferColumns(steps)
@@ -107,7 +111,7 @@ class Footprint:
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
         self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
-        self._cuts()
+        self.cuts()
 
     def by_access(self, access: Ints) -> Who:
         """Names accesses."""
@@ -125,7 +129,7 @@ class Footprint:
     def _matrices(self) -> None:
         matrix, world = self.buffers.matrix, self.world
         exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
-        self.route = {number: _Route(one, world) for number, one in exchanges.items()}
+        self.route = {number: _route(one, world) for number, one in exchanges.items()}
         self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
         self.senders = {n: one.senders for n, one in exchanges.items() if one.senders}
         for number, exchange in exchanges.items():
@@ -150,11 +154,11 @@ class Footprint:
     @cached_property
     def _sizes(self) -> Ints:
         """Rows and columns of the buffers, by buffer and rank."""
-        shapes = [
-            [self.steps.shape(buffer, rank) for rank in range(self.world)]
-            for buffer in self.steps.buffers
-        ]
-        return np.array(shapes, np.int64)
+        buffers, plans = self.steps.buffers, self.steps.plans
+        shapes = np.array([buffer.shapes for buffer in buffers], np.int64)
+        listed = np.array([[one.name in plan.buffer for plan in plans] for one in buffers])
+        sizes: Ints = shapes * listed[:, :, None]
+        return sizes
 
     def _inside(self, regions: Accesses | Regions, who: Who) -> None:
         """No region leaves its buffer."""
@@ -164,7 +168,7 @@ class Footprint:
         inside &= (regions.col >= 0) & (regions.col <= regions.col_stop)
         demand(inside, who, "leaves the buffer")
 
-    def _cuts(self) -> None:
+    def cuts(self) -> None:
         """Packed columns are accessed as they were packed: in other cuts, other bytes are meant."""
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)

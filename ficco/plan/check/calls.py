@@ -11,6 +11,9 @@ from ficco.plan.check.rules import Claim, demand
 from ficco.plan.check.signals import SignalColumns
 from ficco.plan.check.steps import Steps
 
+#: More than the number of any step.
+_LATE = np.int64(1) << 62
+
 
 def call_claims(
     steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
@@ -25,6 +28,7 @@ def call_claims(
         touched.append((uses.step[here], signals.word_of[uses.word[here]]))
     step, home = map(np.concatenate, zip(*touched, strict=True))
     near = host[steps.rank[step]] == host[home]  # to other hosts both sides take part
+    near &= np.isin(home, steps.homes)
     home, first, last = _touches(steps, step[near], home[near])
     if not steps.words:
         demand(home < 0, steps.by_step(first), "shares memory without a signal")
@@ -35,9 +39,9 @@ def call_claims(
     posts[at], waits[at] = signals.poster[signals.released], signals.waiter[signals.released]
     hand_over = posts.max(axis=0)
     other = (host[:, None] == host) & ~np.eye(steps.world, dtype=bool)
-    whole = ((posts == hand_over) & (posts >= 0) | ~other).all(axis=0)
+    whole = ((posts == hand_over) & (posts >= 0) | ~other).all(axis=0)[steps.homes]
     why = "does not hand its slot to every peer in one step"
-    demand(whole, lambda rank: f"rank {rank}", why)
+    demand(whole, lambda index: f"rank {steps.homes[index]}", why)
     why = "may still use a slot when its rank hands it on"
     kept = last[other.any(axis=0)[home]]  # there is a peer to hand it to
     handed_on = Claim(kept, hand_over[home[other.any(axis=0)[home]]], steps.by_step(kept), why)
@@ -57,13 +61,11 @@ def call_claims(
 
 def _touches(steps: Steps, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
     """By lane and rank whose memory its steps touch: the rank, and the first and last step."""
-    pair = steps.lane[step] * steps.world + home
-    first = np.full(len(steps.lanes) * steps.world, len(steps.all))
-    last = np.full(len(steps.lanes) * steps.world, -1)
+    pairs, pair = np.unique(steps.lane[step] * steps.world + home, return_inverse=True)
+    first, last = np.full(len(pairs), _LATE), np.full(len(pairs), -1)
     np.minimum.at(first, pair, step)
     np.maximum.at(last, pair, step)
-    used = np.flatnonzero(last >= 0)
-    return used % steps.world, first[used], last[used]
+    return pairs % steps.world, first, last
 
 
 def _heard(steps: Steps, signals: SignalColumns, order: Order) -> Ints:
