@@ -1,4 +1,5 @@
-"""The backward of attention: keys are gathered again, and their gradients go back.
+"""The backward of attention: keys are gathered again, unless the forward has kept them, and their
+gradients go back.
 
 The gradient of what a rank's queries took from rows of KV is sent to their rank as soon as it is
 made, and summed there in float32. That of the queries grows as rows arrive.
@@ -6,7 +7,7 @@ made, and summed there in float32. That of the queries grows as rows arrive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -25,9 +26,11 @@ class AttentionGradient:
 
     Attributes:
         forward: the call.
+        kept: the rows of KV that a rank has got are an operand.
     """
 
     forward: AttentionProblem
+    kept: bool = False
 
     @property
     def operator(self) -> str:
@@ -63,17 +66,18 @@ class AttentionGradient:
         asked, keys = self.forward.specification, self.keys
         kv, q = asked.operands
         (out,), (made,) = asked.results, asked.attentions
+        travels = {} if self.kept else asked.exchanges
         given = [
             out._replace(name=name, holds=holds, memory="operand")
             for name, holds in (("o", "O"), ("grad", "dO"))
         ]
         firsts = kv._replace(memory="result", symmetric=False, leaves=False)
         return Specification(
-            operands=(kv, q, *given),
+            operands=(self.forward.landing("operand") if self.kept else kv, q, *given),
             results=(out._replace(name="dq", holds="dQ"), firsts._replace(name="dkv", holds="dKV")),
             contractions=(),
             exchanges={
-                **asked.exchanges,
+                **travels,
                 "dKV": Exchange(
                     block=lambda src, dst: keys.block(dst, src),
                     leaves=lambda src, dst: keys.lands(dst, src),
@@ -87,7 +91,8 @@ class AttentionGradient:
         )
 
     def __str__(self) -> str:
-        return str(self.forward).replace(self.forward.operator, self.operator, 1)
+        text = str(self.forward).replace(self.forward.operator, self.operator, 1)
+        return text.removesuffix(")") + ", kept" * self.kept + ")"
 
 
 class GradientWorld(AttentionWorld):
@@ -97,6 +102,9 @@ class GradientWorld(AttentionWorld):
     def __init__(
         self, asked: AttentionGradient, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
+        self.kept = asked.kept
+        if asked.kept:  # there is nothing to fetch
+            schedule, cap = replace(schedule, pull=False), None
         super().__init__(asked.forward, schedule, words, cap, asked.specification)
         keys, ranks, dkv = asked.keys, range(self.world), asked.specification.results[1]
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
@@ -114,6 +122,10 @@ class GradientWorld(AttentionWorld):
             leaving = tuple((keys.product_rows(rank), asked.forward.kv_cols) for rank in ranks)
             self.buffer("leaving", dkv, leaving, "local", leaves=True)
             self.buffer("returned", dkv, tuple(returned))
+
+    def _add_slot_buffers(self, packs_columns: bool) -> None:
+        if not self.kept:
+            super()._add_slot_buffers(packs_columns)
 
     def came_back(self, sender: int, rank: int) -> list[Signal]:
         """The signals that gradients are back, one for each unit that went to the sender."""
@@ -200,3 +212,39 @@ class GradientStage(AttentionStage):
             step = Step("reduce", "compute0", f"sum {first}:{last}", tuple(waits), reduction=total)
             self.add(step)
             waits = []
+
+
+class KeptGradientStage(GradientStage):
+    """The same where the forward has kept the rows: they are all there, and only gradients
+    travel."""
+
+    def __init__(self, world: GradientWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        cols = (0, self.asked.kv_cols)
+        self.regions = {
+            peer: [Region(self.a, self.me, *rows, *cols) for rows in self.mine.rows(peer)]
+            for peer in self.regions
+        }
+        self.ready = [[] for _ in self.groups]
+        self.own_in_group: dict[int, list[Unit]] = {}
+
+    def _own_rows(self) -> Region:
+        return Region(self.a, self.me, *self._block(self.me, self.me), 0, self.asked.kv_cols)
+
+    def _pushes(self) -> list[list[Step]]:
+        return [[] for _ in self.groups]
+
+    def _begun(self) -> dict[int, tuple[Signal, ...]]:
+        return {
+            peer: ()
+            if self.problem.block(peer, self.me)
+            else (self.world.data.signal("ready", self.me, peer),)
+            for peer in self.peers
+        }
+
+    def silent(self) -> tuple[Signal, ...]:
+        return tuple(
+            self.world.data.signal("ready", peer, self.me)
+            for peer in self.peers
+            if not self.problem.block(self.me, peer)
+        )

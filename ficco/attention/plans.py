@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ficco.attention.gradient import AttentionGradient, GradientStage, GradientWorld
+from ficco.attention.gradient import (
+    AttentionGradient,
+    GradientStage,
+    GradientWorld,
+    KeptGradientStage,
+)
 from ficco.attention.problem import AttentionProblem
 from ficco.attention.stage import AttentionStage, AttentionWorld
 from ficco.plan.collector import paused
@@ -47,7 +52,8 @@ def attention_plans(
         builders = [Builder(problem, rank) for rank in every]
         if isinstance(problem, AttentionGradient):
             back = GradientWorld(problem, schedule, words, staging_bytes)
-            return [_plan(GradientStage(back, one)) for one in builders]
+            stage = KeptGradientStage if problem.kept else GradientStage
+            return [_plan(stage(back, one)) for one in builders]
         whole = problem.specification
         world = AttentionWorld(problem, schedule, words, staging_bytes, whole)
         return [_plan(AttentionStage(world, one)) for one in builders]

@@ -77,6 +77,7 @@ class AttentionProblem:
         placement: one of :data:`PLACEMENTS`.
         scale: by what scores are multiplied; None: 1 / sqrt(size).
         symmetric: keys and values lie in symmetric memory as they travel.
+        keeps: the rows of KV that a rank gets, its own among them, are a second result.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -96,6 +97,7 @@ class AttentionProblem:
     placement: str = "ranks"
     scale: float | None = None
     symmetric: bool = False
+    keeps: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in SUMS:
@@ -185,7 +187,11 @@ class AttentionProblem:
         spans = tuple(tuple(self._span(src, dst) for dst in ranks) for src in ranks)
         rows = (self.rows,) * self.world
         how = "all_gather_matmul", rows, self.q_cols, self.kv_cols, self.dtype
-        return KeyGather(*how, symmetric=self.symmetric, spans=spans)
+        return KeyGather(*how, self.keeps, self.symmetric, spans=spans)
+
+    def landing(self, memory: str) -> Buffer:
+        """The rows of KV that a rank gets."""
+        return self.keys.gathered(memory)._replace(holds="KV")
 
     def _span(self, src: int, dst: int) -> Span:
         """From the first to the last row of a rank's that another attends to."""
@@ -236,7 +242,10 @@ class AttentionProblem:
         landed = tuple(map(self.keys.product_rows, range(self.world)))
         return Specification(
             operands=(kv, Buffer("q", "Q", self.dtype, wide, "operand")),
-            results=(Buffer("out", "O", self.dtype, wide, "result"),),
+            results=(
+                Buffer("out", "O", self.dtype, wide, "result"),
+                *([self.landing("result")] if self.keeps else []),
+            ),
             contractions=(),
             exchanges={"KV": exchange},
             functions={(MERGE, "parts of O"): "O"},
@@ -251,7 +260,7 @@ class AttentionProblem:
         flags += [f"cu_seqlens={_brief(self.cu_seqlens)}"] if self.cu_seqlens else []
         flags += [self.placement] if self.placement != PLACEMENTS[0] else []
         flags += [f"scale={self.scale}"] if self.scale is not None else []
-        flags += ["symmetric"] if self.symmetric else []
+        flags += [name for name in ("symmetric", "keeps") if getattr(self, name)]
         return (
             f"{self.operator}({batch}sequence={self.length} ({self.rows} x {self.world} ranks), "
             f"{self.heads} heads{shared}, size={self.size}, {', '.join(flags)})"

@@ -18,7 +18,7 @@ from ficco.attention import (
 )
 from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
-from ficco.ops.fit import ring
+from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
 from ficco.ops.operate import check_eager
@@ -72,6 +72,10 @@ def all_gather_attention(
     are merged in float32 by their log-sum-exp. What a mask hides from all of a rank's queries is
     not sent to it. On a GPU the call is enqueued on the current stream and returns.
 
+    For the gradients of all three keys and values are gathered again; with
+    ``options(save_gathered=True)`` the forward keeps those that it has got, and only gradients
+    travel. All ranks need gradients of the same operands, or none does.
+
     Args:
         causal: a query attends to no later position.
         scale: of the scores; 1 / sqrt(size) by default.
@@ -115,31 +119,39 @@ def run_attention(
     asked: dict[str, Any],
     of: Result | None = None,
     keeps: bool = False,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """One call: its result and, if it ``keeps`` that for a backward, the log-sum-exp [batch, heads,
-    S/W]; with the result of such a call and its gradient, ``of``, the gradients of q, k and v."""
+    """One call: its result and, if it ``keeps`` what a backward needs, the log-sum-exp [batch,
+    heads, S/W] and, by the options, the keys and values that it has got, as rows. With the result
+    of such a call and its gradient, ``of``, and what it has ``kept`` of keys and values, the
+    gradients of q, k and v."""
     workspace = workspace_for(group, q, "q", NAME)
     try:
         options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
         check_operands(workspace, NAME, {"q": q, "k_shard": k, "v_shard": v}, schedule, asked)
         q, k, v = (_heads(plain(one)) for one in (q, k, v))
-        kv = _packed(k, v)
-        source = workspace.symmetric_source(kv)
+        kv = _packed(k, v) if kept is None else kept
+        source = workspace.symmetric_source(kv) if kept is None else None
         place = source and (source[0].serial, source[1])
+        gathers = keeps and options.save_gathered and workspace.engine.world > 1
         mode = "queued" if workspace.engine.asynchronous else "idle"
         key = (
             *(NAME, q.shape, k.shape, q.dtype, schedule, *asked.values(), place, of is None),
-            *(options.workspace_bytes, options.machine),
+            *(gathers, kept is None, options.workspace_bytes, options.machine),
         )
         cached = workspace.programs.get(key)
         if cached is None:
             batch, heads, rows, size = q.shape
             sizes = workspace.engine.world, rows, batch, heads, k.shape[1], size
             dtype = str(q.dtype).removeprefix("torch.")
-            problem = AttentionProblem(*sizes, dtype, **asked, symmetric=source is not None)
-            whole = problem if of is None else AttentionGradient(problem)
+            given = {**asked, "symmetric": source is not None, "keeps": gathers}
+            problem = AttentionProblem(*sizes, dtype, **given)
+            whole = problem if of is None else AttentionGradient(problem, kept is not None)
             cached = _new_kind(workspace, whole, schedule, mode, source, options)
-        call, found = _forward(q, kv, keeps) if of is None else _backward(cached, q, k, kv, of)
+        if of is None:
+            call, found = _forward(cached, q, kv, keeps)
+        else:
+            call, found = _backward(cached, q, k, kv, of)
         post_call(workspace, key, cached, options)
         execute(workspace, program_of(workspace, cached), call)
     except BaseException as error:
@@ -161,9 +173,9 @@ class _Attention(torch.autograd.Function):
         schedule: str | Schedule,
         asked: dict[str, Any],
     ) -> torch.Tensor:
-        out, lse = run_attention(q, k, v, group, schedule, asked, keeps=True)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given, ctx.options = (group, schedule, asked), current()
+        out, lse, *kept = run_attention(q, k, v, group, schedule, asked, keeps=True)
+        ctx.save_for_backward(q, out, lse, *(kept or (k, v)))
+        ctx.given, ctx.options, ctx.shape = (group, schedule, asked), current(), k.shape
         return out
 
     @staticmethod
@@ -171,11 +183,16 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = tensors
-        group, schedule, asked = ctx.given
-        of = Result(out, lse, _heads(grad))
+        q, out, lse, *keys = tensors
+        of, kept = Result(out, lse, _heads(grad)), None
+        if len(keys) == 1:  # rows of keys and values, as many as the own ones at least
+            batch, heads, rows, size = ctx.shape
+            (kept,) = keys
+            some = kept[:rows].view(rows, 2, batch, heads, size)  # for their sizes alone
+            keys = [one.permute(1, 2, 0, 3) for one in some.unbind(1)]
+        (k, v), (group, schedule, asked) = keys, ctx.given
         with carried(ctx.options):
-            found = run_attention(q, k, v, group, schedule, asked, of)
+            found = run_attention(q, k, v, group, schedule, asked, of, kept=kept)
         return *found, None, None, None
 
 
@@ -288,8 +305,10 @@ def _new_kind(
         return made
 
     plan, cap = make(), options.workspace_bytes
-    if cap is not None and plan.words:
+    if cap is not None and "staging" in plan.buffer:
         plan = ring(engine, plan, cap, make)
+    else:
+        keep_to_cap(engine, plan, cap)
     if source is not None and chosen.pull:
         agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
     kept = None if "publish" in plan.buffer else source
@@ -297,7 +316,7 @@ def _new_kind(
 
 
 def _forward(
-    q: torch.Tensor, kv: torch.Tensor, keeps: bool
+    cached: CachedCall, q: torch.Tensor, kv: torch.Tensor, keeps: bool
 ) -> tuple[Call, tuple[torch.Tensor, ...]]:
     """A call with its results allocated, and these as the caller sees them. Tensors of a call have
     rows first."""
@@ -306,8 +325,12 @@ def _forward(
     call = Call({"kv": kv, "q": _by_rows(q), "out": out.transpose(0, 1)})
     if not keeps:
         return call, (out.transpose(1, 2),)
-    call.tensors["lse"] = q.new_empty(batch, heads, rows, dtype=_wide(q))
-    return call, (out.transpose(1, 2), call.tensors["lse"])
+    made = [q.new_empty(batch, heads, rows, dtype=_wide(q))]
+    call.tensors["lse"] = made[0]
+    if "gathered" in cached.plan.buffer:
+        made.append(kv.new_empty(cached.plan.shape("gathered")))
+        call.tensors["gathered"] = made[1]
+    return call, (out.transpose(1, 2), *made)
 
 
 def _backward(
@@ -316,7 +339,8 @@ def _backward(
     """The same for gradients."""
     batch, heads, rows, size = q.shape
     sums, dq = (q.new_empty(batch, rows, heads, size, dtype=dtype) for dtype in (_wide(q), q.dtype))
-    tensors = {"kv": kv, "q": _by_rows(q), "o": _by_rows(of.out), "grad": _by_rows(of.grad)}
+    tensors = {"q": _by_rows(q), "o": _by_rows(of.out), "grad": _by_rows(of.grad)}
+    tensors[cached.plan.buffers[0].name] = kv
     tensors |= {"lse": of.lse, "sum": sums.transpose(0, 1), "dq": dq.transpose(0, 1)}
     for name, shape, dtype in cached.allocated:
         if name not in tensors:
