@@ -52,6 +52,8 @@ class Buffer(NamedTuple):
             ones. What it has then lies without gaps, one block right after the other, and a step
             is about what its call has of the rows that it names. Every row that a call has it has
             wherever that row travels, so that what is proven of all rows is true of these.
+        indexed: of an operand that the caller passes as another matrix and, for each row, which of
+            the rows of that it is; only a place within the rank reads it.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Buffer(NamedTuple):
     matrices: int = 0
     left: tuple[int, ...] = ()
     block: int = 0
+    indexed: bool = False
 
     @property
     def itemsize(self) -> int:

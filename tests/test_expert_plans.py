@@ -51,8 +51,8 @@ def test_they_are_proven(world: int, operator: str) -> None:
         for experts in (1, 2, 3):
             for keeps in {False, operator != "matmul_combine"}:
                 for gathers in (False, True):
-                    asked = layer(operator, world, experts, keeps=keeps, gathers=gathers)
-                    check(planned(asked, name))
+                    ways = {"keeps": keeps, "gathers": gathers, "indexed": operator == "experts"}
+                    check(planned(layer(operator, world, experts, **ways), name))
 
 
 def test_they_are_simulated_and_drawn() -> None:
@@ -73,6 +73,20 @@ def test_rows_leave_before_the_last_ones_arrive() -> None:
     assert min(backs) < max(bar.start_s for bar in bars if bar.label == "3.0")
     serial = simulate(planned(asked, "serial"), machine).stop_s
     assert simulate(planned(asked), machine).stop_s < 0.8 * serial
+
+
+def test_rows_leave_before_all_tokens_are_in_their_rows() -> None:
+    machine = find("h200-4", None)
+    for gathers in (False, True):
+        asked = layer(experts=8, capacity=4096, k=4096, n=4096, indexed=True, gathers=gathers)
+        for name in ("uniform-fused-1d:pieces=4", "hetero-fused-1d:pieces=2", "growing"):
+            bars = simulate(planned(asked, name), machine).ranks[2]
+            first = min(bar.start_s for bar in bars if bar.kind == "copy")
+            ends = [bar.stop_s for bar in bars if bar.label.startswith("leaving")]
+            if gathers and name == "growing":  # one piece, that goes to all
+                assert ends == [first]
+            else:
+                assert min(ends) <= first < 0.6 * max(ends)
 
 
 def test_rows_come_home_while_later_ones_are_multiplied() -> None:

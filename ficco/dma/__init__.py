@@ -28,7 +28,7 @@ memops                   waits and writes of words, and which of them a launch c
 replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
 products                 products, sums and placement by PyTorch
-filled                   the same of blocks of which a call has only some rows
+filled                   the same of rows that only the call knows
 attention                libraries' attention, its backward, and merging what they give
 heads                    the same for all positions of some heads
 scaled                   products of float8 operands, and what libraries lack for them

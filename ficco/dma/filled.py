@@ -1,4 +1,5 @@
-"""Steps on blocks of which a call has only the first rows (:attr:`ficco.plan.Buffer.block`).
+"""Steps on rows that only the call knows: blocks of which it has only the first ones
+(:attr:`ficco.plan.Buffer.block`), and rows that are picked from a matrix by their numbers.
 
 The Plan is that of full blocks. What a call has is known when it is made: each operation looks up
 where the rows that it names begin and end then. Rows of neighbouring blocks lie one right after the
@@ -21,6 +22,8 @@ from ficco.plan import Plan, Product, Region, Transfer
 Move = tuple[int, int, int]
 #: Bytes of which rows of operands of a grouped product are multiples.
 ALIGNED = 16
+#: What a call has of blocks if there are none.
+EMPTY = Filled({}, {})
 
 
 def filled(plan: Plan, region: Region) -> bool:
@@ -34,8 +37,12 @@ def spans(
     """Where the rows of so many regions, each ``stride`` rows below the one before, lie in a
     call."""
     key, block = (region.buffer, region.rank), plan.buffer[region.buffer].block
+    downs = range(0, count * stride, stride) if stride else [0]
+    if not block:
+        fixed = [(region.row + down, region.row_stop + down) for down in downs]
+        return lambda at: fixed
     ends = []
-    for down in range(0, count * stride, stride) if stride else [0]:
+    for down in downs:
         first, row = divmod(region.row + down, block)
         last, before = divmod(region.row_stop + down - 1, block)
         ends.append((first, row, last, before + 1))
@@ -80,6 +87,25 @@ def move_op(
             move(dst(call, to, to + count), src(call, at, at + count))
 
     return op
+
+
+def pick_op(program: Program, transfer: Transfer) -> Op:
+    """Brings rows of the matrix that an indexed operand is given as to where they go."""
+    rows, name = moves(program.plan, transfer), transfer.src.buffer
+    dst = buffers_of(program).rows(transfer.dst)
+
+    def op(call: Call) -> None:
+        matrix, index = call.tensors[name], call.tensors[index_of(name)]
+        for at, to, count in rows(call.filled or EMPTY):
+            out = dst(call, to, to + count)
+            torch.index_select(matrix, 0, index[at : at + count], out=out)
+
+    return op
+
+
+def index_of(operand: str) -> str:
+    """The name of the tensor of a call that says which rows an indexed operand has."""
+    return f"{operand} index"
 
 
 def grouped(plan: Plan, product: Product) -> bool:

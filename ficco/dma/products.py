@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program, in_turn
-from ficco.dma.filled import filled, move_op, product_op
+from ficco.dma.filled import filled, move_op, pick_op, product_op
 from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
 from ficco.problem import Problem
@@ -140,6 +140,8 @@ def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
 def place_op(program: Program, transfer: Transfer) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
     function = transfer.function
+    if program.plan.buffer[transfer.src.buffer].indexed:
+        return pick_op(program, transfer)
     if filled(program.plan, transfer.src):
         move = partial(_applied, function) if function else torch.Tensor.copy_
         return move_op(program, transfer, move)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.dma.engine import Call, Filled
-from ficco.dma.filled import made_whole
+from ficco.dma.filled import index_of, made_whole
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import decide_for_experts
 from ficco.ops import problem_log
@@ -189,9 +189,9 @@ class ExpertFunction(torch.autograd.Function):
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         keeps = of_tokens or of_up or of_down
         slots = routing.slots(turn)
-        a = _leaving(tokens, slots, routing)
-        layer = _layer("experts", call, routing, a, up, down, keeps)
-        made = _run(layer, call, routing, {"a": a, "b": up, "c": down})
+        layer = _layer("experts", call, routing, tokens, up, down, keeps)
+        operands = {**_indexed(tokens, slots, routing), "b": up, "c": down}
+        made = _run(layer, call, routing, operands)
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
         ctx.call, ctx.routing, ctx.dtype = call._replace(options=current()), routing, tokens.dtype
@@ -333,7 +333,8 @@ def _layer(
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
     sizes = call.group.size(), some.shape[0], routing.capacity, k, h, n
-    return ExpertLayer(operator, *sizes, dtype, function, keeps, call.gathers, routing.exact)
+    flags = keeps, call.gathers, routing.exact, operator == NAME
+    return ExpertLayer(operator, *sizes, dtype, function, *flags)
 
 
 def _run(
@@ -405,21 +406,32 @@ def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.devic
 # What depends on the routing.
 
 
+def _indexed(
+    tokens: torch.Tensor, slots: torch.Tensor, routing: Routing
+) -> dict[str, torch.Tensor]:
+    """Tokens, and which of them each row of a block is; zeros where it is none."""
+    many = tokens.shape[0]
+    if routing.exact:
+        return {"a": tokens, index_of("a"): routing.pairs % max(many, 1)}
+    numbers = slots.new_full((routing.rows + 1,), many)
+    for choice in slots.unbind(1):
+        numbers.index_copy_(0, choice, torch.arange(many, device=slots.device))
+    tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    return {"a": tokens, index_of("a"): numbers[:-1]}
+
+
 def _leaving(
-    tokens: torch.Tensor,
+    grad: torch.Tensor,
     slots: torch.Tensor,
     routing: Routing,
-    weights: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The rows of all pairs, those of tokens or of a gradient times their weights."""
+    """The rows of all pairs, those of a gradient times their weights."""
     if not routing.exact:
-        return spread(tokens, slots, routing.rows, weights, dtype)
-    pairs = routing.pairs
-    rows = tokens.index_select(0, pairs % max(tokens.shape[0], 1))
-    if weights is not None:
-        rows = rows * weights.t().reshape(-1)[pairs, None].to(tokens.dtype)
-    return rows.to(dtype or tokens.dtype)
+        return spread(grad, slots, routing.rows, weights, dtype)
+    rows = grad.index_select(0, routing.pairs % max(grad.shape[0], 1))
+    return (rows * weights.t().reshape(-1)[routing.pairs, None].to(rows.dtype)).to(dtype)
 
 
 def spread(
@@ -429,7 +441,8 @@ def spread(
     weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The same in blocks: zeros in rows that no pair has. Pairs without a row share another one."""
+    """The rows of all pairs in blocks, zeros in rows that no pair has. Pairs without a row share
+    another one."""
     spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
     for choice in range(slots.shape[1]):
         some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)

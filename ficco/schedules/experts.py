@@ -68,6 +68,7 @@ class ExpertLayer:
         gathers: every rank has a part of the columns of the same experts, so that all get all
             tokens (an all-gather), and what comes back are terms of sums over the ranks.
         exact: a call has only some of the rows of each block, see :func:`block_starts`.
+        indexed: ``a`` is given as tokens, and which of them each row is.
 
     Raises:
         ValueError: a value is wrong.
@@ -86,6 +87,7 @@ class ExpertLayer:
     keeps: bool = False
     gathers: bool = False
     exact: bool = False
+    indexed: bool = False
     hosts: int = 1
 
     def __post_init__(self) -> None:
@@ -171,7 +173,7 @@ class ExpertLayer:
         made = "local" if self.dispatches else "operand"
         arrived = "result" if self.keeps else "local"
         found = (
-            buffer("a", "A", sent, self.k, "operand")._replace(leaves=True),
+            buffer("a", "A", sent, self.k, "operand")._replace(leaves=True, indexed=self.indexed),
             buffer("b", "B", self.experts * self.k, self.h, "operand"),
             buffer("gathered", "A", self.rows, self.k, arrived),
             buffer("hidden", "A @ B", self.rows, self.h, kept),
@@ -245,7 +247,7 @@ def block_starts(
     before each block, and in all. ``counts``: by rank, the rows that it has for each expert."""
     table = np.array(counts, np.int64)  # [source, expert]
     own = [0, *table[rank].cumsum().tolist()]
-    found: dict[tuple[str, int], list[int]] = {("a", rank): own}
+    found = {("a", rank): own, ("leaving", rank): own}
     for at in range(layer.world):
         first = 0 if layer.gathers else at * layer.experts
         landing = [0, *table[:, first : first + layer.experts].T.cumsum().tolist()]
@@ -295,6 +297,9 @@ class ExpertWorld:
             if layer.combines:
                 self.buffers.append(local._replace(name="partial", leaves=True))
                 self.buffers.append(local._replace(name="staging out", memory="slot"))
+        if layer.indexed:
+            leaving = buffers["a"]._replace(name="leaving", memory="local", indexed=False)
+            self.buffers.append(leaving)
         own = {one.name for one in (*layer.specification.operands, *layer.specification.results)}
         self.buffers = [one for one in self.buffers if one.name not in own]
 
@@ -345,13 +350,19 @@ class ExpertStage:
         lanes = self.schedule.copy
         self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
         self.turn = 0
-        self.placed: tuple[int, ...] = ()  # the step that brings own rows to those of others
+        self.leaving = "leaving" if world.layer.indexed else "a"
+        #: The steps that bring tokens to the rows in which they leave, by target and piece, and
+        #: the one that brings own rows to those of others.
+        self.brought: dict[tuple[int, int], int] = {}
+        self.placed: tuple[int, ...] = ()
         #: Places beside the products, by the turn whose rows they bring: in this order none waits
         #: for a later turn before it brings what is there.
         self.aside: list[tuple[int, Step]] = []
 
     def plan(self) -> Plan:
         world, layer = self.world, self.layer
+        if layer.indexed:
+            self._bring_tokens()
         own = [] if self.schedule.uniform or not self.peers else self._own_shares()
         first, last = own[: len(own) // 2], own[len(own) // 2 :]
         if not layer.combines:
@@ -394,7 +405,7 @@ class ExpertStage:
     def _at_home(self, buffer: str, home: int, owner: int, share: Share) -> _Strided:
         """The rows of a rank's tokens for the experts of another, or from them."""
         layer, (expert, stop, row, row_stop) = self.layer, share
-        first = (layer.leaving if buffer == "a" else layer.home)(owner, expert)
+        first = (layer.leaving if buffer in ("a", "leaving") else layer.home)(owner, expert)
         return self._strided(
             buffer, home, first + row, first + row_stop, stop - expert, layer.capacity
         )
@@ -429,6 +440,30 @@ class ExpertStage:
 
     # Steps.
 
+    @cached_property
+    def mixes(self) -> bool:
+        """Whether own rows are multiplied together with those of others."""
+        return any(self.me in some and some != [self.me] for some in self.world.sets(self.me))
+
+    def _bring_tokens(self) -> None:
+        """Bring tokens to the rows in which they leave, those that are sent first before others:
+        piece by piece, or target by target."""
+        layer, world = self.layer, self.world
+        targets = [*self.builder.lane_of, *([] if self.mixes else [self.me])]
+        numbers = range(len(world.shares))
+        whole = Share(0, layer.experts, 0, layer.capacity)
+        if self.schedule.order == "peer" and not layer.gathers:
+            turns = [([target], whole, numbers) for target in targets]
+        else:
+            turns = [(targets, world.shares[i], range(i, i + 1)) for i in numbers]
+        for owners, share, some in turns:
+            for run in _neighbours(owners) if not layer.gathers else [owners[:1]]:
+                src, dst = (self._run_at_home(at, run, share) for at in ("a", "leaving"))
+                step = Step("place", "compute0", f"leaving {_label(run, some[0])}")
+                index = self.add(step._replace(transfer=self._move(src, dst)))
+            # After all of them, also where they are several: else ranks would get out of step.
+            self.brought |= {(one, number): index for one in owners for number in some}
+
     def _dispatch(self) -> None:
         """Send the rank's tokens, in the order in which their receivers expect them."""
         sent: list[tuple[int, int, int]] = []
@@ -442,15 +477,19 @@ class ExpertStage:
             target, share = targets[turn], self.world.shares[number]
             landing = self._landed("staging", [self.me], share)
             region = landing.region._replace(rank=target)
-            move = self._move(
-                self._at_home("a", self.me, target, share), landing._replace(region=region)
-            )
-            self._copy(move, target, self.world.signal("ready", self.me, target, number))
+            here = self._at_home(self.leaving, self.me, target, share)
+            move = self._move(here, landing._replace(region=region))
+            signal = self.world.signal("ready", self.me, target, number)
+            self._copy(move, target, signal, self._brought(target, number))
+
+    def _brought(self, target: int, number: int) -> tuple[int, ...]:
+        """The step after which the rows of a piece are there to leave."""
+        return (self.brought[target, number],) if self.brought else ()
 
     def _place_own(self) -> None:
         """Bring the own rows to those of others that they are multiplied with, before these
         come."""
-        if any(self.me in some and some != [self.me] for some in self.world.sets(self.me)):
+        if self.mixes:
             whole = Share(0, self.layer.experts, 0, self.layer.capacity)
             here = self._at_home("a", self.me, self.me, whole)
             move = self._move(here, self._landed("staging", [self.me], whole))
@@ -471,12 +510,16 @@ class ExpertStage:
                 self.world.signal("ready", source, me, number) for source in sources if source != me
             )
             left = [
-                self._at_home("a", me, me, share) if alone else self._landed("staging", run, share)
+                self._at_home(self.leaving, me, me, share)
+                if alone
+                else self._landed("staging", run, share)
                 for run in runs
             ]
             made = [self._landed("hidden", run, share) for run in runs]
             step = self._multiply(left, "b", made, share)
-            after = self.placed if me in sources and not alone and lane != "compute0" else ()
+            after: tuple[int, ...] = ()
+            if me in sources and lane != "compute0":
+                after = self._brought(me, number) if alone else self.placed
             index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
