@@ -856,6 +856,29 @@ def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = N
                 assert torch.equal(again, means[0])
 
 
+def check_combine(combine: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+    """Whole numbers exactly; others as PyTorch's operations, up to an ulp of float32."""
+    for dtype, choices, (tokens, rows, cols) in itertools.product(
+        launch.COMBINES, (0, 1, 2, 3, 8), ((1, 1, 8), (33, 100, 24), (257, 40, 4096), (0, 3, 8))
+    ):
+        torch.manual_seed(choices)
+        table = torch.randint(-8, 9, (rows, cols), device=device).to(dtype)
+        picked = torch.randint(rows, (choices, tokens), device=device).t()
+        weights = torch.randint(-4, 5, (tokens, choices), device=device) / 4
+        for one, some in itertools.product((picked, picked.contiguous()), (None, weights)):
+            out = torch.full((tokens, cols), 7.0, dtype=dtype, device=device)
+            combine(out, table, one, some, stream)
+            picks = table.double()[one] * (1 if some is None else some.double()[..., None])
+            assert torch.equal(out, picks.sum(1).to(dtype))
+        table = torch.randn(rows, cols, device=device).to(dtype)
+        weights = torch.randn(tokens, choices, device=device)
+        combine(out, table, picked, weights, stream)
+        wanted = (table.double()[picked] * weights.double()[..., None]).sum(1)
+        most = (table.double()[picked] * weights.double()[..., None]).abs().sum(1)
+        eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        assert ((out.double() - wanted).abs() <= eps * (most + least)).all()
+
+
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """All values there are, those halfway between two, infinities and what is no number."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
@@ -898,6 +921,22 @@ def test_merge(on_host: Kernels) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             on_host.merge(*wrong, None)
+
+
+def test_combine(on_host: Kernels) -> None:
+    check_combine(on_host.combine)
+    rows, out = torch.zeros(5, 8).bfloat16(), torch.zeros(3, 8).bfloat16()
+    picked, weights = torch.zeros(3, 2).long(), torch.ones(3, 2)
+    for wrong, message in (
+        ((out, rows.float(), picked, weights), "required rows and a result"),
+        ((out[:2], rows, picked, weights), "required rows and a result"),
+        ((out[:, :4], rows[:, :4], picked, weights), "required contiguous rows"),
+        ((out, rows, picked.int(), weights), "required int64 numbers"),
+        ((out, rows, picked, weights.double()), "required int64 numbers"),
+        ((out, rows, picked, weights[:, :1]), "required int64 numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            on_host.combine(*wrong, None)
 
 
 #: Of parts of the result's dtype.

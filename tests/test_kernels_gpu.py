@@ -20,6 +20,7 @@ from test_kernels import (
     RECTANGLES,
     at_peers,
     check_casts,
+    check_combine,
     check_halves,
     check_merge,
     check_place,
@@ -91,6 +92,7 @@ def _reduce(at: Rank) -> None:
     mine, stream = loaded(at)
     check_reduce(mine.reduce, "cuda", stream)
     check_merge(mine.merge, "cuda", stream)
+    check_combine(mine.combine, "cuda", stream)
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
     assert arrived.item() == 0

@@ -335,7 +335,8 @@ def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
-    told = "placement, sums, copies, casts, merges, posts, waits and scripts as they should be, "
+    told = "placement, sums, copies, casts, merges, combinations, posts, waits and scripts "
+    told += "as they should be, "
     told += "compiled for cpu"
     assert seen == told
     assert together == [(3, 1)] * 6  # several places, one launch
@@ -422,6 +423,15 @@ def _merges_all_but_one(kernels: Kernels) -> dict[str, Any]:
     return {"merge": lambda out, lse, parts, all, at: right(out, lse, parts[1:], all[1:], at)}
 
 
+def _combines_all_but_one(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.combine
+    return {
+        "combine": lambda out, rows, picked, weights, at: right(
+            out, rows, picked[:, :-1], weights[:, :-1].contiguous(), at
+        )
+    }
+
+
 def _sums_one_part_twice(kernels: Kernels) -> dict[str, Any]:
     right = kernels.one_shot
     return {"one_shot": lambda out, parts, *rest: right(out, [*parts, parts[0]], *rest)}
@@ -433,6 +443,7 @@ def _sums_one_part_twice(kernels: Kernels) -> dict[str, Any]:
         (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 5),
         (_copies_without_signals, "a launch of copies left [0, 0, 0, 0] in words", 2),
         (_merges_all_but_one, "the merge of five parts of torch.float16 is wrong", 1),
+        (_combines_all_but_one, "the combination of three rows of torch.float16 is wrong", 1),
         (_sums_one_part_twice, "at 8 of 160 with scripts is wrong", 8),
         (_sums_without_their_front, "scripts left [0, 0, 9, 5, 0] in words", 8),
         (_carries_out_no_script, "scripts left [0, 7, 9, 0, 0] in words", 8),

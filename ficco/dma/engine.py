@@ -336,6 +336,17 @@ class Engine(ABC):
         """Satisfy all waits of this rank so that its streams drain; whether that worked."""
         raise NotImplementedError
 
+    def combine(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        picked: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> bool:
+        """``out[t] = sum over j of weights[t, j] * rows[picked[t, j]]`` in float32, rounded once,
+        on the current stream; False, and nothing done, if PyTorch's operations are as good."""
+        return False
+
     # Verbs: each returns the operation that enqueues it. `program` gives the slot.
 
     @abstractmethod

@@ -86,7 +86,7 @@ from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
-from ficco.hip_kernels.launch import MAX_PARTS, PEER_BLOCKS, Kernels, Signals
+from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import CAST, Scaling
@@ -603,6 +603,20 @@ class GpuEngine(StreamEngine):
         return lambda call: kernels.reduce(
             result(call), [view(call) for view in views], call.state[lane]
         )
+
+    def combine(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        picked: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> bool:
+        kernels = self._kernels_or_none if self._sums_by_kernel else None
+        if kernels is None or rows.dtype not in COMBINES or rows.shape[1] * rows.itemsize % 16:
+            return False
+        stream = self.driver.stream(self.driver.caller())
+        kernels.combine(out, rows, picked, weights, stream)
+        return True
 
     #: Whether ficco's kernel adds parts up, where it can be had.
     _sums_by_kernel = True

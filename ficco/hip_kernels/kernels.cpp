@@ -5,7 +5,7 @@
 // The same numbers as in launch.py.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
-constexpr u32 MERGE_THREADS = 256;
+constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
@@ -437,6 +437,48 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
 
 MERGE(ficco_merge_bfloat16, bf16)
 MERGE(ficco_merge_float16, f16)
+
+// Experts: the rows that were made for a token become one.
+
+// The sum of the `choices` rows that a token has picked, times its weights if there are some, in
+// float and in their order. Rows have `units` of 16 bytes. What tokens pick lies `by_token` apart,
+// and each of their choices `by_choice`.
+template <typename T>
+INLINE void combine(T* out, const T* rows, const u64* picked, u64 by_token, u64 by_choice,
+                    const float* weights, u32 choices, u32 units, u64 total, u32 blocks) {
+  constexpr u32 EACH = 16 / sizeof(T);
+  const u64 first = (u64)block_index() * COMBINE_THREADS + thread_index();
+  for (u64 n = first; n < total; n += (u64)blocks * COMBINE_THREADS) {
+    const u32 unit = n % units;
+    const u64 token = n / units;
+    float sum[EACH];
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) sum[e] = -0.0f;
+#pragma unroll 2
+    for (u32 c = 0; c < choices; c++) {
+      const u64 row = picked[token * by_token + c * by_choice];
+      const float weight = weights ? weights[token * choices + c] : 1.0f;
+      Units<T, EACH> held;
+      held.units[0] = *(const u32x4*)(rows + (row * units + unit) * EACH);
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[e] += weight * to_float(held.elements[e]);
+    }
+    Units<T, EACH> result;
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) from_float(sum[e], result.elements[e]);
+    *(u32x4*)(out + n * EACH) = result.units[0];
+  }
+}
+
+#define COMBINE(name, T)                                                                         \
+  KERNEL(COMBINE_THREADS)                                                                        \
+  name(T* out, const T* rows, const u64* picked, u64 by_token, u64 by_choice,                    \
+       const float* weights, u32 choices, u32 units, u64 total, u32 blocks) {                    \
+    combine<T>(out, rows, picked, by_token, by_choice, weights, choices, units, total, blocks);  \
+  }
+
+COMBINE(ficco_combine_bfloat16, bf16)
+COMBINE(ficco_combine_float16, f16)
 
 // Sums of parts that lie at the peers: as a reduction, on few blocks, with what the ranks have to
 // tell each other around it.

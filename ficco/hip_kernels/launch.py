@@ -19,7 +19,7 @@ from ficco.hip_kernels.build import Target, compiled
 # The same numbers as in kernels.cpp.
 COPY_THREADS = 512
 REDUCE_THREADS = 256
-MERGE_THREADS = 256
+MERGE_THREADS = COMBINE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
 CAST_THREADS, CAST_HELD = 256, 8
@@ -57,8 +57,8 @@ REDUCTIONS = {
 
 #: What kernels count the units of attention's results in is 32 bits wide.
 MOST_MERGED = 1 << 33
-#: Dtypes whose parts of attention are merged.
-MERGES = (torch.bfloat16, torch.float16)
+#: Dtypes whose parts of attention are merged, and whose rows of experts are combined.
+MERGES = COMBINES = (torch.bfloat16, torch.float16)
 
 #: Casts: dtypes that are cast, and those of the result.
 CASTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,6 +81,7 @@ NAMES = (
     *(f"ficco_one_shot_{_text(part)}" for part, out in REDUCTIONS if part == out),
     *(f"ficco_cast_{_text(dtype)}" for dtype in CASTS),
     *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
+    *(f"ficco_combine_{_text(dtype)}" for dtype in COMBINES),
     "ficco_post",
     "ficco_wait",
     "ficco_script",
@@ -366,6 +367,37 @@ def check_merge(
             )
 
 
+def check_combine(
+    out: torch.Tensor, rows: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor | None
+) -> None:
+    """``ValueError`` unless rows can be combined."""
+    whole = rows.dim() == 2 and out.shape == (picked.shape[0], rows.shape[1])
+    if not whole or rows.dtype not in COMBINES or out.dtype != rows.dtype:
+        raise ValueError(
+            f"required rows and a result [{picked.shape[0]}, n] of one of {COMBINES}, got "
+            f"{tuple(rows.shape)} and {tuple(out.shape)} of {rows.dtype} and {out.dtype}"
+        )
+    dense = all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (out, rows))
+    if not dense or rows.shape[1] * rows.element_size() % 16:
+        raise ValueError(
+            "required contiguous rows of multiples of 16 bytes, got strides "
+            f"{rows.stride()} and {out.stride()} of {rows.shape[1]} columns"
+        )
+    if picked.dtype != torch.int64 or (
+        weights is not None
+        and not (
+            weights.dtype == torch.float32
+            and weights.shape == picked.shape
+            and weights.is_contiguous()
+        )
+    ):
+        raise ValueError(
+            f"required int64 numbers of rows [t, choices] and contiguous float32 weights of that "
+            f"shape, got {picked.dtype} {tuple(picked.shape)} and "
+            f"{None if weights is None else (weights.dtype, tuple(weights.shape))}"
+        )
+
+
 def check_cast(out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor) -> None:
     """``ValueError`` unless a matrix can be cast to where it is wanted."""
     rows, cols = matrix.shape
@@ -544,6 +576,31 @@ class Kernels:
             *map(_U32, (len(means), units, heads, rows, total, blocks)),
         )
         self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
+
+    def combine(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        picked: torch.Tensor,
+        weights: torch.Tensor | None,
+        stream: Any,
+    ) -> None:
+        """``out[t] = sum over j of weights[t, j] * rows[picked[t, j]]``, in float32, in that order,
+        and rounded once. ``weights``: float32, None for ones. Rows are multiples of 16 bytes."""
+        check_combine(out, rows, picked, weights)
+        units = rows.shape[1] * rows.element_size() // 16
+        total = out.shape[0] * units
+        if not total:
+            return
+        blocks = min(8 * self.binding.processors, -(-total // COMBINE_THREADS))
+        given = (
+            *map(_U64, (out.data_ptr(), rows.data_ptr(), picked.data_ptr(), *picked.stride())),
+            _U64(0 if weights is None else weights.data_ptr()),
+            *map(_U32, (picked.shape[1], units)),
+            *(_U64(total), _U32(blocks)),
+        )
+        name = f"ficco_combine_{_text(rows.dtype)}"
+        self._launch(name, blocks, COMBINE_THREADS, given, stream)
 
     def cast(
         self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call, Filled
+from ficco.dma.engine import Call, Engine, Filled
 from ficco.dma.filled import index_of, made_whole
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import decide_for_experts
@@ -195,7 +195,8 @@ class ExpertFunction(torch.autograd.Function):
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
         ctx.call, ctx.routing, ctx.dtype = call._replace(options=current()), routing, tokens.dtype
-        return weighted_sum(out, slots, weights, tokens.dtype if routing.rounds == 1 else None)
+        dtype = tokens.dtype if routing.rounds == 1 else None
+        return weighted_sum(out, slots, weights, dtype, _engine(call, tokens))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -225,7 +226,8 @@ class ExpertFunction(torch.autograd.Function):
                 layer = _layer("matmul_combine", call, routing, d_hidden, None, up_t, False)
                 operands = {"active": d_hidden, "c": up_t}
                 back = _run(layer, call, routing, operands, "gradients")["out"]
-                d_tokens = weighted_sum(_terms(back, layer), slots, dtype=dtype)
+                back, engine = _terms(back, layer), _engine(call, grad)
+                d_tokens = weighted_sum(back, slots, dtype=dtype, engine=engine)
             rank, starts = call.group.rank(), None
             if routing.exact:
                 starts = _filled(layer, routing, rank, grad.device).starts[LANDING[0], rank]
@@ -390,6 +392,10 @@ def _run(
     return results
 
 
+def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
+    return workspace_for(call.group, tensor, "tokens", NAME).engine
+
+
 def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.device) -> Filled:
     """What calls of an exact layer, and of its halves, have of blocks."""
     found: Filled | None = routing.blocks.get(layer.gathers)
@@ -467,11 +473,17 @@ def weighted_sum(
     slots: torch.Tensor,
     weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    engine: Engine | None = None,
 ) -> torch.Tensor:
     """The sum of the rows of each token's pairs, by their weights, in float32 or float64; rounded
-    once if that is not the dtype."""
+    once if that is not the dtype. An engine may have a kernel for it."""
     wide = _wide(rows.dtype)
     shape, choices = (slots.shape[0], rows.shape[1]), slots.shape[1]
+    if engine is not None and dtype == rows.dtype:
+        out = rows.new_empty(shape)
+        factors = None if weights is None else weights.float().contiguous()
+        if engine.combine(out, rows, slots, factors):
+            return out
     total = rows.new_zeros(shape, dtype=dtype or wide) if not choices else None
     for choice in range(choices):  # each pass widens, and the last one rounds, as it goes
         some = rows.index_select(0, slots[:, choice])

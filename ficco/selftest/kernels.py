@@ -15,6 +15,7 @@ from ficco.accelerator import gpu
 from ficco.dma import probe
 from ficco.hip_kernels.launch import (
     CASTS,
+    COMBINES,
     E4M3,
     MERGES,
     REDUCTIONS,
@@ -44,10 +45,11 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
     tried = _Trial(at, kernels, stream, torch.Generator(at.device).manual_seed(at.rank))
     problems = [*tried.placed(), *tried.summed()]
     if isinstance(kernels, Kernels):
-        problems += [*tried.copied(), *tried.cast(), *tried.merged()]
+        problems += [*tried.copied(), *tried.cast(), *tried.merged(), *tried.combined()]
         problems += [*tried.signalled(), *tried.scripted()]
         seen = (
-            "placement, sums, copies, casts, merges, posts, waits and scripts as they should be, "
+            "placement, sums, copies, casts, merges, combinations, posts, waits and scripts "
+            "as they should be, "
             f"compiled for {kernels.binding.target.arch}"
         )
     else:
@@ -164,6 +166,19 @@ class _Trial:
             # The instructions for exponents and logarithms are off by some units in the last place.
             if not (torch.equal(out, wanted) and (lse - math.log(4)).abs().max() < 1e-5):
                 problems.append(f"the merge of five parts of {dtype} is wrong")
+        return problems
+
+    def combined(self) -> list[str]:
+        """Rows of experts: small integers, whose sums by small weights are exact."""
+        problems, device = [], self.at.device
+        for dtype in COMBINES:
+            rows, out = self.integers(dtype, 20, 64), torch.empty(9, 64, dtype=dtype, device=device)
+            picked = torch.arange(27, device=device).view(3, 9).t() % 20
+            weights = (torch.arange(27, device=device).view(9, 3) % 3).float()
+            self.kernels.combine(out, rows, picked, weights, self.stream)
+            wanted = (rows[picked].float() * weights[..., None]).sum(1).to(dtype)
+            if not torch.equal(out, wanted):
+                problems.append(f"the combination of three rows of {dtype} is wrong")
         return problems
 
     def signalled(self) -> list[str]:

@@ -1028,6 +1028,50 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
+// The sums of the rows that tokens pick, by weights, in float and rounded once.
+template <typename T>
+int combine(Stream& stream, uint32_t blocks, void** arguments) {
+  auto* out = argument<T*>(arguments, 0);
+  auto* rows = argument<const T*>(arguments, 1);
+  auto* picked = argument<const uint64_t*>(arguments, 2);
+  size_t by_token = argument<uint64_t>(arguments, 3), by_choice = argument<uint64_t>(arguments, 4);
+  auto* weights = argument<const float*>(arguments, 5);
+  size_t choices = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
+  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
+  if (!units || !total || total % units || told != blocks)
+    return violation(InvalidValue, "a combination of %zu units, %zu a row, by %u blocks of %zu",
+                     total, units, blocks, told);
+  size_t tokens = total / units, size = units * 16 / sizeof(T);
+  for (const void* at : {static_cast<const void*>(out), static_cast<const void*>(rows)})
+    if (reinterpret_cast<uintptr_t>(at) % 16)
+      return violation(InvalidValue, "a combination at %p, which is not aligned", at);
+  size_t numbers = (tokens - 1) * by_token + (choices ? choices - 1 : 0) * by_choice + 1;
+  Uses uses;
+  for (auto [from, length] : {std::pair<const void*, size_t>{out, tokens * size * sizeof(T)},
+                              {choices ? picked : nullptr, numbers * 8},
+                              {choices ? weights : nullptr, tokens * choices * 4}}) {
+    if (!from) continue;
+    int code = 0;
+    auto memory = reach(stream, from, length, "a combination", code);
+    if (!memory) return code;
+    uses.push_back(memory);
+  }
+  auto run = [=] {
+    for (size_t t = 0; t < tokens; t++) {
+      std::vector<float> sum(size);
+      for (size_t c = 0; c < choices; c++) {
+        auto* from = rows + picked[t * by_token + c * by_choice] * size;
+        float weight = weights ? weights[t * choices + c] : 1.0f;
+        for (size_t e = 0; e < size; e++) sum[e] += weight * widened(from[e]);
+      }
+      for (size_t e = 0; e < size; e++) round_to(sum[e], out[t * size + e]);
+    }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
 using Launch = int (*)(Stream&, uint32_t, void**);
 const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_reduce_bfloat16_bfloat16", reduce<Bf16, Bf16>},
@@ -1040,6 +1084,8 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_cast_float32", cast<float>},
     {"ficco_merge_bfloat16", merge<Bf16>},
     {"ficco_merge_float16", merge<F16>},
+    {"ficco_combine_bfloat16", combine<Bf16>},
+    {"ficco_combine_float16", combine<F16>},
 };
 
 // Names of the other kernels. The last six are found, but not carried out.
