@@ -2,7 +2,7 @@
 
 import typing
 
-from ficco.api import addresses, close, empty, explain, explain_experts, memory, synchronize
+from ficco.api import addresses, close, empty, explain, memory, synchronize
 from ficco.errors import (
     BackendError,
     ConfigError,
@@ -59,7 +59,6 @@ __all__ = [
     "empty",
     "experts",
     "explain",
-    "explain_experts",
     "matmul_all_reduce",
     "matmul_all_to_all",
     "matmul_reduce_scatter",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from numbers import Integral
 from os import PathLike
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,15 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, decide, problem_of_sizes, where
-from ficco.heuristics.experts import decide_for_experts
+from ficco.families import family_of, problem_of, size_of
+from ficco.heuristics import Decision, where
 from ficco.machine import Machine
-from ficco.ops.experts import check_split
 from ficco.ops.operands import process_group
 from ficco.problem import MOST
 from ficco.schedules import Schedule
-from ficco.schedules.experts import ExpertLayer
-from ficco.specification import gated as named_gated
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
 
@@ -95,104 +93,69 @@ def addresses(tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = No
 def explain(
     operator: str,
     *,
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype | str = "bfloat16",
     world: int,
+    dtype: torch.dtype | str = "bfloat16",
     rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
     hosts: int = 1,
     schedule: str | Schedule = "auto",
     captured: bool = False,
     machine: str | PathLike[str] | Machine | None = None,
     search: bool = False,
+    **sizes: Any,
 ) -> Decision:
     """The schedule that a call would take, and why. Needs no device and no process group, and
     assumes that ficco's kernels can be compiled.
 
     The result's ``candidates`` and ``table()`` give the predictions for each schedule that was
-    compared: seconds, share of the ideal, decomposition and contention loss, memory.
+    compared: seconds, share of the ideal, memory; of products also decomposition and contention
+    loss.
+
+    =================================  ============================================================
+    operator                           sizes
+    =================================  ============================================================
+    of products, such as               ``m``: rows that a rank multiplies. All-gather: the rows of
+    ``"matmul_reduce_scatter"``        the gathered A. All-to-all: the rows of the rank that has
+                                       most. ``n, k``: columns and rows of the local b
+    ``"all_gather_attention"``,        ``sequence``: all positions; ``heads``, ``head_size``; as
+    ``"ulysses_attention"``            for the call ``kv_heads``, ``batch``, ``causal``,
+                                       ``window`` and, for the first, ``placement``
+    ``"experts"``                      ``experts``: number of all; ``capacity``: rows of each rank
+                                       for each of them; ``k, h, n``: as for the call, with
+                                       ``gated`` (the default) up has 2h columns; ``activation``,
+                                       ``split``
+    =================================  ============================================================
 
     Args:
-        operator: name of the operator, such as ``"matmul_reduce_scatter"``.
-        m: rows that a rank multiplies. All-gather: the rows of the gathered A. All-to-all: the
-            rows of the rank that has most.
-        n, k: columns and rows of the local b.
-        dtype: of the operands, or its name.
+        operator: its name.
         world: number of ranks.
-        rows: as for the operator; None for rows as equal as their number allows.
-        hosts: how many hosts the ranks are on, with as many each.
+        dtype: of the operands, or its name.
+        rows: as for operators of products; None for rows as equal as their number allows.
+        hosts: how many hosts the ranks are on, with as many each; one but for products.
         schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
-        search: look beyond the named schedules.
+        search: look beyond the named schedules; for products.
+        sizes: those of the operator.
 
     Raises:
         ValueError: an argument is wrong.
         NotImplementedError: no engine serves the dtype.
         ConfigError: there is no such machine, or its file is damaged.
     """
-    for size_of, size in (("m", m), ("n", n), ("k", k), ("world", world), ("hosts", hosts)):
-        if not _is_size(size):
-            raise ValueError(f"{size_of}: required a whole number of at least 0, got {size!r}")
-    m, n, k, world, hosts = map(int, (m, n, k, world, hosts))  # NumPy's, too
+    numbers = {"world": world, "hosts": hosts}
+    numbers |= {name: size for name, size in sizes.items() if size_of(operator, name) is int}
+    for name, number in numbers.items():
+        if not _is_size(number):
+            raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
+    sizes |= {name: int(number) for name, number in numbers.items() if name in sizes}
+    world, hosts = int(world), int(hosts)
     each = world // max(hosts, 1)
     here = fingerprint("cuda" if gpu.is_available() else "cpu", each)
     setting = where(machine, each, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
-    problem = problem_of_sizes(operator, m, n, k, name, world, rows, hosts)
-    return decide(problem, schedule, machine=setting.machine, mode=setting.mode, search=search)
-
-
-def explain_experts(
-    *,
-    experts: int,
-    capacity: int,
-    k: int,
-    h: int,
-    n: int,
-    world: int,
-    dtype: torch.dtype | str = "bfloat16",
-    activation: str = "silu",
-    gated: bool = True,
-    split: str = "experts",
-    schedule: str | Schedule = "auto",
-    machine: str | PathLike[str] | Machine | None = None,
-) -> Decision:
-    """The schedule that a call of :func:`ficco.experts` would take, and why. Needs no device and no
-    process group.
-
-    Args:
-        experts: number of all experts.
-        capacity: rows of each rank for each expert.
-        k, h, n: as for the call; with ``gated`` up has 2h columns.
-        world: number of ranks.
-        dtype, activation, split, schedule: as for the call.
-        machine: a Machine, or the name or path of one; None for this host's.
-
-    Raises:
-        ValueError: an argument is wrong.
-        NotImplementedError: the dtype is not served.
-        ConfigError: there is no such machine, or its file is damaged.
-    """
-    here = fingerprint("cuda" if gpu.is_available() else "cpu", world)
-    setting = where(machine, world, here)
-    gathers = check_split(split)
-    if not gathers and experts % world:
-        raise ValueError(f"experts: required a multiple of {world} ranks, got {experts}")
-    layer = ExpertLayer(
-        "experts",
-        world,
-        experts if gathers else experts // world,
-        capacity,
-        k,
-        h * (1 + gated),
-        n,
-        str(dtype).removeprefix("torch."),
-        named_gated(activation) if gated else activation,
-        gathers=gathers,
-    )
-    return decide_for_experts(layer, schedule, setting.machine)
+    problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
+    how: Any = {"machine": setting.machine, "mode": setting.mode, "search": search}
+    return family_of(problem).decide(problem, schedule, **how)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:

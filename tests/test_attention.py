@@ -16,6 +16,7 @@ from ranks import Failure, Rank, caught, ranks, run
 
 import ficco
 from ficco.attention import (
+    GATHERED,
     PLACEMENTS,
     AttentionGradient,
     AttentionProblem,
@@ -23,7 +24,6 @@ from ficco.attention import (
     Rectangle,
     Segment,
     attention_plans,
-    choose,
 )
 from ficco.dma.attention import Heads, attention, merge
 from ficco.dma.engine import Part
@@ -433,17 +433,18 @@ def test_simulation_and_choice() -> None:
     problem = AttentionProblem(
         *(4, 16384, 1, 32, 8, 128, "bfloat16"), causal=True, placement="head-tail"
     )
-    chosen = choose(problem, machine)
-    assert dict(chosen.predicted).keys() >= {"growing", "serial"}
-    seconds = dict(chosen.predicted)
+    chosen = GATHERED.decide(problem, machine=machine)
+    seconds = {one.schedule: one.queued for one in chosen.candidates}
+    assert seconds.keys() == {*GATHERED.compared} and chosen.source == "model"
     assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
     made = attention_plans(problem, chosen.schedule)
     timeline = simulate(made, machine)
     flops = sum(attended_flops(one) for step in made[0].steps for one in step.attends)
     assert flops / (machine.gemm.peak if machine.gemm else 1.0) < timeline.stop_s
     slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
-    assert dict(choose(problem, slow).predicted)["growing"] > seconds["growing"]
-    assert str(choose(problem, None).schedule) == "growing"
+    growing = Schedule.parse("growing")
+    assert GATHERED.seconds(problem, growing, slow) > seconds["growing"]
+    assert str(GATHERED.decide(problem).schedule) == "growing"
 
 
 # Calls on CPUs.

@@ -20,8 +20,7 @@ import ranks
 import torch
 
 import ficco
-from ficco import cli
-from ficco.bench import candidates as compared
+from ficco import cli, families
 from ficco.bench import cases, experts, layers, measure, report, stats, tables
 from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
@@ -31,7 +30,6 @@ from ficco.bench.candidates import (
     block_bytes,
     choose,
     moved_bytes,
-    movements,
     named_again,
     of_problem,
     parse,
@@ -47,6 +45,7 @@ from ficco.bench.traces import trace_all
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.cli import bench as command
 from ficco.errors import ConfigError
+from ficco.families import movements
 from ficco.heuristics import candidates, problem_of_sizes
 from ficco.problem import OPERATORS, Problem
 from ficco.scaling import SCALED
@@ -437,7 +436,7 @@ def _fused_on_meta(at: ranks.Rank, operator: str, kind: str) -> tuple[tuple[int,
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
-    assert doctest.testmod(compared) == (0, 1)
+    assert doctest.testmod(families) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)

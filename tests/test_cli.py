@@ -34,6 +34,7 @@ from ficco.launch import RankFailed, check_ranks, launch, own_rank
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plans
+from ficco.timeline import loads
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
 
@@ -232,9 +233,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ),
         (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
-        (["simulate", "--m", "8192"], "--n, --k: required with --m, got none"),
-        (["simulate", "--m", "8", "--k", "8"], "--n: required with --m, --k, got none"),
-        (["explain"], "--m, --n, --k: required, got none; for example `ficco explain --m 8192"),
+        (
+            ["simulate", "--m", "8192"],
+            "--n: required, since all_gather_matmul needs m, n, k",
+        ),
+        (
+            ["simulate", "--m", "8", "--k", "8"],
+            "--n: required, since all_gather_matmul needs m, n, k",
+        ),
+        (["explain"], "--m: required, since all_gather_matmul needs m, n, k; got none"),
         (["plot", str(Path(__file__)), "--out", "x.png"], "by `ficco bench --plot`"),
         (["nothing"], "nothing"),
         ([], "command"),
@@ -268,7 +275,7 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    for path in ("explain.decide", "site.where", "site.problem_of_sizes"):
+    for path in ("explain.family_of", "site.where", "site.problem_of"):
         with monkeypatch.context() as patch:
             patch.setattr(f"ficco.cli.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2
@@ -295,6 +302,90 @@ def test_the_help_has_every_option_and_its_default() -> None:
                     action.help
                 )
                 assert shown, f"{name} {action.dest}: {action.help}"
+
+
+# Operators other than products.
+
+ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world 4".split()
+EXPERTS = "--experts 8 --capacity 4 --k 16 --h 8 --n 16 --world 4".split()
+OTHERS = {
+    "all_gather_attention": (*ATTENTION, "--placement", "head-tail"),
+    "ulysses_attention": (*ATTENTION,),
+    "experts": (*EXPERTS,),
+}
+
+
+@pytest.mark.parametrize("operator", OTHERS)
+def test_attention_and_experts_are_planned_simulated_and_explained(
+    operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    asked = ["--operator", operator, *OTHERS[operator], "--machine", "h200-4"]
+    picture, lines = tmp_path / "picture.svg", tmp_path / "lines.json"
+    assert cli.run(["plan", "serial", *asked, "--rank", "1", "--draw", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{operator}(") and "checked for all 4 ranks" in said
+    assert "rank 1 of 4" in said and picture.exists()
+    assert cli.run(["plan", "auto", *asked, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    done = [one for one in planned["steps"] if one["attends"] or one["applied"] or one["products"]]
+    assert done and planned["source"] == "model"
+
+    assert cli.run(["simulate", *asked, "--json", "--timelines", str(lines)]) == 0
+    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
+    longer = max(rows["computed"]["ms"], rows["copies"]["ms"])
+    assert rows["ideal"]["ms"] == pytest.approx(longer) and rows["ideal"]["m"] == 0
+    names = [name for name in rows if name not in ("computed", "copies", "ideal")]
+    assert len(loads(lines.read_text(), "lines")) == len(names) > 5
+    for name in names:
+        assert rows[name]["speedup"] == pytest.approx(rows["serial"]["ms"] / rows[name]["ms"])
+        assert rows[name]["share"] == pytest.approx(rows["ideal"]["ms"] / rows[name]["ms"])
+        assert 0 < rows[name]["share"] < 1
+
+    picture.unlink()
+    explained = ["explain", *asked, "--json", "--draw", str(picture)]
+    assert cli.run(explained) == 0 and picture.exists()
+    decision = json.loads(capsys.readouterr().out)
+    assert decision["schedule"] == planned["schedule"] and decision["reason"] == planned["reason"]
+    predicted = {one["schedule"]: one["predicted"]["queued"] for one in decision["candidates"]}
+    assert predicted == {name: pytest.approx(rows[name]["ms"] * 1e-3) for name in names}
+    assert cli.run(["explain", *asked]) == 0
+    table = capsys.readouterr().out
+    assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
+
+
+@pytest.mark.parametrize(
+    ("operator", "more", "said"),
+    [
+        ("all_gather_attention", ["--kv-heads", "3"], "--kv-heads: required a divisor of 4 heads"),
+        ("all_gather_attention", ["--sequence", "66"], "--sequence: required a multiple of 4"),
+        ("all_gather_attention", ["--placement", "x"], "--placement: required one of ranks, head-"),
+        ("all_gather_attention", ["--window", "-1"], "--window: required 0 to"),
+        ("all_gather_attention", ["--m", "8"], "--m: required none for all_gather_attention"),
+        ("all_gather_attention", ["--rows", "1,2,3,4"], "--rows: required none for all_gather_"),
+        ("ulysses_attention", ["--placement", "ranks"], "--placement: required none for ulysses_"),
+        ("ulysses_attention", ["--world", "8", "--sequence", "64"], "the 8 ranks share equally"),
+        ("experts", ["--experts", "6"], "--experts: required a multiple of 4"),
+        ("experts", ["--hosts", "2"], "--hosts: required none for experts"),
+        ("experts", ["--activation", "tanh"], "--activation: required one of relu, silu"),
+        ("experts", ["--search"], "search: required False for experts"),
+        ("experts", ["--measure"], "--measure: required an operator of products, got experts"),
+    ],
+)
+def test_sizes_that_others_cannot_have_are_refused(
+    operator: str, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--operator", operator, *OTHERS[operator], "--machine", "h200-4", *more]
+    assert cli.run(["explain", *asked]) == 2
+    assert said in capsys.readouterr().err
+    if not {"--search", "--measure"} & set(more):
+        assert cli.run(["plan", "auto", *asked]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_cap_is_for_products(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--operator", "experts", *EXPERTS, "--workspace-bytes", "1"]
+    assert cli.run(["plan", "serial", *asked]) == 2
+    assert "--workspace-bytes: required an operator of products" in capsys.readouterr().err
 
 
 # doctor

@@ -13,7 +13,7 @@ import pytest
 import ficco
 from ficco.dma.engine import Filled
 from ficco.dma.filled import grouped, moves, spans
-from ficco.heuristics.experts import COMPARED, MARGIN
+from ficco.heuristics.experts import EXPERTS, MARGIN
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
@@ -163,16 +163,18 @@ SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world"
 def test_auto_takes_the_fastest_of_a_few() -> None:
     """Narrow experts, whose tokens take as long to come as to be multiplied."""
     sizes = SIZES | {"h": 512}
-    decision = ficco.explain_experts(capacity=1024, machine="h200-4", **sizes)
+    decision = ficco.explain("experts", capacity=1024, machine="h200-4", **sizes)
     assert decision.source == "model" and "simulated on h200-4" in decision.reason
     asked = ExpertLayer("experts", 4, 2, 1024, 4096, 1024, 4096, "bfloat16", "silu gated")
     machine = find("h200-4", None)
-    seconds = {name: simulate(planned(asked, name), machine, "queued").stop_s for name in COMPARED}
+    seconds = {
+        name: simulate(planned(asked, name), machine, "queued").stop_s for name in EXPERTS.compared
+    }
     assert str(decision.schedule) == min(seconds, key=seconds.__getitem__) != "serial"
     assert seconds["serial"] > (1 + MARGIN) * min(seconds.values())
     # One decision for all capacities of an octave.
-    assert ficco.explain_experts(capacity=600, machine="h200-4", **sizes) == decision
-    columns = ficco.explain_experts(capacity=600, machine="h200-4", split="columns", **sizes)
+    assert ficco.explain("experts", capacity=600, machine="h200-4", **sizes) == decision
+    columns = ficco.explain("experts", capacity=600, machine="h200-4", split="columns", **sizes)
     assert columns.source == "model" and columns.reason != decision.reason
 
 
@@ -181,7 +183,7 @@ def test_auto_is_serial_where_little_is_predicted_to_be_gained(experts: int, cap
     """The shapes that were measured on an H100, where others lose."""
     sizes = SIZES | {"experts": experts, "capacity": capacity}
     for machine in ("h200-4", "h100-8"):
-        decision = ficco.explain_experts(machine=machine, **sizes)
+        decision = ficco.explain("experts", machine=machine, **sizes)
         assert str(decision.schedule) == "serial"
         assert "serial unless others gain 8%" in decision.reason or ": serial " in decision.reason
 
@@ -200,15 +202,15 @@ def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
     """Few rows for each of many experts: cut by sources, every step reads all weights."""
     machine = find("h200-4", None)
     asked = layer(experts=16, capacity=160, k=4096, h=28672, n=4096)
-    seconds = {name: simulate(planned(asked, name), machine).stop_s for name in COMPARED}
+    seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
     assert seconds["shard-overlap"] > 1.15 * seconds["serial"]
     assert seconds["uniform-fused-1d:pieces=2"] < seconds["serial"]
 
 
 def test_what_cannot_be_simulated_is_told() -> None:
-    given = ficco.explain_experts(capacity=8, machine="h200-4", schedule="growing", **SIZES)
+    given = ficco.explain("experts", capacity=8, machine="h200-4", schedule="growing", **SIZES)
     assert str(given) == "growing (caller: given)"
-    alone = ficco.explain_experts(capacity=8, machine="h200-4", **(SIZES | {"world": 1}))
+    alone = ficco.explain("experts", capacity=8, machine="h200-4", **(SIZES | {"world": 1}))
     assert alone.source == "rule"
     for wrong, text in (
         ({"experts": 7}, "multiple of 4"),
@@ -217,7 +219,7 @@ def test_what_cannot_be_simulated_is_told() -> None:
         ({"schedule": 3}, "required 'auto'"),
     ):
         with pytest.raises(ValueError, match=text):
-            ficco.explain_experts(**({"capacity": 8, "machine": "h200-4"} | SIZES | wrong))
+            ficco.explain("experts", **({"capacity": 8, "machine": "h200-4"} | SIZES | wrong))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ PURE = (
     ("simulate",),
     ("heuristics",),
     ("attention",),
+    ("families",),
 )
 LAYERS = (
     *PURE,

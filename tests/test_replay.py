@@ -35,7 +35,6 @@ from ficco.bench.replay import (
     ReplayEngine,
     Timetable,
     arrivals,
-    last_arrival,
     link,
 )
 from ficco.bench.replay_run import ReplayOperands, proven
@@ -43,7 +42,9 @@ from ficco.bench.report import report, show_best
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
+from ficco.families import family_of
 from ficco.heuristics import problem_of_sizes
+from ficco.heuristics.arrivals import last_arrival
 from ficco.machine import find
 from ficco.machine.flat import flat
 from ficco.options import current
@@ -107,6 +108,10 @@ def problem_of(operator: str, world: int, equal: bool = True) -> Problem:
     if OPERATORS[operator].blocks:
         return Problem.of_blocks(operator, [rows] * world, 12, 16, "float32")
     return Problem(operator, tuple(rows), 12, 16, "float32")
+
+
+def received_s(problem: Any, machine: Any, rank: int) -> float:
+    return last_arrival(family_of(problem).received(problem, rank), machine)
 
 
 def caller(operands: ReplayOperands, group: Any, schedule: str) -> Callable[[], torch.Tensor]:
@@ -294,12 +299,12 @@ def test_arrivals_are_those_of_the_link() -> None:
     assert [transfer.src.rank for one in coming for transfer in one.transfers] == [
         one.signal.poster for one in coming
     ]
-    assert last_arrival(problem, machine, 0) == pytest.approx(coming[-1].at)
+    assert received_s(problem, machine, 0) == pytest.approx(coming[-1].at)
     scattered = problem_of("matmul_all_reduce", 3)
     both_ways = 2 * (2 + 2 * 8 * 12 * 4 / 1e3)
-    assert last_arrival(scattered, machine, 0) == pytest.approx(both_ways)
+    assert received_s(scattered, machine, 0) == pytest.approx(both_ways)
     mesh = link(flat(1e12, 1.0, 1e12, kind="mesh"), 1e-6, 2e6)
-    assert last_arrival(problem, mesh, 0) == pytest.approx(2 + shard)
+    assert received_s(problem, mesh, 0) == pytest.approx(2 + shard)
 
 
 def test_what_is_no_link_is_refused() -> None:
@@ -428,7 +433,7 @@ def test_the_bench_of_a_replay(tmp_path: Path) -> None:
                 row = mine[name]
                 assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
                 assert 0 < row["share"] < 1 < row["ms_high"] / mine["copies"]["ms"]
-            last = last_arrival(CASES[case].problem(3), machine, 1)
+            last = received_s(CASES[case].problem(3), machine, 1)
             assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
     about = json.loads((tmp_path / "rows.json").read_text())
     assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3

@@ -16,7 +16,7 @@ from ranks import Failure, Rank, caught, ranks, run
 from test_attention import MOST_ERROR, AttentionCase, reference, root_mean_square
 
 import ficco
-from ficco.attention import AttentionProblem, HeadsProblem, choose_for_heads, heads_plans
+from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.attention.heads_plans import pieces_of
 from ficco.dma.attention import Heads, Result, attention, backward
 from ficco.machine import find
@@ -286,16 +286,16 @@ def test_simulation_and_choice() -> None:
     pairs = 16384 * 16385 // 2
     for kind, products in (((False, ""), 2), ((True, "heads"), 5)):
         problem = HeadsProblem(asked, *kind)
-        chosen = choose_for_heads(problem, machine)
-        seconds = dict(chosen.predicted)
+        chosen = BY_HEADS.decide(problem, machine=machine)
+        seconds = {one.schedule: one.queued for one in chosen.candidates}
         assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
         made = heads_plans(problem, chosen.schedule)
         flops = [sum(work(plan, step)[0] for step in plan.steps) for plan in made]
         assert flops == [2.0 * products * pairs * 128 * 8] * 4
         assert flops[0] / machine.gemm.peak < simulate(made, machine).stop_s
         slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
-        assert dict(choose_for_heads(problem, slow).predicted)["serial"] > seconds["serial"]
-    assert str(choose_for_heads(problem, None).schedule) == "uniform-fused-1d:pieces=4"
+        assert BY_HEADS.seconds(problem, Schedule.parse("serial"), slow) > seconds["serial"]
+    assert str(BY_HEADS.decide(problem).schedule) == "uniform-fused-1d:pieces=4"
 
 
 # Calls on CPUs.

@@ -6,7 +6,7 @@ attends with some of them to the whole sequence. The room is pure: libraries' ca
 ``ficco.dma``, the operators in ``ficco.ops``.
 """
 
-from ficco.attention.choose import AttentionChoice, choose, choose_for_heads
+from ficco.attention.choose import BY_HEADS, GATHERED
 from ficco.attention.gradient import AttentionGradient
 from ficco.attention.heads import HeadsProblem, keys_of
 from ficco.attention.heads_plans import heads_plans
@@ -15,19 +15,18 @@ from ficco.attention.plans import attention_plans
 from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
 
 __all__ = [
+    "BY_HEADS",
+    "GATHERED",
     "MERGE",
     "PLACEMENTS",
     "AttentionGradient",
     "AttentionProblem",
-    "AttentionChoice",
     "HeadsProblem",
     "Mask",
     "Documents",
     "Rectangle",
     "Segment",
     "attention_plans",
-    "choose",
-    "choose_for_heads",
     "heads_plans",
     "keys_of",
     "packed",

@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.bench.candidates import BenchCandidate, movements
+from ficco.bench.candidates import BenchCandidate
 from ficco.bench.inputs import Operands
+from ficco.families import movements
 from ficco.heuristics import Decision, decide
 from ficco.options import current
 from ficco.plan import Plan, aligned

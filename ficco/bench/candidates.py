@@ -184,28 +184,6 @@ def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None =
     return refusal(problem, schedule) or (engine.refuses(problem, schedule) if engine else "")
 
 
-# The movement of a problem without its product.
-
-
-def movements(problem: Problem) -> tuple[Problem, ...]:
-    """Problems without products which, one after the other, move what a problem moves.
-
-    What is scattered travels as blocks of an all-to-all. The sum of what arrives is not in it, nor
-    the memory traffic of that; sums that return are gathered.
-
-    >>> [str(one) for one in movements(Problem("matmul_reduce_scatter", (2, 2), 8, 4, "float32"))]
-    ['all_to_all_matmul(m=4 (4 x 2 ranks), n=0, k=8, float32)']
-    """
-    kind, width, dtype = problem.kind, problem.n, problem.out_dtype
-    if not kind.scatters:
-        return (replace(problem, n=0),)
-    table = problem.blocks or (problem.rows,) * problem.world
-    away = Problem.of_blocks("all_to_all_matmul", table, 0, width, dtype)
-    if not kind.returns:
-        return (away,)
-    return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
-
-
 def moved_bytes(problem: Problem) -> int:
     """Bytes of what is exchanged on a rank: the gathered A, or the product."""
     return problem.m * problem.moved_bytes

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 import ficco
-from ficco.attention import AttentionProblem, choose
+from ficco.attention import GATHERED, AttentionProblem
 from ficco.bench.attention import SCALE, attend, exact_operands, gather_then_attend, slowest
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
@@ -188,9 +188,8 @@ def _attention(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
     exact: list[Any] = [None] * group.size()
     dist.all_gather_object(exact, right, group=group)
     known = workspace_of(group, device).known(None)
-    took = str(
-        choose(problem, known.machine, "idle" if device.type == "cpu" else "queued").schedule
-    )
+    how = {"machine": known.machine, "mode": "idle" if device.type == "cpu" else "queued"}
+    took = str(GATHERED.decide(problem, **how).schedule)
     found = {"operator": problem.operator, "took": took, "ms": ms}
     return {**found, "torch": torch_ms, "exact": all(exact)}
 

@@ -209,6 +209,7 @@ LOSSES = Schema(
 )
 
 #: One candidate on one shape, simulated: a schedule, or one of ``ficco.bench.simulated.BOUNDS``.
+#: m, n and k are 0 where the operator has no such sizes; ``case`` then has all that there are.
 SIMULATED = Schema(
     _columns(str, "case label")
     | _PRODUCT

@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ficco.attention import AttentionProblem, attention_plans
-from ficco.bench.candidates import movements
 from ficco.dma.buffers import Buffers, buffers_of
 from ficco.dma.driver import WORD, Batch, Driver, Event
 from ficco.dma.engine import Call, Capabilities, Op, Program, Slot, Symmetric
@@ -36,16 +34,13 @@ from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
 from ficco.dma.scaled import dequantized
+from ficco.families import family_of
+from ficco.heuristics.arrivals import crossing
 from ficco.machine import Machine, Provenance
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
-from ficco.problem import Problem
-from ficco.schedules import Schedule, plans
-from ficco.schedules.experts import ExpertLayer, expert_plans
+from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
 from ficco.workspace import SLOTS
-
-#: What can be played.
-Played = Problem | AttentionProblem | ExpertLayer
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
@@ -110,47 +105,20 @@ def link(
     return replace(machine, topology=topology, copies=copies)
 
 
-def crossing(machine: Machine, nbytes: int) -> float:
-    """Seconds for which a copy between ranks occupies its lane."""
-    assert machine.copies is not None and machine.topology is not None
-    rate = min(machine.copies.rate(nbytes), machine.topology.bandwidth)
-    return machine.copies.gap + nbytes / rate
-
-
-def last_arrival(problem: Problem | AttentionProblem, machine: Machine, rank: int) -> float:
-    """Seconds in which a rank receives all that a problem moves to it, one copy from each peer, if
-    nothing has to be multiplied before: over one port, or a link from each."""
-    assert machine.copies is not None and machine.topology is not None
-    seconds = 0.0
-    moved = [problem.keys] if isinstance(problem, AttentionProblem) else movements(problem)
-    for part in moved:
-        peers = [peer for peer in range(part.world) if peer != rank]
-        sizes = [part.block(peer, rank) * part.k * part.itemsize for peer in peers]
-        times = [crossing(machine, size) - machine.copies.gap for size in sizes]
-        meets = sum(times) if machine.topology.kind == "switch" else max(times)
-        seconds += machine.copies.latency + meets
-    return seconds
-
-
 def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
     """The Plans of all ranks of which one has this Plan.
 
     Raises:
         NotImplementedError: its staging is capped.
     """
-    problem = plan.problem
-    if plan.stages or not isinstance(problem, Played):
+    if plan.stages:
         raise _without_peers("staging in turns")
-    return _plans(problem, plan.schedule, packs_columns)
+    return _plans(plan.problem, plan.schedule, packs_columns)
 
 
 @lru_cache(maxsize=16)
-def _plans(problem: Played, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
-    if isinstance(problem, AttentionProblem):
-        return tuple(attention_plans(problem, Schedule.parse(schedule)))
-    if isinstance(problem, ExpertLayer):
-        return tuple(expert_plans(problem, Schedule.parse(schedule)))
-    return tuple(plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
+def _plans(problem: Planned, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
+    return tuple(family_of(problem).plans(problem, Schedule.parse(schedule), packs_columns))
 
 
 def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> list[Arrival]:

@@ -27,7 +27,6 @@ from ficco.bench.replay import (
     Paces,
     ReplayEngine,
     brought,
-    last_arrival,
     link,
     plans_of,
     portable,
@@ -40,6 +39,8 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
 from ficco.errors import FiccoError
+from ficco.families import family_of
+from ficco.heuristics.arrivals import last_arrival
 from ficco.machine import Fingerprint, Machine, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
@@ -302,7 +303,8 @@ class ReplayBench(Bench):
             return [{**self._shape(case), "status": "failed", "note": str(error).splitlines()[0]}]
 
     def _operands(self, problem: Problem) -> Operands:
-        self.watch.clock.last_s = last_arrival(problem, self.watch.machine, self.settings.rank)
+        moved = family_of(problem).received(problem, self.settings.rank)
+        self.watch.clock.last_s = last_arrival(moved, self.watch.machine)
         return ReplayOperands(problem, self.settings.rank, self.device)
 
     def _verify(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -11,60 +12,56 @@ from ficco.bench.cases import Case
 from ficco.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
 from ficco.bench.frames import SIMULATED
 from ficco.bench.tables import show
+from ficco.families import family_of
 from ficco.heuristics import Decision, candidates, decide
-from ficco.heuristics.candidates import suited
+from ficco.heuristics.candidates import is_serial
 from ficco.heuristics.decide import described
-from ficco.heuristics.losses import bounds as parts_alone
-from ficco.heuristics.losses import ideal
 from ficco.machine import Machine
 from ficco.problem import Problem
-from ficco.schedules import NAMED, Schedule, refusal
-from ficco.simulate import predict
+from ficco.schedules import Schedule
 
 #: What every shape is held against: bounds, not schedules.
-BOUNDS = ("gemm", "collective", "copies", "ideal")
-
-
-def default_schedules(problem: Problem, machine: Machine) -> list[Schedule]:
-    """Every named schedule, and the serial composition with the vendor's collective; the product
-    whose tiles wait where the machine's figures say how fast it is.
-
-    On a mesh they copy over all links at once, but for Async TP, which goes peer after peer. Tiles
-    that wait are left out where the machine has no figures for them.
-    """
-    named = [
-        schedule if name == "shard-overlap" else suited(schedule, problem, machine)
-        for name, schedule in NAMED.items()
-        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
-    ]
-    with_collective = [Schedule.parse("serial:collective")] if machine.all_gather else []
-    return [*with_collective, *named]
+BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
 
 
 def simulate_case(
     case: Case, machine: Machine, world: int, mode: str, schedules: Sequence[Schedule] | None = None
 ) -> pd.DataFrame:
-    """The bounds of a shape, then every schedule, as ``ficco.bench.frames.SIMULATED``.
-
-    As in measured reports, ideal is the longer of one whole GEMM and the faster of the vendor's
-    collective and the copies, and serial the better of the two followed by the GEMM.
-    """
+    """:func:`simulate_problem` of a shape."""
     problem = case.problem(world)
-    by_copies = suited(NAMED["serial"], problem, machine)
-    bounds = parts_alone(problem, machine, predict, mode)
-    serials = [predict(problem, by_copies, machine, mode)]
-    if machine.all_gather:
-        serials.append(predict(problem, Schedule.parse("serial:collective"), machine, mode))
-    moved = [bounds[name] for name in ("copies", "collective") if name in bounds]
-    bounds["ideal"] = max(bounds["gemm"], min(moved, default=0.0))
+    return simulate_problem(problem, shape_of(case, problem), machine, mode, schedules)
+
+
+def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
+    """What a row says of a shape."""
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
+
+
+def simulate_problem(
+    problem: Any,
+    shape: Mapping[str, Any],
+    machine: Machine,
+    mode: str,
+    schedules: Sequence[Schedule] | None = None,
+) -> pd.DataFrame:
+    """The bounds of a problem, then every schedule, as ``ficco.bench.frames.SIMULATED``.
+
+    As in measured reports, ideal is the longer of what is computed, in one whole, and the faster of
+    the vendor's collective and the copies; serial is the better of the two followed by that.
+    """
+    family = family_of(problem)
+    bounds, usual = family.bounds(problem, machine, mode), family.schedules(problem, machine)
+    serials = [family.seconds(problem, one, machine, mode) for one in usual if is_serial(one)]
+    bounds["ideal"] = family.ideal(problem, machine, mode)
     seconds = {name: bounds[name] for name in BOUNDS if name in bounds}
-    for schedule in schedules or default_schedules(problem, machine):
-        seconds[str(schedule)] = predict(problem, schedule, machine, mode)
-    shape = {"case": case.name, "label": case.label, "m": problem.m, "n": problem.n, "k": problem.k}
-    shape |= {"dtype": problem.dtype, "world": world, "machine": machine.name, "mode": mode}
+    for schedule in schedules or usual:
+        seconds[str(schedule)] = family.seconds(problem, schedule, machine, mode)
+    where = {"world": problem.world, "machine": machine.name, "mode": mode}
     return SIMULATED.frame(
         {
             **shape,
+            **where,
             "candidate": name,
             "ms": taken * 1e3,
             "speedup": min(serials) / taken if taken else 1.0,
@@ -124,7 +121,7 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     height = 0.8 / len(there)
     machine = described(decision.machine, decision.problem.world)
     assert machine is not None  # or nothing could have been predicted
-    bound = ideal(decision.problem, machine, predict) * 1e3
+    bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
     with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
         axes = figure.subplots()

@@ -78,7 +78,8 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError as error:
         return READER_LEFT if _reader_left() else _fail(error, 1)
     except InvalidArgument as error:
-        return _fail(f"--{error}" if error.argument in parsed else error, 2)
+        option = f"--{error.argument.replace('_', '-')}: {error.args[1]}"
+        return _fail(option if error.argument in parsed else error, 2)
     except (ValueError, NotImplementedError, ConfigError, OSError) as error:
         return _fail(error, 2)
     except FiccoError as error:

@@ -21,26 +21,28 @@ from ficco.cli.bench import START_S
 from ficco.cli.site import (
     FILE,
     FLAG,
-    add_operator,
+    add_ranks_of_rows,
     add_sizes,
-    missing,
     picture,
     problem,
     ranks_per_host,
     require_extra,
     site,
+    sizes,
 )
+from ficco.families import family_of
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
 from ficco.ops import problem_log
+from ficco.problem import Problem
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
 
 
 def options(parser: Any) -> None:
-    add_operator(parser)
     add_sizes(parser)
+    add_ranks_of_rows(parser)
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
@@ -60,13 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
         return _from_log(arguments)
     _refuse(arguments)
     asked = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
-    decision = decide(
-        problem(arguments, asked.world),
-        arguments.schedule,
-        machine=asked.machine,
-        mode=asked.mode,
-        search=arguments.search,
-    )
+    asked_of, how = problem(arguments, asked.world), {"machine": asked.machine, "mode": asked.mode}
+    if arguments.measure and not isinstance(asked_of, Problem):
+        raise ValueError(
+            f"--measure: required an operator of products, got {asked_of.operator}; "
+            "`ficco bench --attention` and `ficco bench --experts` time the others"
+        )
+    how["search"] = arguments.search
+    decision = family_of(asked_of).decide(asked_of, arguments.schedule, **how)
     measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
     if arguments.json:
         print(json.dumps(as_json(decision, measured), indent=2))
@@ -81,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_log(arguments: argparse.Namespace) -> int:
     """A line for each problem of a log, or as JSON."""
-    for name in ("m", "n", "k", "rows", "measure", "draw"):
+    for name in (*sizes(arguments), "rows", "measure", "draw"):
         if getattr(arguments, name) not in (None, False):
             raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
     problems = problem_log.read(arguments.from_log, arguments.world)
@@ -112,11 +115,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
         if not arguments.measure:
             raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
         launch.check_seconds(seconds)
-    if sizes := missing(arguments):
-        raise ValueError(
-            f"{sizes}: required, got none; for example `ficco explain --m 8192 --n 3584 --k 4096 "
-            "--machine h200-4`"
-        )
     picture(arguments.draw)
 
 
@@ -179,9 +177,9 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
                 "predicted": {"queued": one.queued, "idle": one.idle},
                 "measured": measured.get(one.schedule, {}),
                 "share_of_ideal": one.share,
-                "gemm_decomposition": one.losses.gemm,
-                "copy_decomposition": one.losses.copies,
-                "contention": one.losses.contention,
+                "gemm_decomposition": one.losses and one.losses.gemm,
+                "copy_decomposition": one.losses and one.losses.copies,
+                "contention": one.losses and one.losses.contention,
                 "extra_bytes": one.extra_bytes,
             }
             for one in decision.candidates

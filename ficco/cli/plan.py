@@ -12,24 +12,25 @@ from ficco.cli.site import (
     FILE,
     FLAG,
     MACHINE,
-    add_operator,
+    add_ranks_of_rows,
     add_sizes,
     picture,
     problem,
     ranks_per_host,
     site,
 )
-from ficco.heuristics import decide
+from ficco.families import family_of
 from ficco.heuristics.where import too_large
 from ficco.plan import check, render
+from ficco.problem import Problem
 from ficco.schedules import plans
 from ficco.simulate import simulate
 
 
 def options(parser: Any) -> None:
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
-    add_operator(parser)
-    add_sizes(parser, required=True)
+    add_sizes(parser)
+    add_ranks_of_rows(parser)
     parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
     parser.add_argument(
         "--workspace-bytes",
@@ -50,15 +51,24 @@ def run(arguments: argparse.Namespace) -> int:
     asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
-    if arguments.workspace_bytes is not None and asked_of.kind.scatters:
+    cap, family = arguments.workspace_bytes, family_of(asked_of)
+    if cap is not None and not isinstance(asked_of, Problem):
+        raise ValueError(
+            f"--workspace-bytes: required an operator of products, got {asked_of.operator}; leave "
+            "it out"
+        )
+    if cap is not None and asked_of.kind.scatters:
         raise ValueError(
             f"--workspace-bytes: required an operator that gathers, got {asked_of.operator}, whose "
             "calls go by columns of b under a cap; plan fewer columns with --n"
         )
     picture(arguments.draw)
     drawn = asked.simulated if arguments.draw or arguments.trace else None
-    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
-    made = plans(asked_of, decision.schedule, arguments.workspace_bytes)
+    how: Any = {"machine": asked.machine, "mode": asked.mode}
+    decision = family.decide(asked_of, arguments.schedule, **how)
+    made = family.plans(asked_of, decision.schedule)
+    if cap is not None:
+        made = plans(asked_of, decision.schedule, cap)
     check(made)
     one = made[arguments.rank]
     if arguments.json:
@@ -111,6 +121,8 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                 "factors": step.transfer and _plain(step.transfer.factors),
                 "products": _plain(step.products),
                 "reduction": _plain(step.reduction),
+                "attends": _plain(step.attends),
+                "applied": _plain(step.applied),
                 "moves": _plain(tuple(move[:2] for move in step.moves)),
                 "mover": step.mover if step.op == "copy" or step.mover == "kernel" else None,
             }

@@ -5,17 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ficco.amounts import seconds_text
 from ficco.bench import cases
 from ficco.bench.cases import Case
 from ficco.bench.draw import draw, trace
-from ficco.cli.site import CSV, FILE, FLAG, GATHERS, MACHINE, SIZES, missing, picture, shapes, site
+from ficco.cli.site import (
+    CSV,
+    FILE,
+    FLAG,
+    GATHERS,
+    MACHINE,
+    add_sizes,
+    picture,
+    shapes,
+    site,
+    sizes,
+)
+from ficco.families import family_of, problem_of
 from ficco.machine import Machine
-from ficco.problem import OPERATORS
-from ficco.schedules import NAMED, Schedule, plans
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule
 from ficco.simulate import MODES, simulate
 from ficco.timeline import Timeline, dumps
 
@@ -31,16 +43,7 @@ def options(parser: Any) -> None:
     text = "shapes that ship with ficco (default: measured)"
     what.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
     what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
-    for name, text in SIZES.items():
-        what.add_argument(f"--{name}", type=int, help=f"of one shape: {text}")
-    what.add_argument("--dtype", default="bfloat16", help="dtype of that shape (default: bfloat16)")
-    what.add_argument(
-        "--operator",
-        choices=list(OPERATORS),
-        metavar="NAME",
-        help=f"an operator, such as matmul_reduce_scatter (default: {GATHERS}, or those of the "
-        "set); scattering operators take sets and --shapes with n and k exchanged",
-    )
+    add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     where.add_argument("--world", type=int, help="ranks (default: the machine's)")
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             "them; `ficco explain` says for which"
         )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    found = _cases(arguments)
+    found = list(_asked(arguments, asked.world))
     drawn = arguments.draw or arguments.trace or arguments.timelines
     if drawn and len(found) > 1:
         raise ValueError(
@@ -92,48 +95,49 @@ def run(arguments: argparse.Namespace) -> int:
         )
     machine = asked.simulated
     rows = pd.concat(
-        [simulated.simulate_case(case, machine, asked.world, mode, schedules) for case in found],
+        [simulated.simulate_problem(one, shape, machine, mode, schedules) for one, shape in found],
         ignore_index=True,
     )
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(case.operator for case in found)))
+        print(", ".join(dict.fromkeys(one.operator for one, _ in found)))
         _print(rows)
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
     if drawn:
-        _timelines(arguments, found[0], machine, mode)
+        _timelines(arguments, found[0][0], machine, mode)
     return 0
 
 
-def _cases(arguments: argparse.Namespace) -> list[Case]:
-    sizes = [arguments.m, arguments.n, arguments.k]
-    one = any(size is not None for size in sizes)
-    if sum([one, arguments.set is not None, arguments.shapes is not None]) > 1:
+def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Problems, and what rows say of them."""
+    from ficco.bench.simulated import shape_of
+
+    given, operator = sizes(arguments), arguments.operator
+    if sum([bool(given), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
-    if one:
-        if absent := missing(arguments):
-            given = ", ".join(f"--{name}" for name in "mnk" if f"--{name}" not in absent)
-            raise ValueError(f"{absent}: required with {given}, got none")
-        for name, size in zip("mnk", sizes, strict=True):
-            if size < 0:
-                raise ValueError(f"--{name}: required a size of at least 0, got {size}")
-        name, operator = "x".join(map(str, sizes)), arguments.operator or GATHERS
-        return [Case(name, *sizes, arguments.dtype, operator=operator)]
-    found = shapes(arguments, [arguments.set or "measured"])
-    return [case.on(arguments.operator or case.operator) for case in found]
+    if given or operator not in (None, *OPERATORS):
+        one = problem_of(operator or GATHERS, world, arguments.dtype, given)
+        if isinstance(one, Problem):
+            case = Case("x".join(map(str, (one.m, one.n, one.k))), one.m, one.n, one.k)
+            yield one, shape_of(case, one)
+        else:
+            yield one, {"case": str(one), "dtype": arguments.dtype}
+        return
+    for case in shapes(arguments, [arguments.set or "measured"]):
+        case = case.on(operator or case.operator)
+        problem = case.problem(world)
+        yield problem, shape_of(case, problem)
 
 
-def _timelines(arguments: argparse.Namespace, case: Case, machine: Machine, mode: str) -> None:
-    from ficco.bench import simulated
-
-    problem = case.problem(machine.ranks)
+def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mode: str) -> None:
+    family = family_of(problem)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
     timelines = [
-        simulate(plans(problem, schedule), machine, mode, f"{schedule}: simulated")
-        for schedule in schedules or simulated.default_schedules(problem, machine)
+        simulate(family.plans(problem, schedule), machine, mode, f"{schedule}: simulated")
+        for schedule in schedules or family.schedules(problem, machine)
     ]
     write(timelines, arguments)
     if arguments.timelines:
@@ -160,8 +164,9 @@ def _print(rows: pd.DataFrame) -> None:
     tables: list[pd.DataFrame] = []
     starts, ends = [], []
     for case, mine in rows.groupby("case", sort=False):
-        sizes = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
-        title = sizes if case == sizes.replace(", ", "x") else f"{case}: {sizes}"
+        given = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
+        title = given if case == given.replace(", ", "x") else f"{case}: {given}"
+        title = title if mine["m"].iloc[0] else case
         starts.append(sum(map(len, tables)))
         tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
         ends.append(sum(map(len, tables)) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -14,15 +15,15 @@ from typing import Any
 from ficco import launch
 from ficco.bench.cases import DTYPES, SETS, Case, read
 from ficco.dma.engine import fingerprint
-from ficco.heuristics import Where, problem_of_sizes, where
+from ficco.families import ASKABLE, Size, problem_of
+from ficco.heuristics import Where, where
 from ficco.machine import Fingerprint
-from ficco.problem import OPERATORS, Problem
+from ficco.plan import Planned
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
 
-#: The sizes of a product.
-SIZES = {"m": "rows that a rank multiplies", "n": "columns of one rank's B", "k": "columns of A"}
+DTYPE_TEXT = f"{', '.join(DTYPES)} (default: bfloat16)"
 
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
@@ -106,32 +107,47 @@ def add_files(parser: Any, folder: str, what: str) -> None:
     parser.add_argument("--name", help=f"name of the files (default: {what}, machine and date)")
 
 
-def add_sizes(parser: Any, required: bool = False) -> None:
-    """Add the options that say what the sizes of a product are."""
-    for name, what in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, required=required, help=what)
+def add_sizes(parser: Any) -> None:
+    """Add the options that say which operator is asked about, and what its sizes are."""
+    text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
+    parser.add_argument("--operator", metavar="NAME", help=text)
+    options: dict[str, dict[str, Size]] = {}  # by name, whose
+    for asked in ASKABLE.values():
+        for name, size in asked.sizes.items():
+            options.setdefault(name, {}).setdefault(asked.whose, size)
+    groups: dict[str, Any] = {}
+    for name, sizes in options.items():
+        (whose, size), *others = sizes.items()
+        text = "; ".join([size.text, *(f"of {other}: {one.text}" for other, one in others)])
+        text += f": {' or '.join(size.names)} (default: {size.default})" * bool(size.names)
+        kind: dict[str, Any] = {"type": size.kind, "metavar": "NAME" if size.names else "N"}
+        if size.kind is bool:
+            kind = {"action": argparse.BooleanOptionalAction}
+        if whose not in groups:
+            groups[whose] = parser.add_argument_group(f"sizes of {whose}")
+        option = f"--{name.replace('_', '-')}"
+        groups[whose].add_argument(option, **kind, dest=name, default=None, help=text)
+    parser.add_argument("--dtype", metavar="NAME", default="bfloat16", help=DTYPE_TEXT)
+
+
+def sizes(arguments: Any) -> dict[str, Any]:
+    """The sizes that were given."""
+    names = {name for asked in ASKABLE.values() for name in asked.sizes}
+    given = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def add_ranks_of_rows(parser: Any) -> None:
+    """Add the options that say how many ranks there are, and how rows are spread over them."""
     parser.add_argument(
         "--world", type=int, help="number of ranks (default: the machine's on each host)"
     )
     parser.add_argument("--hosts", type=int, default=1, help="hosts of the ranks (default: 1)")
-    text = f"{', '.join(DTYPES)} (default: bfloat16)"
-    parser.add_argument("--dtype", default="bfloat16", metavar="NAME", help=text)
-
-
-def add_operator(parser: Any) -> None:
-    """Add the options that say which operator is asked about, and how its rows are spread."""
-    text = f"one of {', '.join(OPERATORS)} (default: {GATHERS})"
-    parser.add_argument("--operator", default=GATHERS, metavar="NAME", help=text)
     parser.add_argument(
         "--rows",
         help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
         "sender: 3,4;5,6",
     )
-
-
-def missing(arguments: Any) -> str:
-    """Which of --m, --n and --k were not given."""
-    return ", ".join(f"--{name}" for name in "mnk" if getattr(arguments, name) is None)
 
 
 def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:
@@ -148,8 +164,8 @@ def ranks_per_host(arguments: Any) -> int | None:
     return None if arguments.world is None else arguments.world // arguments.hosts
 
 
-def problem(arguments: Any, local_world: int) -> Problem:
-    """The Problem that options ask about, with so many ranks on each host.
+def problem(arguments: Any, local_world: int) -> Planned:
+    """The problem that options ask about, with so many ranks on each host.
 
     Raises:
         ValueError: an option is wrong, or they do not fit together.
@@ -162,9 +178,9 @@ def problem(arguments: Any, local_world: int) -> Problem:
                 raise ValueError(f"--rows: required whole numbers, got {size!r}")
         rows = [list(map(int, line)) for line in table]
         rows = rows if len(rows) > 1 else rows[0]
-    sizes = (arguments.m, arguments.n, arguments.k, arguments.dtype)
-    hosts = arguments.hosts
-    return problem_of_sizes(arguments.operator, *sizes, local_world * hosts, rows, hosts)
+    world, hosts = local_world * arguments.hosts, arguments.hosts
+    asked = arguments.operator or GATHERS, world, arguments.dtype, sizes(arguments)
+    return problem_of(*asked, rows=rows, hosts=hosts)
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:

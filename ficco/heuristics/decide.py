@@ -38,6 +38,7 @@ from ficco.heuristics.saved import Saved
 from ficco.heuristics.search import search as search_further
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
+from ficco.plan import Planned
 from ficco.problem import Problem
 from ficco.schedules import Schedule, own_candidates, plan, refusal
 from ficco.simulate import predict as simulated
@@ -91,7 +92,7 @@ class Decision:
     schedule: Schedule
     source: str
     reason: str
-    problem: Problem | None = field(default=None, repr=False, compare=False)
+    problem: Planned | None = field(default=None, repr=False, compare=False)
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     search: bool = field(default=False, repr=False, compare=False)
@@ -147,7 +148,9 @@ class Decision:
         """What was decided, in a mode; None where the machine's figures do not allow predictions
         in it, or there is nothing to predict."""
         problem, machine = self.problem, self.machine
-        if problem is None or machine is None or problem.flops == 0 or problem.world == 1:
+        if not isinstance(problem, Problem) or machine is None:
+            return None
+        if problem.flops == 0 or problem.world == 1:
             return None
         machine = described(machine, problem.local_world)
         if machine is None or lacking(machine, mode, problem.hosts):

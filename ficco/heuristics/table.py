@@ -27,7 +27,7 @@ class Candidate:
         queued, idle: seconds where the host runs ahead, and where the GPU waits for it; None
             where the machine lacks the figures.
         share: of the ideal time, queued.
-        losses: decomposition and contention loss.
+        losses: decomposition and contention loss; None where they are not known.
         extra_bytes: memory besides operands and result, on rank 0.
     """
 
@@ -35,7 +35,7 @@ class Candidate:
     queued: float
     idle: float | None
     share: float
-    losses: Losses
+    losses: Losses | None
     extra_bytes: int
 
 
@@ -45,13 +45,13 @@ def table(
     """A line per candidate, the chosen one marked with a star, in at most ``width`` columns if the
     columns that are not optional allow it; the last line names what was left out for that."""
     columns = {head: [head, *cells] for head, cells in _columns(candidates, chosen, measured)}
-    dropped: list[str] = []
+    optional, dropped = [head for head in OPTIONAL if head in columns], list[str]()
     while True:
         widths = [max(map(len, cells)) for cells in columns.values()]
         fits = width is None or sum(widths) + 2 * (len(widths) - 1) <= width
-        if fits or len(dropped) == len(OPTIONAL):
+        if fits or len(dropped) == len(optional):
             break
-        dropped.append(OPTIONAL[len(dropped)])
+        dropped.append(optional[len(dropped)])
         del columns[dropped[-1]]
     lines = [
         "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
@@ -77,7 +77,8 @@ def _columns(
         if any(seconds):
             yield f"measured {mode}", times(seconds)
     yield "of ideal", [f"{one.share:.2f}" for one in candidates]
-    yield "DIL gemm", [f"{one.losses.gemm:.2f}" for one in candidates]
-    yield "DIL copies", [f"{one.losses.copies:.2f}" for one in candidates]
-    yield "CIL", [f"{one.losses.contention:.2f}" for one in candidates]
+    if losses := [one.losses for one in candidates if one.losses]:
+        yield "DIL gemm", [f"{one.gemm:.2f}" for one in losses]
+        yield "DIL copies", [f"{one.copies:.2f}" for one in losses]
+        yield "CIL", [f"{one.contention:.2f}" for one in losses]
     yield "memory", [bytes_text(one.extra_bytes) for one in candidates]

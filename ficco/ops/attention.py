@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.attention import (
+    GATHERED,
     PLACEMENTS,
     AttentionGradient,
     AttentionProblem,
     attention_plans,
-    choose,
 )
 from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
@@ -288,12 +288,9 @@ def _new_kind(
 ) -> CachedCall:
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
-    if schedule == "auto":
-        known = workspace.known(options.machine)
-        chosen = choose(problem, known.machine, mode).schedule
-        agreed.append(str(known))
-    else:
-        chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    known = workspace.known(options.machine)
+    chosen = GATHERED.decide(problem, schedule, machine=known.machine, mode=mode).schedule
+    agreed += [str(known)] * (schedule == "auto")
     if chosen.mover not in engine.capabilities().movers:
         raise NotImplementedError(
             f"schedule {chosen}: the {engine.name} engine has no mover {chosen.mover!r}; use "

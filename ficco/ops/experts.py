@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.dma.engine import Call, Engine, Filled
 from ficco.dma.filled import index_of, made_whole
 from ficco.dma.products import FUNCTIONS
-from ficco.heuristics.experts import decide_for_experts
+from ficco.heuristics.experts import EXPERTS
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import check_dtype, plain, process_group
@@ -362,9 +362,9 @@ def _run(
         cached = workspace.programs.get(key)
         if cached is None:
             known = workspace.known(options.machine)
-            decision = decide_for_experts(layer, schedule, known.machine)
+            decision = EXPERTS.decide(layer, schedule, machine=known.machine)
             (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
-            problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank, layer)
+            problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)
             single, agreed = options.workspace_bytes is not None, [str(known)]
             cached = new_kind(workspace, plan, options, [*agreed, purpose], single)

@@ -13,7 +13,6 @@ from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.heuristics import Decision
-from ficco.plan.model import Planned
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 
@@ -82,13 +81,12 @@ def say(
     taken: str,
     purpose: str,
     rank: int,
-    asked: Planned | None = None,
 ) -> None:
     """Log what a problem takes that this process sees for the first time; rank 0 speaks for all.
 
     ``taken`` is the schedule of its plan, which may be another than the one decided on where that
     cannot be had. If the log is turned on by option or variable, the line is on the standard error
-    unless the program has handlers of its own. ``asked``: what was decided on, if not a problem.
+    unless the program has handlers of its own.
     """
     if rank:
         return
@@ -101,18 +99,16 @@ def say(
             LOGGER.setLevel(logging.INFO)
     elif not LOGGER.isEnabledFor(logging.INFO):
         return
-    line = choice(decision, taken, purpose, asked)
+    line = choice(decision, taken, purpose)
     if line not in _said:
         _said.add(line)
         LOGGER.info(line)
 
 
-def choice(
-    decision: Decision, taken: str = "", purpose: str = "", asked: Planned | None = None
-) -> str:
+def choice(decision: Decision, taken: str = "", purpose: str = "") -> str:
     """A problem, the schedule that it takes and why, in a line."""
     wanted, machine = str(decision.schedule), decision.machine
-    text = f"{asked or decision.problem}{purpose and ', ' + purpose}: {taken or wanted}"
+    text = f"{decision.problem}{purpose and ', ' + purpose}: {taken or wanted}"
     if taken and taken != wanted:
         text += f" in place of {wanted}"
     known = machine is None or machine.name in decision.reason

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.attention import AttentionProblem, HeadsProblem, choose_for_heads, heads_plans
+from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
 from ficco.ops.attention import check_operands
 from ficco.ops.fit import keep_to_cap
@@ -234,13 +234,9 @@ def _new_kind(
 ) -> CachedCall:
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
-    if schedule == "auto":
-        known = workspace.known(options.machine)
-        mode = "queued" if engine.asynchronous else "idle"
-        chosen = choose_for_heads(problem, known.machine, mode).schedule
-        agreed.append(str(known))
-    else:
-        chosen = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
+    known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
+    chosen = BY_HEADS.decide(problem, schedule, machine=known.machine, mode=mode).schedule
+    agreed += [str(known)] * (schedule == "auto")
     (plan,) = heads_plans(problem, chosen, [engine.rank])
     keep_to_cap(engine, plan, options.workspace_bytes)
     return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
