@@ -21,7 +21,7 @@ import torch
 
 import ficco
 from ficco import cli, families
-from ficco.bench import cases, experts, layers, measure, report, stats, tables
+from ficco.bench import attention, cases, experts, layers, measure, report, stats, tables, ways
 from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
     COMPARED,
@@ -36,7 +36,7 @@ from ficco.bench.candidates import (
     refused,
 )
 from ficco.bench.cases import OPERATOR, Case
-from ficco.bench.frames import BENCH, EXPERTS, LAYERS
+from ficco.bench.frames import BENCH, LAYERS
 from ficco.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
 from ficco.bench.run import BenchSettings, bench
@@ -761,44 +761,80 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
     assert (refused["note"] != "").all()
 
 
-def _experts(at: ranks.Rank, folder: Path, spoils: bool) -> pd.DataFrame | None:
-    """A short bench of layers of experts; ``spoils``: rank 1 doubles ficco's results."""
-    right = ficco.experts
-    if spoils:
+WAYS = (
+    (
+        experts,
+        (*experts.SHAPES["cpu"][:1], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
+        "experts",
+        "9 experts for 2 ranks",
+    ),
+    (
+        attention,
+        (*attention.SHAPES["cpu"], replace(attention.SHAPES["cpu"][0], name="odd", sequence=9)),
+        "all_gather_attention",
+        "sequence: required a multiple of 2 ranks, got 9",
+    ),
+)
+
+
+def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: str) -> pd.DataFrame | None:
+    """A short bench of ways; ``spoilt``: an operator whose results rank 1 doubles."""
+    room, cases, _, _ = WAYS[which]
+    if spoilt:
+        right = getattr(ficco, spoilt)
         factor = 1 + at.rank
-        ficco.experts = lambda *args, **more: right(*args, **more) * factor
-    settings = experts.ExpertSettings(
-        cases=(*experts.SHAPES["cpu"], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
+        setattr(ficco, spoilt, lambda *args, **more: right(*args, **more) * factor)
+    settings = ways.WaySettings(
+        subject=room.SUBJECT,
+        cases=cases,
         modes=("idle",),
+        schedules=("auto", "serial") if spoilt else (),
         device="cpu",
         rounds=2,
         seconds=2.0,
-        csv=folder / "experts.csv",
+        csv=folder / "ways.csv",
     )
     try:
-        return experts.experts(settings)
+        return ways.time_ways(settings)
     finally:
-        ficco.experts = right
+        if spoilt:
+            setattr(ficco, spoilt, right)
 
 
-def test_layers_of_experts_are_proven_and_timed(tmp_path: Path) -> None:
-    rows, none = ranks.run(2, _experts, tmp_path, False)
+@pytest.mark.parametrize("which", range(len(WAYS)))
+def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
+    room, _, operator, note = WAYS[which]
+    rows, none = ranks.run(2, _ways, tmp_path, which, "")
+    assert none is None
+    assert set(rows["status"]) == {"ok", "skipped"} and rows["note"].iloc[-1] == note
     ok = rows[rows["status"] == "ok"]
-    assert none is None and len(ok) == 2 * len(experts.WAYS)
-    assert (ok["ms"] > 0).all() and (ok["capacity"] > 0).all()
-    assert rows["note"].iloc[-1] == "9 experts for 2 ranks"
-    fastest = ok["speedup"][ok["way"].isin(experts.COLLECTIVES)]
-    assert (fastest == 1.0).sum() >= 2
-    text = experts.report(EXPERTS.read(tmp_path / "experts.csv"), {"ranks": 2}, "name")
-    assert "| 8 experts, top 2 | 256 | 64, 128 |" in text and "of odd: skipped" in text
+    assert (ok["ms"] > 0).all()
+    for _, mine in ok.groupby("operator" if which else "case"):
+        by_way = mine.set_index("way")
+        parts = by_way[by_way["speedup"].isna()]
+        assert len(parts) == 2 and by_way["ms"]["ideal"] >= parts["ms"].max()
+        whole = by_way.drop([*parts.index, "ideal"])
+        assert (whole["share"] < whole["in_turn"]).all() and (whole["speedup"] == 1.0).any()
+        assert by_way["took"]["ficco"] and sum(by_way["took"] != "") == 1
+        schedules = [Schedule.parse(way[7:]) for way in whole.index if way.startswith("ficco, ")]
+        assert len(schedules) > 3
+    text = ways.report(room.SUBJECT, room.SUBJECT.schema.read(tmp_path / "ways.csv"), {}, "name")
+    assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
+    assert "of odd: skipped" in text
 
 
-def test_a_wrong_layer_of_experts_is_not_timed(tmp_path: Path) -> None:
-    rows, _ = ranks.run(2, _experts, tmp_path, True)
+@pytest.mark.parametrize(
+    ("which", "operator"),
+    [(0, "experts"), (1, "all_gather_attention"), (1, "ulysses_attention")],
+)
+def test_a_wrong_way_is_not_timed(tmp_path: Path, which: int, operator: str) -> None:
+    rows, _ = ranks.run(2, _ways, tmp_path, which, operator)
     wrong = rows[rows["status"] == "wrong"]
-    ours = [way for way in experts.WAYS if way.startswith("ficco")]
-    assert sorted(set(wrong["way"])) == sorted(ours)
+    assert sorted(wrong["way"]) == ["ficco", "ficco, serial"]
     assert set(wrong["note"]) == {"wrong result on ranks [1]"}
+    if which:
+        assert set(wrong["operator"]) == {operator}
+        assert (rows["status"] == "ok").sum() > 5
 
 
 def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -21,13 +22,14 @@ import torch.distributed as dist
 
 import ficco
 from ficco import cli, doctor
-from ficco.bench import demo
+from ficco.bench import demo, ways
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate, parse
 from ficco.bench.demo import verdict
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH
 from ficco.bench.traces import machine_of, measured
+from ficco.cli import bench as bench_command
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError, InvalidArgument
 from ficco.launch import RankFailed, check_ranks, launch, own_rank
@@ -60,10 +62,11 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["bench"],
         ["bench", "--layers"],
         ["bench", "--experts"],
+        ["bench", "--attention"],
         ["characterize"],
         ["explain", *SIZES, "--measure"],
     ],
-    ids=["bench", "layers", "experts", "characterize", "explain"],
+    ids=["bench", "layers", "experts", "attention", "characterize", "explain"],
 )
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
 def test_no_more_seconds_than_can_be_waited_for(
@@ -226,6 +229,19 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--products", "--device", "cpu"], "--products: required with --replay"),
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
         (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
+        (["bench", "--attention", "--experts"], "--experts: required without --attention"),
+        (["bench", "--attention", "--set", "cpu"], "--attention: required without --set"),
+        (
+            ["bench", "--attention", "--only", "1k", "--device", "cpu"],
+            "some of 256, got '1k'",
+        ),
+        (["bench", "--attention", "--schedules", "slowing"], "slowing"),
+        (["bench", "--operator", "ulysses_attention"], "is required with --attention"),
+        (
+            ["bench", "--attention", "--operator", "all_gather_matmul"],
+            "required without --attention",
+        ),
+        (["bench", "--experts", "--operator", "ulysses_attention"], "required with --attention"),
         (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         *(
             ([*command, "--device", "cpu", "--ranks", "4096"], "got 4096; --oversubscribe starts")
@@ -380,6 +396,25 @@ def test_sizes_that_others_cannot_have_are_refused(
     if not {"--search", "--measure"} & set(more):
         assert cli.run(["plan", "auto", *asked]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_what_a_bench_of_attention_and_experts_is_told() -> None:
+    def told(*words: str) -> Any:
+        arguments = cli._parser().parse_args(["bench", *words])
+        bench_command._check_replay(arguments)
+        return bench_command._ways(arguments, "cuda")
+
+    what, _, kind, more, _ = told("--attention", "--operator", "ulysses_attention", "--only", "64k")
+    assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
+    assert kind is ways.WaySettings and more["modes"] == ("queued", "idle")
+    assert "replayed" not in more
+    played = ("--replay", "8", "--rank", "3", "--link-gb-s", "383", "--device", "cuda")
+    what, _, _, more, write = told("--experts", *played, "--schedules", "growing", "auto")
+    assert what == "replay-8-experts" and len(more["cases"]) == 6
+    assert more["schedules"] == ("growing", "auto")
+    replayed = more["replayed"]
+    assert (replayed.world, replayed.rank, replayed.link_gb_s) == (8, 3, 383.0)
+    assert write.func is ways.report
 
 
 def test_a_cap_is_for_products(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import Rank
 
 import ficco
-from ficco.bench import measure, plots, replay, replay_run
+from ficco.bench import attention, experts, measure, plots, replay, replay_run, ways
 from ficco.bench.calls import call
 from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
@@ -362,7 +362,8 @@ CASES = {
 NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=3 auto".split()
 
 
-def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
+def _played_by_threads() -> None:
+    """Benches of a replay find a device of threads."""
     thread_driver.serve()
     device = SimpleNamespace(
         Event=HostEvent,
@@ -385,6 +386,10 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
     replay.PACE_ROWS = 2
     ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
     products.REFIT_S, replay_run.TIMEOUT_S = 0.5, 3.0
+
+
+def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
+    _played_by_threads()
     coming = replay.arrivals  # of one schedule nothing comes
     replay.arrivals = lambda every, *more: (
         [] if every[0].schedule == "shrinking" else coming(every, *more)
@@ -442,3 +447,58 @@ def test_the_bench_of_a_replay(tmp_path: Path) -> None:
     assert replayed is not None and replayed.copies is not None and replayed.gemm is not None
     assert replayed.copies.gap == 1e-6 and replayed.copies.latency == machine.copies.latency
     assert replayed.gemm != machine.gemm and replayed.gemm.provenance.source == "fitted"
+
+
+LOST = "hetero-fused-1d:pieces=2"
+
+
+def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
+    _played_by_threads()
+    coming = replay.arrivals  # of one schedule nothing comes
+    replay.arrivals = lambda every, *more: [] if every[0].schedule == LOST else coming(every, *more)
+    replay_run.TIMEOUT_S = 0.5
+    replayed = replay_run.Replayed(world=2, rank=1, machine="h200-4", latency_us=2000.0)
+    found = []
+    for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
+        settings = ways.WaySettings(
+            subject=room.SUBJECT,
+            cases=room.SHAPES["cpu"][: 2 if schedules else 1],
+            modes=("queued",),
+            schedules=schedules,
+            device="cpu",
+            rounds=2,
+            seconds=60,
+            csv=Path(folder) / f"{room.SUBJECT.name}.csv",
+            replayed=replayed,
+        )
+        rows = ways.time_ways(settings)
+        assert rows is not None
+        text = ways.report(room.SUBJECT, rows, read_description(settings.csv), "name")
+        assert "plays rank 1 of 2" in text and "| copies | " in text and "SignalTimeout" in text
+        found += records(rows)
+    return found
+
+
+def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
+    """No row of a peer is sent, and no collective called: what is left is timed against parts."""
+    rows = ranks.run(1, _ways, str(tmp_path), fresh=True)[0]
+    for case, part, stages in (
+        ("all_gather_attention", "attention", 1),
+        ("ulysses_attention", "attention", 2),
+        ("experts", "products", 2),
+    ):
+        mine = {row["way"]: row for row in rows if row.get("operator", "experts") == case}
+        lost = mine.pop(f"ficco, {LOST}")
+        refused = case == "ulysses_attention"
+        assert lost["status"] == ("skipped" if refused else "failed"), lost
+        assert ("required serial or" if refused else "SignalTimeout") in lost["note"]
+        assert {"copies", part, "ficco, serial", "ficco", "ideal"} <= mine.keys()
+        assert not any("all-" in way or "collective" in way or "parallel" in way for way in mine)
+        assert {row["status"] for row in mine.values()} == {"ok"}
+        copies, ideal, serial = (mine[name] for name in ("copies", "ideal", "ficco, serial"))
+        assert 2.0 * stages < copies["ms"] < 2.0 * stages + 0.1 and serial["speedup"] == 1.0
+        assert ideal["ms"] == max(copies["ms"], mine[part]["ms"])
+        assert serial["ms"] > copies["ms"] and 0 < serial["share"] < serial["in_turn"]
+        assert mine["ficco"]["took"] and not serial["took"]
+    about = json.loads((tmp_path / "experts.json").read_text())
+    assert about["ranks"] == 2 and find(str(tmp_path / "experts_machine.yaml"), None) is not None

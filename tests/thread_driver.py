@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from host_gpu import HostEngine, HostTensors
 
+from ficco.dma.attention import merge
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import Driver, Means
+from ficco.dma.engine import Part
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
 from ficco.hip_kernels.launch import Kernels, Script, Signals
@@ -267,6 +269,18 @@ class ThreadKernels:
                 out.copy_(torch.stack([part.to(wide) for part in parts]).sum(0))
 
         self._launch(total, signals, stream)
+
+    def merge(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        means: Sequence[torch.Tensor],
+        lses: Sequence[torch.Tensor],
+        stream: Stream,
+    ) -> None:
+        """Within its step, which runs on its stream."""
+        parts = zip(means, lses, strict=True)
+        merge(out, lse, [Part(0, out.shape[2], *part) for part in parts])
 
     def script(self, script: Script, stream: Stream) -> None:
         stream.put(partial(_follow, script))

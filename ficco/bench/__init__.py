@@ -12,8 +12,9 @@ measure       rounds, modes, clocks
 series        several calls timed against each other, exclusively or under contention
 run           one bench, on every rank
 replay        one rank on one GPU, whose peers a stream plays; ``replay_run`` benches it
-attention     attention with one right answer, and gather then attention
 layers        forward and backward of tensor-parallel layers, and ways of making them
+ways          ways of making something else, timed against each other and their parts
+attention     attention with one right answer, and ways of making it
 experts       layers of experts, and ways of making them
 characterize  what cutting and overlapping cost
 frames        the columns of the rows, their CSV files, and the description of a run

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,17 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 import ficco
-from ficco.attention import GATHERED, AttentionProblem
-from ficco.bench.attention import SCALE, attend, exact_operands, gather_then_attend, slowest
+from ficco.bench import attention, experts
 from ficco.bench.calls import build, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.draw import draw, trace
-from ficco.bench.experts import COLLECTIVES, WAYS, ExpertCase, ExpertData, proven
 from ficco.bench.inputs import ExactCall, Operands, exact_calls, seconds
+from ficco.bench.series import Stopwatch
 from ficco.bench.simulated import examples, show_table_i
 from ficco.bench.tables import bar, cells, show
 from ficco.bench.traces import trace_all
+from ficco.bench.ways import Workload, taken_by_auto
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.hosts import VARIABLE
 from ficco.launch import local_device
@@ -101,8 +101,7 @@ def demo(device_name: str, out: Path | None) -> int:
         for operator in OPERATORS:
             taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
-        taking.append(_attention(group, device))
-        taking.append(_experts(group, device))
+        taking += _others(group, device)
         crossed = _over_hosts(group, device)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
@@ -167,49 +166,38 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[
     return {"operator": operator, "took": took, "ms": ms, "torch": torch_ms, "exact": exact}
 
 
-def _attention(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """The same for attention over a sequence that the ranks share."""
-    rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
-    sizes = rows, 1, heads, kv_heads, size, dtype
-    problem = AttentionProblem(group.size(), *sizes, causal=True, scale=SCALE)
-    measure, taken_s, right = seconds(group, device), list[list[float]](), True
-    for iteration in range(TURNS):
-        operands = exact_operands(problem, group.rank(), iteration, device)
-        calls = (
-            partial(gather_then_attend, operands, group),
-            partial(attend, operands, group, "auto"),
-        )
-        taken_s.append([])
-        for call in calls:
-            result, elapsed = measure(call)
-            taken_s[-1].append(slowest(elapsed, group))
-        right = right and torch.equal(result, operands.wanted)
-    torch_ms, ms = np.median(taken_s, axis=0) * 1e3
-    exact: list[Any] = [None] * group.size()
-    dist.all_gather_object(exact, right, group=group)
-    known = workspace_of(group, device).known(None)
-    how = {"machine": known.machine, "mode": "idle" if device.type == "cpu" else "queued"}
-    took = str(GATHERED.decide(problem, **how).schedule)
-    found = {"operator": problem.operator, "took": took, "ms": ms}
-    return {**found, "torch": torch_ms, "exact": all(exact)}
-
-
 @torch.no_grad()
-def _experts(group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """A layer of experts by what ``auto`` takes, and by collectives and products in turn."""
+def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The same for attention over a sequence that the ranks share, and for a layer of experts."""
+    watch, world = Stopwatch(group, device), group.size()
+    rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
+    for operator in (attention.GATHERS, attention.BY_HEADS):
+        if operator == attention.GATHERS or heads % world == 0:
+            sizes = rows * world, heads, kv_heads, size
+            case = attention.AttentionCase(operator, operator, *sizes, dtype=dtype)
+            yield {"operator": operator, **_work(attention.AttentionData(case, watch), watch)}
     rows, _, k, dtype = SIZES[device.type]
-    case = ExpertCase("experts", 2 * group.size(), rows, k // 4, k // 4, dtype=dtype)
-    data = ExpertData(case, group, device)
-    right: list[Any] = [None] * group.size()
-    dist.all_gather_object(right, proven(WAYS["ficco"], data), group=group)
-    measure, took = seconds(group, device), {}
-    for way in (COLLECTIVES[0], "ficco"):
-        every: list[Any] = [None] * group.size()
-        times = [measure(partial(WAYS[way], data))[1] for _ in range(TURNS)]
-        dist.all_gather_object(every, times, group=group)
-        took[way] = float(np.median(np.max(every, axis=0))) * 1e3
-    ours, theirs = took["ficco"], took[COLLECTIVES[0]]
-    return {"operator": "experts", "took": "auto", "ms": ours, "torch": theirs, "exact": all(right)}
+    layer = experts.ExpertCase("experts", 2 * world, rows, k // 4, k // 4, dtype=dtype)
+    yield {"operator": "experts", **_work(experts.ExpertData(layer, watch), watch)}
+    watch.close()
+
+
+def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
+    """What ``auto`` takes, and the first baseline that there is, in turns."""
+    ways = work.ways(("auto",))
+    theirs = next((way for way in ways.values() if way.baseline and not way.lacks), None)
+    calls = [one.call for one in (theirs, ways["ficco"]) if one]
+    measure, times, right = seconds(watch.group, watch.device), list[list[float]](), True
+    for turn in range(TURNS):
+        work.fill(turn, exact=True)
+        times.append([])
+        for call in calls:
+            result, taken_s = measure(call)
+            times[-1].append(max(watch.gather(taken_s)))
+            right = work.right(result) and right
+    *torch_ms, ms = np.median(times, axis=0) * 1e3
+    took, exact = taken_by_auto(work.problem, watch), all(watch.gather(right))
+    return {"took": took, "ms": ms, "torch": [*torch_ms, math.nan][0], "exact": exact}
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:

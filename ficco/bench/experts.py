@@ -7,8 +7,8 @@ the host learns first, as torchtitan does it. The routes are such that no token 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,19 +17,21 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed import ProcessGroup
 
 import ficco
-from ficco.bench.calls import Runner
-from ficco.bench.frames import EXPERTS, RunSettings
-from ficco.bench.report import MODE_WORDS, about_table
+from ficco.bench.attention import exchanged
+from ficco.bench.frames import EXPERTS
 from ficco.bench.series import Stopwatch
-from ficco.bench.stats import fastest, over, spread
-from ficco.bench.tables import cells, markdown
-from ficco.bench.verify import FATAL
-from ficco.launch import local_device
+from ficco.bench.ways import COMPUTED, MOVED, Subject, Way
+from ficco.families import problem_of
+from ficco.heuristics.experts import EXPERTS as EXPERTS_FAMILY
 from ficco.ops.experts import spread as spread_rows
 from ficco.ops.experts import weighted_sum
+from ficco.plan import Planned
+
+#: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how
+#: many they need.
+SPARE = 1.25
 
 
 @dataclass(frozen=True)
@@ -53,31 +55,29 @@ class ExpertCase:
     dtype: str = "bfloat16"
 
 
-#: Mixtral's experts, and as many small ones as DeepSeek-V2-Lite has, with more tokens or fewer.
+#: As many narrow experts as DeepSeek-V2-Lite has, Mixtral's, and many wide ones, with fewer tokens
+#: and with more.
 SHAPES = {
     "cuda": tuple(
-        ExpertCase(f"{experts} experts", experts, tokens, 4096, inner)
-        for experts, inner in ((8, 14336), (64, 1408))
+        ExpertCase(f"{experts}x{inner}x{tokens}", experts, tokens, 4096, inner)
+        for experts, inner in ((64, 1408), (8, 14336), (64, 14336))
         for tokens in (4096, 16384)
     ),
     "cpu": (
-        ExpertCase("8 experts", 8, 256, 64, 128, dtype="float32"),
-        ExpertCase("16 experts", 16, 64, 64, 32, dtype="float32"),
+        ExpertCase("8x128x256", 8, 256, 64, 128, dtype="float32"),
+        ExpertCase("16x32x64", 16, 64, 64, 32, dtype="float32"),
     ),
 }
 
 
-@dataclass
 class ExpertData:
-    """What one rank has of a layer."""
+    """What one rank has of a layer (:class:`ficco.bench.ways.Workload`)."""
 
-    case: ExpertCase
-    group: ProcessGroup
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        case, world = self.case, self.group.size()
-        dtype, each = getattr(torch, case.dtype), case.experts // world
+    def __init__(self, case: ExpertCase, watch: Stopwatch) -> None:
+        self.case, self.watch, self.group, self.device = case, watch, watch.group, watch.device
+        if case.experts % watch.world:
+            raise ValueError(f"{case.experts} experts for {watch.world} ranks")
+        dtype, each = getattr(torch, case.dtype), case.experts // watch.world
         shapes = (
             (case.tokens, case.k),
             (each, case.k, 2 * case.inner),
@@ -86,7 +86,19 @@ class ExpertData:
         self.tokens, self.up, self.down = (
             torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes
         )
-        self.activation = "silu"
+        self.activation, self.capacity = "silu", 0
+        self.fill(0)
+
+    @property
+    def problem(self) -> Planned:
+        sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
+        sizes |= {"h": self.case.inner, "n": self.case.k}
+        return problem_of("experts", self.group.size(), self.case.dtype, sizes)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        sizes = {name: value for name, value in vars(self.case).items() if name != "name"}
+        return {**sizes, "capacity": self.capacity}
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
@@ -102,7 +114,36 @@ class ExpertData:
                 tensor.normal_(generator=generator).mul_(fan**-0.5)
         scores = torch.rand(case.tokens, case.experts, device=self.device, generator=generator)
         self.weights, self.indices = scores.topk(case.top_k)
-        self.capacity = ficco.route(self.indices, case.experts, group=self.group).capacity
+        if self.watch.meets:
+            self.capacity = ficco.route(self.indices, case.experts, group=self.group).capacity
+        else:
+            self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
+
+    def right(self, result: torch.Tensor) -> bool:
+        """See :class:`ficco.bench.ways.Workload`."""
+        return torch.equal(result, by_blocks(self))
+
+    def others(self, call: Callable[[], Any]) -> float:
+        """Not told apart."""
+        return math.nan
+
+    def ways(self, schedules: Sequence[str]) -> dict[str, Way]:
+        """See :class:`ficco.bench.ways.Workload`."""
+        ours = {
+            "ficco" if name == "auto" else f"ficco, {name}": Way(
+                partial(by_ficco, self, name),
+                schedule=name,
+                baseline=name == "serial" and not self.watch.meets,
+            )
+            for name in schedules or ("auto", *EXPERTS_FAMILY.compared)
+        }
+        theirs = {way: Way(partial(call, self), baseline=True, meets=True) for way, call in
+                  COLLECTIVES.items()}  # fmt: skip
+        parts = {
+            "products": Way(partial(by_blocks, self, travels=False), COMPUTED),
+            "all-to-alls": Way(partial(exchanges, self), MOVED, meets=True),
+        }
+        return {**parts, **theirs, **ours}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the second product multiplies."""
@@ -118,14 +159,15 @@ def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
     return result
 
 
-def by_blocks(data: ExpertData) -> torch.Tensor:
-    """One after the other, with blocks of a fixed capacity."""
+def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
+    """One after the other, with blocks of a fixed capacity; without ``travels`` blocks stay where
+    they are."""
     world, each = data.group.size(), data.up.shape[0]
-    routing = ficco.route(data.indices, data.case.experts, capacity=data.capacity)
-    slots, rows = routing.slots(), data.case.experts * data.capacity
+    how: Any = {"capacity": data.capacity, "group": data.group}
+    slots = ficco.route(data.indices, data.case.experts, **how).slots()
+    rows = data.case.experts * data.capacity
     sent = spread_rows(data.tokens, slots, rows)
-    moved = torch.empty_like(sent)
-    dist.all_to_all_single(moved, sent, group=data.group)
+    moved = exchanged(sent, data.group) if travels else sent
 
     def turned(blocks: torch.Tensor, first: int, second: int) -> torch.Tensor:
         shape = first, second, data.capacity, blocks.shape[-1]
@@ -133,9 +175,18 @@ def by_blocks(data: ExpertData) -> torch.Tensor:
 
     by_expert = turned(moved, world, each).view(each, -1, data.case.k)
     made = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
-    back = made.new_zeros(rows + 1, data.case.k)
-    dist.all_to_all_single(back[:-1], turned(made, each, world).view(rows, -1), group=data.group)
+    back, made = made.new_zeros(rows + 1, data.case.k), turned(made, each, world).view(rows, -1)
+    if travels:
+        dist.all_to_all_single(back[:-1], made, group=data.group)
+    else:
+        back[:-1] = made
     return weighted_sum(back, slots, data.weights, data.tokens.dtype)
+
+
+def exchanges(data: ExpertData) -> torch.Tensor:
+    """The two exchanges of blocks alone."""
+    rows = data.case.experts * data.capacity
+    return exchanged(exchanged(data.tokens.new_empty(rows, data.case.k), data.group), data.group)
 
 
 def by_rows(data: ExpertData) -> torch.Tensor:
@@ -183,113 +234,28 @@ def by_ficco(data: ExpertData, schedule: str) -> torch.Tensor:
 
 
 #: The first is what the others must agree with.
-WAYS: dict[str, Callable[[ExpertData], torch.Tensor]] = {
+COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
     "collectives, blocks": by_blocks,
     "collectives, exact rows": by_rows,
-    "ficco": partial(by_ficco, schedule="auto"),
-    "ficco, serial": partial(by_ficco, schedule="serial"),
-    "ficco, shard-overlap": partial(by_ficco, schedule="shard-overlap"),
 }
-COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertSettings(RunSettings):
-    """What is timed."""
-
-    cases: tuple[ExpertCase, ...]
-    modes: tuple[str, ...]
-
-
-@torch.no_grad()
-def experts(settings: ExpertSettings) -> pd.DataFrame | None:
-    """Measure; collective. The rows on rank 0, None elsewhere."""
-    watch = Stopwatch(dist.group.WORLD, local_device(settings.device))
-    end = time.monotonic() + settings.seconds
-
-    def steps() -> Iterator[list[dict[str, Any]]]:
-        for number, case in enumerate(settings.cases):
-            share = (end - time.monotonic()) / (len(settings.cases) - number)
-            yield list(_case(case, watch, settings, share))
-            watch.free()
-
-    rows = settings.record(EXPERTS, steps(), watch.rank, watch.world)
-    watch.close()
-    return rows
+def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns of the report that say what a case is."""
+    return {
+        "layer": text["experts"] + " experts, top " + text["top_k"],
+        "tokens a rank": text["tokens"],
+        "k, inner": text["k"] + ", " + text["inner"],
+        "capacity": text["capacity"],
+    }
 
 
-def _case(
-    case: ExpertCase, watch: Stopwatch, settings: ExpertSettings, seconds: float
-) -> Iterator[dict[str, Any]]:
-    began = time.monotonic()
-    shape: dict[str, Any] = {"case": case.name, "world": watch.world}
-    shape |= {name: value for name, value in vars(case).items() if name != "name"}
-    if case.experts % watch.world:
-        note = f"{case.experts} experts for {watch.world} ranks"
-        yield {**shape, "status": "skipped", "note": note}
-        return
-    data = ExpertData(case, watch.group, watch.device)
-    runners: dict[str, Runner] = {}
-    for way, call in WAYS.items():
-        right, why = watch.together(partial(proven, call, data), fatal=FATAL)
-        if right is None:
-            yield {**shape, "way": way, "status": "failed", "note": why}
-        elif wrong := [rank for rank, one in enumerate(watch.gather(right)) if not one]:
-            note = f"wrong result on ranks {wrong}"
-            yield {**shape, "way": way, "status": "wrong", "note": note}
-        else:
-            runners[way] = Runner(partial(call, data))
-    data.fill(0)
-    shape["capacity"] = data.capacity
-    rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
-    for mode in settings.modes:
-        series = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
-        times = pd.DataFrame(series)
-        found = spread(times)
-        found["speedup"] = over(fastest(times, COLLECTIVES), times)
-        for way, own in found.to_dict("index").items():
-            timed = {"mode": mode, "way": way, "status": "ok", "rounds": len(times)}
-            yield {**shape, **timed, **own}
-
-
-def proven(call: Callable[[ExpertData], torch.Tensor], data: ExpertData) -> bool:
-    """Whether a way makes of whole numbers what the first one does."""
-    right = True
-    for seed in (1, 2):
-        data.fill(seed, exact=True)
-        right &= torch.equal(call(data), WAYS[COLLECTIVES[0]](data))
-    return right
-
-
-def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
-    """The rows as Markdown."""
-    parts = [f"# {name}", about_table(about), HOW]
-    for mode, found in rows[rows["mode"] != ""].groupby("mode", sort=False):
-        text = found.astype(str)
-        columns = {
-            "layer": text["experts"] + " experts, top " + text["top_k"],
-            "tokens a rank": text["tokens"],
-            "k, inner": text["k"] + ", " + text["inner"],
-            "capacity": text["capacity"],
-            "way": text["way"],
-            "ms": cells(found["ms"], ".3f"),
-            "x collectives": cells(found["speedup"]),
-        }
-        table = pd.DataFrame(columns)
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
-    missing = rows[rows["note"] != ""]
-    if len(missing):
-        texts = missing[["way", "case", "status", "note"]].itertuples(index=False)
-        lines = [f"- {way} of {case}: {status}: {note}" for way, case, status, note in texts]
-        parts += ["## Not measured", "\n".join(lines)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-HOW = (
-    "Forward passes of a layer of experts with gates, tokens spread evenly, none dropped. All ways "
-    "run in shuffled order in every round; a round's time is that of its slowest rank, ratios are "
-    "medians over the rounds, against the faster of the two by collectives: all-to-all, products "
-    "and all-to-all in turn, with the same blocks (`bmm`), or with exactly the rows that there are "
-    "(`grouped_mm`), for which the host waits. Before it is timed every way must equal the first, "
-    "exactly, on whole numbers."
+ABOUT = (
+    "Forward passes of a layer of experts with gates, tokens spread evenly. The baseline is the "
+    "faster of two by collectives: all-to-all, products and all-to-all in turn, with the same "
+    "blocks (`bmm`), or with exactly the rows that there are (`grouped_mm`), for which the host "
+    "waits; in a replay it is ficco's `serial`. `products` is the first without exchanges, "
+    "`all-to-alls` are the exchanges alone."
 )
+
+SUBJECT = Subject("experts", EXPERTS, ExpertData, heads, ABOUT)

@@ -181,17 +181,33 @@ LAYERS = Schema(
     | _columns(float, "speedup vs_pytorch error extra_bytes")
 )
 
-#: One way to make a layer of experts (:mod:`ficco.bench.experts`).
+#: One way to make something (:mod:`ficco.bench.ways`).
 #:
-#: tokens: of each rank; capacity: rows of each rank for each expert. speedup: over the faster way
-#: by collectives.
+#: took: what ``auto`` stood for. speedup: over the fastest baseline. share, in_turn: the longer of
+#: the two parts, and their sum, over it. others: what is not a library's in the time of its
+#: kernels.
+_WAY = (
+    _columns(str, "mode way took")
+    | _STATUS
+    | _SPREAD
+    | _columns(float, "speedup share in_turn others")
+)
+_LATER = {"took": "", "share": math.nan, "in_turn": math.nan, "others": math.nan}
+
+#: Of a layer of experts. tokens: of each rank; capacity: rows of each rank for each expert.
 EXPERTS = Schema(
     {"case": str, **_columns(int, "experts tokens k inner top_k"), "dtype": str}
     | _columns(int, "world capacity")
-    | _columns(str, "mode way")
-    | _STATUS
-    | _SPREAD
-    | {"speedup": float}
+    | _WAY,
+    _LATER,
+)
+
+#: Of attention. sequence: positions of all ranks; causal: 0 or 1.
+ATTENTION = Schema(
+    _columns(str, "case operator")
+    | _columns(int, "sequence heads kv_heads head_size causal")
+    | {"dtype": str, "world": int}
+    | _WAY
 )
 
 #: One loss (:mod:`ficco.bench.characterize`); sizes are 0 where only communication is measured.

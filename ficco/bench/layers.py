@@ -173,7 +173,7 @@ def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
 
 
 @dataclass(frozen=True)
-class Way:
+class LayerWay:
     """How a step is made.
 
     Attributes:
@@ -205,17 +205,17 @@ class Way:
 
 #: The first is what the others must agree with.
 WAYS = {
-    "collectives": Way(partial(_by_collectives, again=False)),
-    "collectives, gathered again": Way(partial(_by_collectives, again=True)),
-    "collectives, compiled": Way(_traceable, compiler={}),
-    "pytorch-async-tp": Way(
+    "collectives": LayerWay(partial(_by_collectives, again=False)),
+    "collectives, gathered again": LayerWay(partial(_by_collectives, again=True)),
+    "collectives, compiled": LayerWay(_traceable, compiler={}),
+    "pytorch-async-tp": LayerWay(
         _traceable,
         compiler={"_micro_pipeline_tp": True},
         calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
     ),
-    "ficco": Way(_by_ficco),
-    "ficco, gathered A saved": Way(_by_ficco, partial(ficco.options, save_gathered=True)),
-    "ficco, compiled": Way(
+    "ficco": LayerWay(_by_ficco),
+    "ficco, gathered A saved": LayerWay(_by_ficco, partial(ficco.options, save_gathered=True)),
+    "ficco, compiled": LayerWay(
         _by_ficco, compiler={}, calls=("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")
     ),
 }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -44,6 +45,7 @@ from ficco.heuristics.arrivals import last_arrival
 from ficco.machine import Fingerprint, Machine, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
+from ficco.plan import Planned
 from ficco.problem import Problem
 from ficco.workspace import SLOTS, Workspace, adopt, workspace_of
 
@@ -61,8 +63,8 @@ LIMITS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplaySettings(BenchSettings):
-    """What is replayed.
+class Replayed:
+    """Who is played, and when rows arrive.
 
     Attributes:
         world: ranks of the group that is played.
@@ -80,10 +82,25 @@ class ReplaySettings(BenchSettings):
     gap_us: float | None = None
     products: Callable[[Stopwatch, Machine], Machine] | None = None
 
+    def watch(self, csv: Path, device: torch.device) -> ReplayWatch:
+        """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine,
+        which is written next to a CSV file."""
+        ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+        watch = ReplayWatch(self, device)
+        path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(watch.machine, path)
+        ficco.set_options(machine=str(path))
+        return watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Replayed, BenchSettings):
+    """What is replayed."""
+
 
 def replay(settings: ReplaySettings) -> pd.DataFrame | None:
     """Measure, in a process group of one rank."""
-    ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
     return ReplayBench(settings).run()
 
 
@@ -187,8 +204,9 @@ class ReplayWatch(Stopwatch):
     """A stopwatch of one rank of a group that is not there otherwise."""
 
     clock: ReplayClock
+    meets = False
 
-    def __init__(self, settings: ReplaySettings, device: torch.device) -> None:
+    def __init__(self, settings: Replayed, device: torch.device) -> None:
         super().__init__(dist.group.WORLD, device)
         self.rank, self.world = settings.rank, settings.world
         # Of no backend: nobody communicates in it.
@@ -206,6 +224,28 @@ class ReplayWatch(Stopwatch):
         if settings.products is not None:
             self.machine = settings.products(self, self.machine)
             self.free()  # the courier goes by the machine
+
+    @property
+    def note(self) -> str:
+        machine = self.machine
+        assert machine.topology is not None and machine.copies is not None
+        rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
+        return (
+            f"replay: one GPU plays rank {self.rank} of {self.world}; rows of others arrive as on "
+            f"{machine.name} at {rate:.0f} GB/s and {latency:.0f} us; `copies` is the last "
+            f"arrival. Limits: {LIMITS}"
+        )
+
+    def arrivals(self, problem: Planned) -> str:
+        moved = family_of(problem).received(problem, self.rank)
+        self.clock.last_s = last_arrival(moved, self.machine)
+        return ARRIVALS.name
+
+    def fill(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        for slot in workspace_of(self.group, self.device).slots:
+            assert slot.memory is not None
+            data = slot.memory.tensor[slot.data :]
+            draw_normal(data.view(dtype))  # products are faster on zeros
 
     @property
     def engine(self) -> ReplayEngine:
@@ -274,26 +314,16 @@ class ReplayBench(Bench):
         super().__init__(replace(settings, candidates=chosen))
         self.rank = 0  # of the process, which writes
         self.verifier = ReplayVerifier(self.watch)
-        path = settings.csv.with_name(f"{settings.csv.stem}_machine.yaml").absolute()
-        save(self.watch.machine, path)
-        ficco.set_options(machine=str(path))  # by which auto decides
 
     def run(self) -> pd.DataFrame | None:
         self.console.print(self._description()["note"], highlight=False)
         return super().run()
 
     def _stopwatch(self) -> Stopwatch:
-        return ReplayWatch(self.settings, self.device)
+        return self.settings.watch(self.settings.csv, self.device)
 
     def _description(self) -> dict[str, Any]:
-        settings, machine = self.settings, self.watch.machine
-        assert machine.topology is not None and machine.copies is not None
-        rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
-        return {
-            "note": f"replay: one GPU plays rank {settings.rank} of {settings.world}; rows of "
-            f"others arrive as on {machine.name} at {rate:.0f} GB/s and {latency:.0f} us; "
-            f"`copies` is the last arrival. Limits: {LIMITS}"
-        }
+        return {"note": self.watch.note}
 
     def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
         try:
@@ -303,8 +333,7 @@ class ReplayBench(Bench):
             return [{**self._shape(case), "status": "failed", "note": str(error).splitlines()[0]}]
 
     def _operands(self, problem: Problem) -> Operands:
-        moved = family_of(problem).received(problem, self.settings.rank)
-        self.watch.clock.last_s = last_arrival(moved, self.watch.machine)
+        self.watch.arrivals(problem)
         return ReplayOperands(problem, self.settings.rank, self.device)
 
     def _verify(
@@ -317,10 +346,7 @@ class ReplayBench(Bench):
             for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
                 runner.run()
         gpu.synchronize()
-        for slot in workspace_of(self.watch.group, self.device).slots:
-            assert slot.memory is not None
-            data = slot.memory.tensor[slot.data :]
-            draw_normal(data.view(operands.a_LK.dtype))  # products are faster on zeros
+        self.watch.fill(operands.a_LK.dtype)
         return [*checked, Checked(ARRIVALS, Runner(torch.Tensor, "whole"))]
 
     def _errors(self, checked: list[Checked], operands: Operands) -> None:

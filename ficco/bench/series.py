@@ -28,6 +28,7 @@ from ficco.bench.inputs import draw_normal, factors
 from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
 from ficco.dma.hosts import Hosts
 from ficco.dma.scaled import multiply_scaled
+from ficco.plan import Planned
 from ficco.scaling import Scaling, factors_of
 from ficco.schedules.groups import cut
 
@@ -65,7 +66,12 @@ class Stopwatch:
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
         hosts: where the ranks are; on one unless told.
+        meets: whether the peers are there.
+        note: what has to be said of its times.
     """
+
+    meets = True
+    note = ""
 
     def __init__(
         self,
@@ -136,6 +142,14 @@ class Stopwatch:
             return value, ""
         rank, why = next((rank, text) for rank, text in enumerate(everyone) if text)
         return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
+
+    def arrivals(self, problem: Planned) -> str:
+        """The name of what stands, instead of calls, for all that a problem moves to this rank;
+        empty where it can be moved."""
+        return ""
+
+    def fill(self) -> None:
+        """Make what nobody sends like what is sent."""
 
     def free(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""

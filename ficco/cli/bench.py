@@ -34,6 +34,7 @@ from ficco.cli.site import (
 )
 from ficco.problem import OPERATORS
 from ficco.scaling import SCALED
+from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 START_S = 180.0
+
+#: Operators of ``--attention``.
+OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 
 #: Options that a replay has, named as in ``ReplaySettings``.
 PLAYED = ("rank", "machine", "link_gb_s", "latency_us", "gap_us", "products")
@@ -51,9 +55,9 @@ def options(parser: Any) -> None:
     what.add_argument(
         "--operator",
         **NAMES,
-        choices=list(OPERATORS),
+        choices=[*OPERATORS, *OF_ATTENTION],
         help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
-        "or those of the set)",
+        f"or those of the set); with --attention {' or '.join(OF_ATTENTION)} (default: both)",
     )
     what.add_argument(
         "--set",
@@ -90,6 +94,12 @@ def options(parser: Any) -> None:
         "--experts",
         **FLAG,
         help="instead of products: layers of experts, with some of their experts on every rank",
+    )
+    what.add_argument(
+        "--attention",
+        **FLAG,
+        help="instead of products: attention over a sequence that the ranks share, keys gathered "
+        "and by heads",
     )
     what.add_argument(
         "--mode",
@@ -144,24 +154,26 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.report:
             print(f"wrote {_report(arguments.report)}")
         return 0
-    from ficco.bench import experts, layers
     from ficco.bench.frames import read_description, records
     from ficco.bench.report import show_best
 
     _check_replay(arguments)
     device, ranks = place(arguments)
-    others = {"layers": (_layers, layers), "experts": (_experts, experts)}
-    others = {name: one for name, one in others.items() if getattr(arguments, name)}
+    others = [name for name in ("layers", "experts", "attention") if getattr(arguments, name)]
     if len(others) > 1:
-        raise ValueError("--layers and --experts: required one of them, got both")
-    told_by, module = next(iter(others.values()), (_products, None))
-    what, measure, kind, more = told_by(arguments, device)
+        raise ValueError(f"--{others[0]}: required without --{others[1]}; ask for one of them")
+    for name in arguments.operator or ():
+        if (name in OF_ATTENTION) != (others == ["attention"]):
+            how = "with" if name in OF_ATTENTION else "without"
+            raise ValueError(f"--operator: {name} is required {how} --attention")
+    told_by = _layers if others == ["layers"] else _ways if others else _products
+    what, measure, kind, more, write = told_by(arguments, device)
     settings = kind(**more, **run_settings(arguments, what, device, ranks))
 
     def finish(rows: pd.DataFrame) -> list[Path]:
-        if module is not None:
-            text = module.report(rows, read_description(settings.csv), settings.csv.stem)
-            print(text)
+        if write is not None:
+            text = write(rows, read_description(settings.csv), settings.csv.stem)
+            print(json.dumps(records(rows)) if arguments.json else text)
             path = settings.csv.with_suffix(".md")
             path.write_text(text)
             return [path]
@@ -182,7 +194,7 @@ def _check_replay(arguments: argparse.Namespace) -> None:
             if (given := getattr(arguments, name)) is not None and given is not False:
                 raise ValueError(f"--{name.replace('_', '-')}: required with --replay")
         return
-    for name in ("ranks", "layers", "experts", "timelines"):
+    for name in ("ranks", "layers", "timelines"):
         if getattr(arguments, name):
             raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
     if (arguments.device or launch.default_device()) != "cuda":
@@ -269,10 +281,15 @@ def measured(
     return 1 if len(bad) else 0
 
 
-# What is measured: its name, the function of the ranks, the type of what that is told, and this.
+# What is measured.
 
 
-def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
+#: Its name, the function of the ranks, the type of its settings, these, and what writes a report,
+#: if not that of products.
+Told = tuple[str, Any, Any, dict[str, Any], Any]
+
+
+def _products(arguments: argparse.Namespace, device: str) -> Told:
     from ficco.bench.run import BenchSettings, bench
 
     found, what = chosen(arguments, device)
@@ -288,38 +305,74 @@ def _products(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any
         "seed": arguments.seed,
     }
     if arguments.replay is None:
-        return what, bench, BenchSettings, told
+        return what, bench, BenchSettings, told, None
     from ficco.bench.replay_run import ReplaySettings, replay
+
+    told |= _played(
+        arguments, {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+    )
+    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
+    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told, None
+
+
+def _played(arguments: argparse.Namespace, recipes: Iterable[str] = ()) -> dict[str, Any]:
+    """Of :class:`ficco.bench.replay_run.Replayed`."""
     from ficco.tune.products import refitted
 
-    told |= {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
-    recipes = {case.dtype.partition("-")[2] for case in found if case.dtype in SCALED}
+    told = {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
     measure = partial(refitted, recipes=tuple(sorted(recipes)))
-    told |= {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
-    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
-    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told
+    return told | {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
 
 
-def _layers(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
+def _layers(arguments: argparse.Namespace, device: str) -> Told:
     from ficco.bench import layers
 
-    told = {"layers": layers.SHAPES[device], "modes": _no_products("layers", arguments, device)}
-    return "layers", layers.layers, layers.LayerSettings, told
+    modes = _no_products(arguments, device, "layers", "only", "operator", "schedules", "json")
+    told = {"layers": layers.SHAPES[device], "modes": modes}
+    return "layers", layers.layers, layers.LayerSettings, told, layers.report
 
 
-def _experts(arguments: argparse.Namespace, device: str) -> tuple[str, Any, Any, dict[str, Any]]:
-    from ficco.bench import experts
+def _ways(arguments: argparse.Namespace, device: str) -> Told:
+    from ficco.bench import attention, experts, ways
 
-    told = {"cases": experts.SHAPES[device], "modes": _no_products("experts", arguments, device)}
-    return "experts", experts.experts, experts.ExpertSettings, told
+    what, refused = ("experts", ["operator"]) if arguments.experts else ("attention", [])
+    room: Any = {"experts": experts, "attention": attention}[what]
+    modes = _no_products(arguments, device, what, *refused)
+    found = [
+        one
+        for one in room.SHAPES[device]
+        if not arguments.operator or one.operator in arguments.operator
+    ]
+    told: dict[str, Any] = {"subject": room.SUBJECT, "modes": modes}
+    told["cases"] = tuple(_only(arguments, found))
+    told["schedules"] = tuple(
+        one if one == "auto" else str(Schedule.parse(one)) for one in arguments.schedules or ()
+    )
+    if arguments.replay is not None:
+        from ficco.bench.replay_run import Replayed
+
+        told["replayed"] = Replayed(**_played(arguments))
+        what = f"replay-{arguments.replay}-{what}"
+    return what, ways.time_ways, ways.WaySettings, told, partial(ways.report, room.SUBJECT)
 
 
-def _no_products(what: str, arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
-    """The modes of a measurement that takes no option of those for products."""
-    for name in ("set", "shapes", "only", "operator", "dtype", "schedules", "timelines", "json"):
+def _no_products(
+    arguments: argparse.Namespace, device: str, what: str, *more: str
+) -> tuple[str, ...]:
+    """The modes of a measurement that takes no option of those for products, nor some more."""
+    for name in ("set", "shapes", "dtype", "timelines", *more):
         if getattr(arguments, name):
             raise ValueError(f"--{what}: required without --{name}, which is for products")
     return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
+
+
+def _only(arguments: argparse.Namespace, found: Sequence[Any]) -> list[Any]:
+    """Those that ``--only`` names, of shapes; all without it."""
+    there = dict.fromkeys(case.name for case in found)
+    for name in arguments.only or ():
+        if name not in there:
+            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+    return [case for case in found if not arguments.only or case.name in arguments.only]
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
@@ -338,12 +391,7 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
         pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
         what = list(dict.fromkeys(name for _, name in pairs))
         found = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
-    there = [case.name for case in found]
-    for name in arguments.only or ():
-        if name not in there:
-            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-    kept = [case for case in found if not arguments.only or case.name in arguments.only]
-    kept = cases.of_dtypes(kept, arguments.dtype or ())
+    kept = cases.of_dtypes(_only(arguments, found), arguments.dtype or ())
     return kept, "-".join([*what, *(arguments.dtype or ())])
 
 

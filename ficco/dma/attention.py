@@ -293,7 +293,7 @@ def plain(
 
 def _cudnn_serves(heads: Heads, rectangle: Rectangle) -> bool:
     """1.9 times as fast as flash attention on an H100 (bfloat16, 64k positions, size 128;
-    2026-11-25, tests/attention_bench.py)."""
+    2026-11-25, docs/results/attention-h100-1.md)."""
     if torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     masked = rectangle.whole or rectangle.causal
