@@ -15,6 +15,9 @@ import torch
 from ranks import Rank
 
 import ficco
+from ficco.dma.engine import Span
+from ficco.ops.planned import tracing
+from ficco.plan import Plan
 from ficco.problem import Problem
 
 #: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
@@ -202,6 +205,14 @@ def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> lis
     """The call; a list of the product and, if asked for, the gathered A."""
     found = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
     return list(found) if case.gathered else [found]
+
+
+def traced(made: Made, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:
+    """A call that records when its steps ran: its result, and what was recorded."""
+    with tracing() as seen:
+        out = ficco.all_gather_matmul(made.a, made.b, schedule=schedule)
+    ((plan, spans),) = seen
+    return out, plan, spans
 
 
 def compare(name: str, found: torch.Tensor, want: torch.Tensor, about: str) -> None:

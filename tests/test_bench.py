@@ -22,7 +22,7 @@ import torch
 import ficco
 from ficco import cli, families
 from ficco.bench import attention, cases, experts, layers, measure, report, stats, tables, ways
-from ficco.bench.calls import FUSED, Runner, build, expected, step_bytes, unavailable
+from ficco.bench.calls import FUSED, Runner, build, caller, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
     COMPARED,
     REFERENCES,
@@ -50,7 +50,7 @@ from ficco.heuristics import candidates, problem_of_sizes
 from ficco.problem import OPERATORS, Problem
 from ficco.scaling import SCALED
 from ficco.schedules import NAMED, Schedule, plans
-from ficco.timeline import Timeline
+from ficco.timeline import Timeline, loads
 
 # Figures.
 
@@ -792,6 +792,7 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: str) -> pd.DataFrame
         device="cpu",
         rounds=2,
         seconds=2.0,
+        timelines=not spoilt,
         csv=folder / "ways.csv",
     )
     try:
@@ -821,6 +822,19 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
     text = ways.report(room.SUBJECT, room.SUBJECT.schema.read(tmp_path / "ways.csv"), {}, "name")
     assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
     assert "of odd: skipped" in text
+    timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
+    assert (tmp_path / "ways_timelines.png").exists()
+    assert [one.title for one in timelines[:2]] == ["auto: planned", "auto: measured"]
+    for planned, measured in zip(timelines[::2], timelines[1::2], strict=True):
+        # Rates are means over the steps of all ranks, so that what is computed takes as long.
+        spent = [
+            sum(bar.stop_s - bar.start_s for bars in one.ranks for bar in bars if bar.kind in
+                ("matmul", "attend")) for one in (planned, measured)
+        ]  # fmt: skip
+        assert operator in planned.problem and planned.ranks and spent[1] > 0
+        if "compute=2" not in planned.title:  # whose steps take each other's units
+            assert spent[0] == pytest.approx(spent[1], rel=0.2)
+    assert len(timelines) > 6
 
 
 @pytest.mark.parametrize(
@@ -885,7 +899,9 @@ def _traced(at: ranks.Rank, dtype: str) -> list[Timeline]:
     )
     operands.exact(0)
     operands.exact_b()
-    return trace_all(["serial", "growing"], operands, torch.distributed.group.WORLD)
+    group: Any = torch.distributed.group.WORLD
+    calls = {name: caller(operands, group, name) for name in ("serial", "growing")}
+    return trace_all(calls, group, at.device)
 
 
 @pytest.mark.parametrize("dtype", ["fp8-row", "fp8-block"])

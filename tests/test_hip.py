@@ -37,6 +37,7 @@ from cases import (
     equal,
     exact,
     make,
+    traced,
     verify,
 )
 from hip_ranks import SERIES, calls, clean, double, missing, run
@@ -45,7 +46,6 @@ from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, _two_groups_at_onc
 
 import ficco
 from ficco.hip_kernels import build
-from ficco.ops.call import run_traced
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plans
 from ficco.workspace import SLOTS, workspaces
@@ -416,8 +416,7 @@ def _traced(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
     with clean():
         made = make(at, case, 1)
-        options = (made.a, made.b, None, case.schedule, None)
-        out, plan, spans = run_traced("all_gather_matmul", *options)
+        out, plan, spans = traced(made, case.schedule)
         verify(case, [out], made)
         assert [span.step for span in spans] == list(range(len(plan.steps)))
         assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
@@ -1029,9 +1028,7 @@ def _untimed(at: Rank) -> Any:
     made = make(at, case, 0)
     if at.rank == 1:
         double().double_fail(b"hipEventElapsedTime", 1, 3, 1)
-    outcome = caught(
-        lambda: run_traced("all_gather_matmul", made.a, made.b, None, case.schedule, None)
-    )
+    outcome = caught(lambda: traced(made, case.schedule))
     ficco.close()
     assert not double().double_leaks(), double().double_said().decode()
     exact(at, case, 1)
@@ -1082,7 +1079,7 @@ def _all_calls(at: Rank) -> list[str]:
             for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):
                 exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
             made = make(at, equal(2, 6, 8, 4), 0)
-            run_traced("all_gather_matmul", made.a, made.b, None, "growing", None)
+            traced(made, "growing")
             ficco.close()
     return list(double().double_called().decode().split())
 

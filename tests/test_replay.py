@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from ranks import Rank
 
 import ficco
 from ficco.bench import attention, experts, measure, plots, replay, replay_run, ways
-from ficco.bench.calls import call
+from ficco.bench.calls import caller
 from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, REPLAY, read_description, records
@@ -112,11 +112,6 @@ def problem_of(operator: str, world: int, equal: bool = True) -> Problem:
 
 def received_s(problem: Any, machine: Any, rank: int) -> float:
     return last_arrival(family_of(problem).received(problem, rank), machine)
-
-
-def caller(operands: ReplayOperands, group: Any, schedule: str) -> Callable[[], torch.Tensor]:
-    where = operands.a_LK, operands.b_KN, group, schedule
-    return partial(call, operands.problem, *where, **operands.scales)
 
 
 def exact(group: Any, workspace: Workspace, problem: Problem, names: list[str]) -> None:

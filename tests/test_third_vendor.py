@@ -19,7 +19,7 @@ import test_faults
 import thread_driver
 import torch
 import torch.distributed as dist
-from cases import all_exact, call, equal, exact, gathered_a, make, shard_of, verify
+from cases import all_exact, call, equal, exact, gathered_a, make, shard_of, traced, verify
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     NAMES,
@@ -64,7 +64,6 @@ from test_projections import test_exact_on_whole_numbers  # noqa: F401  likewise
 import ficco
 import ficco.dma.cpu
 from ficco import warn
-from ficco.ops.call import run_traced
 from ficco.workspace import workspaces
 
 
@@ -135,7 +134,7 @@ def test_signals_by_copies() -> None:
 def _traced(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
     made = make(at, case, 1)
-    out, plan, spans = run_traced("all_gather_matmul", made.a, made.b, None, case.schedule, None)
+    out, plan, spans = traced(made, case.schedule)
     verify(case, [out], made)
     assert [span.step for span in spans] == list(range(len(plan.steps)))
     assert all(0 <= span.start <= span.stop < 10 for span in spans), spans

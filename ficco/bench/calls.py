@@ -135,6 +135,12 @@ def call(
     return operator(a, b, group=group, schedule=schedule, **more)
 
 
+def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[], Any]:
+    """A call on these operands."""
+    where = operands.a_LK, operands.b_KN, group, schedule
+    return partial(call, operands.problem, *where, **operands.scales)
+
+
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
     """What ``auto`` stands for in a call of this group, or in one of a mode."""
     mode = mode or ("idle" if device.type == "cpu" else "eager")

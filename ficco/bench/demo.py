@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.bench import attention, experts
-from ficco.bench.calls import build, taken
+from ficco.bench.calls import build, caller, taken
 from ficco.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.draw import draw, trace
@@ -106,7 +106,8 @@ def demo(device_name: str, out: Path | None) -> int:
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            timelines = trace_all(list(ours), operands, group)
+            calls = {name: caller(operands, group, name) for name in ours}
+            timelines = trace_all(calls, group, device)
         finally:
             CpuEngine.bandwidth = None
     if not first:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,10 +14,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ficco.accelerator import gpu
-from ficco.bench.calls import taken
+from ficco.bench.calls import caller, taken
 from ficco.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.bench.cases import Case
-from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH, RunSettings, Schema
 from ficco.bench.inputs import Operands
 from ficco.bench.measure import CALLS_IN_GRAPH, Item, rounds
@@ -26,11 +24,10 @@ from ficco.bench.report import show_shape
 from ficco.bench.series import Stopwatch, slowest
 from ficco.bench.stats import summarise
 from ficco.bench.tables import bar
-from ficco.bench.traces import trace_all
+from ficco.bench.traces import trace_all, write
 from ficco.bench.verify import Checked, Verifier, accuracy
 from ficco.launch import local_device
 from ficco.problem import Problem
-from ficco.timeline import dumps
 from ficco.workspace import SLOTS, workspace_of
 
 Tick = Callable[[str], None]
@@ -244,10 +241,9 @@ class Bench:
         return {"case": case.name, "world": self.world, **{n: getattr(case, n) for n in names}}
 
     def _timelines(self, operands: Operands, checked: list[Checked]) -> None:
-        names = [one.candidate.schedule for one in checked if one.runner and one.candidate.ours]
-        timelines = trace_all(list(dict.fromkeys(names)), operands, self.group)
+        ours = [one.candidate for one in checked if one.runner and one.candidate.ours]
+        schedules = dict.fromkeys(one.schedule for one in ours)
+        calls = {name: caller(operands, self.group, name) for name in schedules}
+        timelines = trace_all(calls, self.group, self.device)
         if self.rank == 0:
-            stem = self.settings.csv.with_suffix("")
-            draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
-            trace(timelines, f"{stem}_trace.json")
-            Path(f"{stem}_timelines.json").write_text(dumps(timelines))
+            write(timelines, self.settings.csv)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +14,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.bench.inputs import Operands
+from ficco.bench.draw import draw, trace
 from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
 from ficco.machine.flat import flat
-from ficco.ops.call import run_traced
-from ficco.ops.operands import Scales
+from ficco.ops.planned import tracing
 from ficco.plan import Plan
 from ficco.simulate import simulate
-from ficco.timeline import Timeline, assemble, work
+from ficco.simulate.events import ATTENTION
+from ficco.timeline import Timeline, assemble, dumps, work
 
 #: Rate of what took no time that could be measured.
 UNSEEN = 1e18
@@ -29,33 +31,45 @@ UNSEEN = 1e18
 SLEEP_CYCLES = 40_000_000
 
 
-def trace_all(schedules: Sequence[str], operands: Operands, group: ProcessGroup) -> list[Timeline]:
-    """The planned and the measured Timeline of every schedule that is served here, in turn.
+def trace_all(
+    calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
+) -> list[Timeline]:
+    """The planned and the measured Timeline of every call that is served here, in turn.
 
     The plan is simulated at the rates that the steps of the measured call reached, so that both
     differ in what waited for what. Collective; the result is the same on every rank.
     """
     timelines: list[Timeline] = []
-    for schedule in schedules:
-        with suppress(NotImplementedError):
-            operator = operands.problem.operator
-            a, b = operands.a_LK, operands.b_KN
-            how = {"scales": Scales(**operands.scales) if operands.scales else None}
-            run_traced(operator, a, b, group, schedule, **how)  # first use is slow
-            if a.device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+    for name, call in calls.items():
+        with suppress(NotImplementedError), tracing() as seen:
+            call()  # first use is slow
+            if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
-                dist.all_reduce(torch.zeros(1, device=a.device), group=group)
-            _, plan, spans = run_traced(operator, a, b, group, schedule, **how)
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            call()
+            if len(seen) != 2:  # each call is several, that go by columns
+                continue
+            plan, mine = seen[-1]
+            bare: Any = plan.problem  # without what it has made of itself, functions among it
             everyone: list[Any] = [None] * group.size()
-            dist.all_gather_object(everyone, (plan, spans), group=group)
+            bare_plan = replace(plan, problem=replace(bare)), mine
+            dist.all_gather_object(everyone, bare_plan, group=group)
             plans = [plan for plan, _ in everyone]
-            here = fingerprint(a.device, group.size()).accelerator
+            here = fingerprint(device, group.size()).accelerator
             spans = [spans for _, spans in everyone]
-            real = measured(f"{schedule}: measured", plans, spans, f"measured on {here}")
-            title, source = f"{schedule}: planned", f"planned at the rates measured on {here}"
+            real = measured(f"{name}: measured", plans, spans, f"measured on {here}")
+            title, source = f"{name}: planned", f"planned at the rates measured on {here}"
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=title, source=source), real]
     return timelines
+
+
+def write(timelines: Sequence[Timeline], csv: Path) -> None:
+    """Draw timelines next to a CSV file, and write them for Perfetto and for ``ficco plot``."""
+    stem = csv.with_suffix("")
+    draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
+    trace(timelines, f"{stem}_trace.json")
+    Path(f"{stem}_timelines.json").write_text(dumps(timelines))
 
 
 def measured(
@@ -81,6 +95,9 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     for plan in plans:
         for step in plan.steps:
             done["copy" if step.op == "collective" else step.op] += max(work(plan, step))
+    for kind in ("attend", "apply"):  # at a share of the rate of products
+        done["matmul"] += done[kind] / ATTENTION
+        spent["matmul"] += spent[kind]
     done["place"] = 2 * done["place"] + done["reduce"]  # read and written
     spent["place"] += spent["reduce"]
 

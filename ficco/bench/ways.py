@@ -26,6 +26,7 @@ from ficco.bench.report import MODE_WORDS, about_table
 from ficco.bench.series import Stopwatch
 from ficco.bench.stats import IDEAL, fastest, over, spread
 from ficco.bench.tables import cells, markdown
+from ficco.bench.traces import trace_all, write
 from ficco.bench.verify import FATAL
 from ficco.families import family_of
 from ficco.launch import local_device
@@ -117,6 +118,7 @@ class WaySettings(RunSettings):
     Attributes:
         cases: of the subject.
         schedules: of ficco's ways; those of the subject for none.
+        timelines: draw one traced call per schedule of the first case.
         replayed: the rank that is replayed; None where all are there.
     """
 
@@ -124,6 +126,7 @@ class WaySettings(RunSettings):
     cases: tuple[Any, ...]
     modes: tuple[str, ...]
     schedules: tuple[str, ...] = ()
+    timelines: bool = False
     replayed: Replayed | None = None
 
 
@@ -140,7 +143,8 @@ def time_ways(settings: WaySettings) -> pd.DataFrame | None:
     def steps() -> Iterator[list[dict[str, Any]]]:
         for number, case in enumerate(settings.cases):
             share = (end - time.monotonic()) / (len(settings.cases) - number)
-            yield list(_case(case, watch, settings, share))
+            drawn = settings.timelines and number == 0
+            yield list(_case(case, watch, settings, share, drawn))
             watch.release()
 
     writer = dist.get_rank()  # of the processes that are there
@@ -151,7 +155,7 @@ def time_ways(settings: WaySettings) -> pd.DataFrame | None:
 
 
 def _case(
-    case: Any, watch: Stopwatch, settings: WaySettings, seconds: float
+    case: Any, watch: Stopwatch, settings: WaySettings, seconds: float, drawn: bool
 ) -> Iterator[dict[str, Any]]:
     began = time.monotonic()
     try:
@@ -190,6 +194,11 @@ def _case(
         for name, own in _figures(times, ways).to_dict("index").items():
             row = {"mode": mode, "way": name, "status": "ok", "rounds": len(times)}
             yield {**shape, **row, **own, **figures.get(name, {})}
+    if drawn:
+        calls = {ways[name].schedule: ways[name].call for name in timed if ways[name].schedule}
+        timelines = trace_all(calls, watch.group, watch.device)
+        if watch.rank == 0:
+            write(timelines, settings.csv)
 
 
 def _those_of(work: Workload, watch: Stopwatch, schedules: Sequence[str]) -> dict[str, Way]:

@@ -327,7 +327,9 @@ def _played(arguments: argparse.Namespace, recipes: Iterable[str] = ()) -> dict[
 def _layers(arguments: argparse.Namespace, device: str) -> Told:
     from ficco.bench import layers
 
-    modes = _no_products(arguments, device, "layers", "only", "operator", "schedules", "json")
+    modes = _no_products(
+        arguments, device, "layers", "only", "operator", "schedules", "timelines", "json"
+    )
     told = {"layers": layers.SHAPES[device], "modes": modes}
     return "layers", layers.layers, layers.LayerSettings, told, layers.report
 
@@ -344,7 +346,7 @@ def _ways(arguments: argparse.Namespace, device: str) -> Told:
         if not arguments.operator or one.operator in arguments.operator
     ]
     told: dict[str, Any] = {"subject": room.SUBJECT, "modes": modes}
-    told["cases"] = tuple(_only(arguments, found))
+    told |= {"cases": tuple(_only(arguments, found)), "timelines": arguments.timelines}
     told["schedules"] = tuple(
         one if one == "auto" else str(Schedule.parse(one)) for one in arguments.schedules or ()
     )
@@ -360,7 +362,7 @@ def _no_products(
     arguments: argparse.Namespace, device: str, what: str, *more: str
 ) -> tuple[str, ...]:
     """The modes of a measurement that takes no option of those for products, nor some more."""
-    for name in ("set", "shapes", "dtype", "timelines", *more):
+    for name in ("set", "shapes", "dtype", *more):
         if getattr(arguments, name):
             raise ValueError(f"--{what}: required without --{name}, which is for products")
     return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")

@@ -27,7 +27,6 @@ from ficco.ops.planned import (
     new_kind,
     number_call,
     post_call,
-    program_of,
     workspace_for,
 )
 from ficco.options import Options, carried, current
@@ -153,7 +152,7 @@ def run_attention(
         else:
             call, found = _backward(cached, q, k, kv, of)
         post_call(workspace, key, cached, options)
-        execute(workspace, program_of(workspace, cached), call)
+        execute(workspace, cached, call)
     except BaseException as error:
         workspace.end(error)
         raise

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.dma.engine import Call, Span, Symmetric
+from ficco.dma.engine import Call, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
@@ -26,17 +26,9 @@ from ficco.ops.operands import (
     readable,
     row_major,
 )
-from ficco.ops.planned import (
-    execute,
-    new_kind,
-    number_call,
-    post_call,
-    program_of,
-    traced,
-    workspace_for,
-)
+from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
 from ficco.options import Options
-from ficco.plan import Buffer, Plan
+from ficco.plan import Buffer
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
@@ -80,7 +72,7 @@ def run(
                 part = schedule, cached.rows, False, into, purpose, of, transposed
                 run(operator, left, right, group, *part)
             return call.tensors["out"], None
-        execute(workspace, program_of(workspace, cached), call)
+        execute(workspace, cached, call)
     except BaseException as error:
         workspace.end(error)
         raise
@@ -90,32 +82,6 @@ def run(
 #: The same for backwards and operators of ``torch.library``: Dynamo may be tracing where they run,
 #: and would compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
-
-
-def run_traced(
-    operator: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: ProcessGroup | None,
-    schedule: str | Schedule,
-    rows: Rows = None,
-    scales: Scales | None = None,
-) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """One call that records when each step ran on this rank; waits for its end. The Plan is as the
-    engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
-    workspace = _workspace(group, a, b, operator)
-    try:
-        cached, call = _begin(workspace, operator, a, b, schedule, rows, False, scales=scales)
-        if cached.columns:
-            raise NotImplementedError(
-                f"a call that goes by {cached.columns} columns at a time, to keep to "
-                "workspace_bytes, is several; trace it without that cap"
-            )
-        plan, spans = traced(workspace, cached, call)
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return call.tensors["out"], plan, spans
 
 
 def _operands(

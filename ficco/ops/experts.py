@@ -35,7 +35,7 @@ from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import check_dtype, plain, process_group
 from ficco.ops.operate import cast, refuse_sharded, watched
-from ficco.ops.planned import execute, new_kind, number_call, post_call, program_of, workspace_for
+from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
 from ficco.ops.routing import Routing, route
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
@@ -385,7 +385,7 @@ def _run(
         if "out" in results:
             results["out"][-1].zero_()
         post_call(workspace, key, cached, options, purpose)
-        execute(workspace, program_of(workspace, cached), Call(tensors, filled=filled))
+        execute(workspace, cached, Call(tensors, filled=filled))
     except BaseException as error:
         workspace.end(error)
         raise

@@ -2,13 +2,14 @@
 
 A room that makes Plans of its own calls these in turn: :func:`workspace_for`, :func:`number_call`,
 a look-up of its key in ``workspace.programs`` or else :func:`new_kind`, :func:`post_call`, then
-:func:`execute` with :func:`program_of`. What raises from :func:`number_call` on ends the call with
+:func:`execute`. What raises from :func:`number_call` on ends the call with
 ``workspace.end(error)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,29 @@ def post_call(
         workspace.keep(key, cached)
 
 
+def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
+    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
+    if _records:
+        _records[-1].append(_traced(workspace, cached, call))
+    else:
+        _run(workspace, program_of(workspace, cached), call)
+
+
+#: What blocks of :func:`tracing` have seen, the inner ones last.
+_records: list[list[tuple[Plan, list[Span]]]] = []
+
+
+@contextmanager
+def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
+    """Within it, calls are waited for, and record when each of their steps ran on this rank. A Plan
+    is as the engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
 def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     """The program of the latest call, on its slot."""
     slot = workspace.slot(cached.plan, cached.single)
@@ -90,8 +114,7 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     return program
 
 
-def execute(workspace: Workspace, program: Program, call: Call) -> None:
-    """Run a call: enqueue it (GPU) or carry it out (CPU)."""
+def _run(workspace: Workspace, program: Program, call: Call) -> None:
     grad = torch.is_grad_enabled()
     try:
         if grad:  # inside: Ctrl-C may come right after it
@@ -106,13 +129,11 @@ def execute(workspace: Workspace, program: Program, call: Call) -> None:
             torch._C._set_grad_enabled(True)
 
 
-def traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan, list[Span]]:
-    """Run a call that records when each step ran on this rank, to its end. The Plan is as the
-    engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
+def _traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan, list[Span]]:
     slot = workspace.slot(cached.plan, cached.single)
     program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
     try:
-        execute(workspace, program, call)
+        _run(workspace, program, call)
         return program.plan, workspace.engine.spans(program, call)
     finally:
         if slot is not None:

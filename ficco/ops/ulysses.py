@@ -21,7 +21,6 @@ from ficco.ops.planned import (
     new_kind,
     number_call,
     post_call,
-    program_of,
     workspace_for,
 )
 from ficco.options import Options, carried, current
@@ -225,7 +224,7 @@ def _run(
             if buffer.memory == "result":
                 results[buffer.name] = tensors[buffer.name]
     post_call(workspace, key, cached, options, NAME + " backward" * part.get("backward", False))
-    execute(workspace, program_of(workspace, cached), Call(tensors))
+    execute(workspace, cached, Call(tensors))
     return results
 
 
