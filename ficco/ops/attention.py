@@ -18,6 +18,7 @@ from ficco.attention import (
 )
 from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
+from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
@@ -288,7 +289,8 @@ def _new_kind(
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
     known = workspace.known(options.machine)
-    chosen = GATHERED.decide(problem, schedule, machine=known.machine, mode=mode).schedule
+    decision = GATHERED.decide(problem, schedule, machine=known.machine, mode=mode)
+    chosen = decision.schedule
     agreed += [str(known)] * (schedule == "auto")
     if chosen.mover not in engine.capabilities().movers:
         raise NotImplementedError(
@@ -305,6 +307,7 @@ def _new_kind(
         plan = ring(engine, plan, cap, make)
     else:
         keep_to_cap(engine, plan, cap)
+    problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
     if source is not None and chosen.pull:
         agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
     kept = None if "publish" in plan.buffer else source

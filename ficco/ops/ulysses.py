@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
+from ficco.ops import problem_log
 from ficco.ops.attention import check_operands
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
@@ -234,9 +235,10 @@ def _new_kind(
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
     known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-    chosen = BY_HEADS.decide(problem, schedule, machine=known.machine, mode=mode).schedule
+    decision = BY_HEADS.decide(problem, schedule, machine=known.machine, mode=mode)
     agreed += [str(known)] * (schedule == "auto")
-    (plan,) = heads_plans(problem, chosen, [engine.rank])
+    (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
+    problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
     keep_to_cap(engine, plan, options.workspace_bytes)
     return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
 
