@@ -2,12 +2,12 @@
 
     sudo python tests/hosts_bench.py FOLDER
 
-Hosts are network namespaces on a bridge; each one's link has the rate and the delay (``tc netem``;
-the rate alone where the kernel lacks that).
-Their ranks share no memory with those of others: gloo goes over the wire, copies inside. Ranks have
-a thread each. Every round calls all candidates in a new order; a round's time is the slowest
-rank's. Writes ``hosts.csv``: for each shape and candidate the median, that of the product alone and
-of the collective alone. Needs the right to make namespaces, ``ip`` and ``tc``.
+Hosts are network namespaces: on a bridge, each one's link limited by ``tc tbf``, or with a delay
+behind :mod:`slow_wire`, which takes half a core. Their ranks share no memory with those of others:
+gloo goes over the wire, copies inside. Ranks have a thread each. Results are compared exactly
+first. Every round calls all candidates in a new order; a round's time is the slowest rank's. Writes
+``hosts.csv``: for each shape and candidate the median, that of the product alone and of the
+collective alone. Needs the right to make namespaces, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -22,48 +22,74 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slow_wire import namespace, sh, slow_wire
+
 #: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70
 #: GFLOP/s a rank, what crosses takes about as long as the product.
 SHAPES = ((2048, 320, 2048), (4096, 320, 1024), (1024, 320, 4096), (3072, 384, 2048))
-NETEM, TBF = "netem rate {} delay {} limit 100000", "tbf rate {} burst 1mb latency 400ms"
+TBF = "tbf rate {}mbit burst 1mb latency 400ms"
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
-def sh(command: str) -> None:
-    subprocess.run(command.split(), check=True)
+@contextmanager
+def namespaces(hosts: int, rate: float, delay: float) -> Iterator[list[str]]:
+    """Namespaces 10.77.0.1, .2, ... that reach each other at so many MB/s each way, after a delay
+    in milliseconds."""
+    with ExitStack() as stack:
+        names = [stack.enter_context(namespace(f"ficco{host}")) for host in range(hosts)]
+        if delay:
+            stack.enter_context(slow_wire(names, rate * 1e6, delay * 1e-3))
+        else:
+            stack.enter_context(shaped(names, rate))
+        yield names
 
 
 @contextmanager
-def namespaces(hosts: int, rate: str, delay: str) -> Iterator[list[str]]:
-    """Namespaces 10.77.0.1, .2, ... that reach each other at a rate each way, after a delay."""
-    names = [f"ficco{host}" for host in range(hosts)]
+def shaped(names: list[str], rate: float) -> Iterator[None]:
+    """A device ``wire`` in each namespace, on a bridge."""
     sh("ip link add ficco type bridge")
     try:
         sh("ip link set ficco up")
         for host, name in enumerate(names):
-            sh(f"ip netns add {name}")
             sh(f"ip link add {name} type veth peer name wire netns {name}")
             sh(f"ip link set {name} master ficco up")
             sh(f"ip -n {name} addr add 10.77.0.{host + 1}/24 dev wire")
             sh(f"ip -n {name} link set wire up")
-            sh(f"ip -n {name} link set lo up")
-            add = f"ip netns exec {name} tc qdisc add dev wire root"
-            shaped = subprocess.run([*add.split(), *NETEM.format(rate, delay).split()])
-            if shaped.returncode:  # a kernel without netem
-                print("no delay: this kernel has no netem", flush=True)
-                sh(f"{add} {TBF.format(rate)}")
-        yield names
+            sh(f"ip netns exec {name} tc qdisc add dev wire root {TBF.format(rate * 8)}")
+        yield
     finally:
         for name in names:
             # A namespace goes later, with its last process; the link would stay as long.
             subprocess.run(["ip", "link", "del", name])
-            subprocess.run(["ip", "netns", "del", name])
         sh("ip link del ficco")
+
+
+def compare(
+    operator: str, shape: tuple[int, int, int], rank: int, world: int, schedules: list[str]
+) -> None:
+    """The results for small integers, which have one right product."""
+    import torch
+
+    import ficco
+
+    (m, n, k), part = shape, shape[0] // world
+    gathers = operator == "all_gather_matmul"
+    size = (part, k) if gathers else (m, k)
+    for turn, name in enumerate(schedules):
+        torch.manual_seed(turn)
+        every = [torch.randint(-3, 4, size).float() for _ in range(world)]
+        b = torch.randint(-3, 4, (k, n)).float()
+        result = getattr(ficco, operator)(every[rank], b, schedule=name)
+        if gathers:
+            expected = torch.cat(every) @ b
+        else:
+            expected = sum(every)[rank * part : (rank + 1) * part] @ b
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 def calls_of(
@@ -113,8 +139,9 @@ def rank_main(rank: int, world: int, arguments: Any) -> None:
 
     rows = []
     for operator in OPERATORS:
-        for m, n, k in SHAPES:
+        for m, n, k in arguments.shapes:
             shape = (m, n, k) if operator == "all_gather_matmul" else (m, k, n)
+            compare(operator, shape, rank, world, arguments.schedules)
             calls = calls_of(operator, shape, rank, world, arguments.schedules)
             times: dict[str, list[float]] = {name: [] for name in calls}
             order = list(calls)
@@ -143,13 +170,18 @@ def rank_main(rank: int, world: int, arguments: Any) -> None:
     dist.destroy_process_group()
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
-    parser.add_argument("--rate", default="1600mbit")
-    parser.add_argument("--delay", default="1ms")
+    parser.add_argument("--rate", type=float, default=200.0, help="MB/s")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds")
+    parser.add_argument("--shapes", type=sizes, nargs="+", default=SHAPES, help="m,n,k of gathers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--schedules", nargs="+", default=["auto", "serial:collective", "serial"])
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

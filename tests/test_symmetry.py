@@ -9,7 +9,7 @@ import pytest
 from test_hosts import changed, problem_of, served
 
 from ficco.heuristics import problem_of_sizes
-from ficco.plan import AsymmetryError, Plan, PlanError, Step, check, check_symmetric
+from ficco.plan import AsymmetryError, Plan, PlanError, Region, Step, check, check_symmetric
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
 
@@ -96,6 +96,37 @@ def _sends_in_another_order(steps: list[Step]) -> None:
     )
 
 
+def _copies_before_its_turn(steps: list[Step]) -> None:
+    one = first(steps, lambda step: step.label == "acquire")
+    assert steps[one + 1].op == "copy"
+    steps[one], steps[one + 1] = steps[one + 1], steps[one]
+
+
+def _clears_at_once(steps: list[Step]) -> None:
+    """Words of signals, before they are waited for."""
+    last = first(steps, lambda step: step.label == "retire")
+    gone = steps[last].clears
+    steps[last] = steps[last]._replace(clears=())
+    one = first(steps, lambda step: step.label == "acquire")
+    steps[one] = steps[one]._replace(clears=(*steps[one].clears, *gone))
+
+
+def _in_one_place(steps: list[Step]) -> None:
+    """All that lands, as if staging were used in turn."""
+
+    def up(region: Region) -> Region:
+        if region.buffer != "staging":
+            return region
+        return region._replace(row=0, row_stop=region.rows)
+
+    for i, step in enumerate(steps):
+        moves = [move._replace(src=up(move.src), dst=up(move.dst)) for move in step.moves]
+        products = [one._replace(a=up(one.a)) for one in step.products]
+        move = step.transfer
+        move = move and move._replace(src=up(move.src), dst=up(move.dst))
+        steps[i] = step._replace(moves=tuple(moves), products=tuple(products), transfer=move)
+
+
 def _sends_late(steps: list[Step]) -> None:
     """Behind what waits for it at the receiver."""
     one = first(steps, lambda step: step.op == "copy" and step.posts)
@@ -108,6 +139,9 @@ MUTANTS = {
     "products that do not wait for a signal": (_does_not_wait, "may read before it is written"),
     "a slot that is handed on while it is used": (_on_another_lane, "may still use a slot|cleared"),
     "pieces of other rows": (_other_rows, "another block|rows|nobody has written"),
+    "a slot that is used before it is handed over": (_copies_before_its_turn, "has not handed"),
+    "words that are cleared early": (_clears_at_once, "cleared before it was waited for"),
+    "blocks that share a place": (_in_one_place, "share row|another place"),
     "pieces in another order than they are expected": (
         _sends_in_another_order,
         "sends other pieces than their receivers",

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 #: What a lane does before its caller's step, and who looks after the gates of that step.
 FIRST, ARRIVALS = "compute0 first", "arrivals"
+#: Where a call receives from other hosts, while its network lane sends.
+RECEIVES = "network receives"
 
 
 class CpuEngine(Engine):
@@ -156,11 +158,16 @@ class CpuEngine(Engine):
         return op
 
     def record(self, program: Program, step: int) -> Op:
+        if program.plan.steps[step].op == "network":
+            return lambda call: None  # what receives does so
         return lambda call: call.state.recorded[step].set()
 
     def join(self, program: Program, step: int, earlier: int) -> Op:
+        moves = program.plan.steps[earlier].op == "network"
+
         def op(call: Call) -> None:
-            while not call.state.recorded[earlier].wait(SLICE_S):
+            over = call.state.moved if moves else call.state.recorded
+            while not over[earlier].wait(SLICE_S):
                 call.state.check()
 
         return op
@@ -211,7 +218,7 @@ class CpuEngine(Engine):
 
     def network(self, program: Program, step: int) -> Op:
         assert self._network is not None
-        return self._network.op(program, step)
+        return self._network.send(program, step)
 
     def collective(self, program: Program, step: int) -> Op:
         """As on all engines, but an absent rank is named by a timeout of this call."""
@@ -247,8 +254,13 @@ class CpuEngine(Engine):
             lanes = program.state["lanes"] = self._by_lane(program)
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
+            program.state["moves"] = [i for i, step in enumerate(steps) if step.op == "network"]
         state = call.state = CallState(
-            len(lanes) - (FIRST in lanes), program.state["recorded"], self.timeout_s, program.slot
+            len(lanes) - (FIRST in lanes),
+            program.state["recorded"],
+            self.timeout_s,
+            program.slot,
+            program.state["moves"],
         )
         self._in_flight += 1
         try:
@@ -290,6 +302,8 @@ class CpuEngine(Engine):
                     lanes[ARRIVALS] = watched
             else:
                 lanes.setdefault(lane, []).append(op)
+        if self._network is not None and any(step.op == "network" for step in program.plan.steps):
+            lanes[RECEIVES] = self._network.receives(program)
         return lanes
 
     def _gates(self, program: Program) -> list[Op]:
@@ -328,6 +342,8 @@ class CpuEngine(Engine):
                 raise state.error
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
+        if end and program.plan.steps[step].op == "network":
+            return lambda call: None  # what receives does so
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))
 
     def spans(self, program: Program, call: Call) -> list[Span]:

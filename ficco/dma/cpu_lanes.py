@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -61,7 +62,12 @@ class CallState:
     """What the lanes of a call in flight share."""
 
     def __init__(
-        self, lanes: int, recorded: Sequence[int], timeout_s: float, slot: Slot | None
+        self,
+        lanes: int,
+        recorded: Sequence[int],
+        timeout_s: float,
+        slot: Slot | None,
+        moves: Sequence[int] = (),
     ) -> None:
         # What waits need of the slot: a stuck lane may outlive it, and its addresses must stay
         # mapped. After the words come marks, a byte per lane, see CpuEngine._expire.
@@ -73,6 +79,9 @@ class CallState:
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s
         self.recorded = {step: threading.Event() for step in recorded}
+        #: By network step, that it has sent its part, that it is over, and what it receives.
+        self.sent, self.moved = ({step: threading.Event() for step in moves} for _ in range(2))
+        self.coming: dict[int, Any] = {}
         self.stamps: list[tuple[int, bool, float]] = []
         #: Of a call with a step of its caller's: the words of that step's gates, and the same as
         #: events for those who wait.

@@ -1,8 +1,12 @@
 """What goes between hosts on CPUs: sends and receives of a gloo group, waited for by a thread.
 
-gloo's wait blocks, and a time limit on it would break all of the group's connections. So one thread
-waits, and lanes look after it: they see that their call has failed, that ranks disagree, and the
+gloo's wait blocks, and a time limit on it would break all of the group's connections. So threads
+wait, and lanes look after them: they see that their call has failed, that ranks disagree, and the
 time.
+
+gloo sends nothing before the receiver has said that it is there, which takes as long as the wire
+delays. So a call says at its beginning what it receives, and has a lane for that: another one sends
+step after step meanwhile.
 """
 
 from __future__ import annotations
@@ -24,40 +28,70 @@ class GlooNetwork:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._links = engine, GlooLinks(engine)
-        self._waiter = Lane("network waits")
+        self._sends, self._receives = Lane("network sends"), Lane("network receives")
 
-    def op(self, program: Program, step: int) -> Op:
-        """Send and receive what a step moves."""
-        view = buffers_of(program).view
-        moves = [(one, view(one.region)) for one in messages(program.plan, step)]
+    def send(self, program: Program, step: int) -> Op:
+        """Send what a step moves; where it posts signals, wait for its end, too."""
+        view, posts = buffers_of(program).view, bool(program.plan.steps[step].posts)
+        found = [one for one in messages(program.plan, step) if one.outward]
+        moves = [(one, view(one.region)) for one in found]
 
         def op(call: Call) -> None:
-            parts, landed = [], []
-            for one, mine in moves:
-                part = mine(call)
-                if one.outward:
-                    data = part.contiguous()
-                else:
-                    data = (
-                        part
-                        if part.is_contiguous()
-                        else torch.empty_like(part, memory_format=torch.contiguous_format)
-                    )
-                    landed.append((part, data))
-                parts.append((one.outward, one.peer, data.view(torch.uint8)))
             state: CallState = call.state
+            parts = [
+                (True, one.peer, mine(call).contiguous().view(torch.uint8)) for one, mine in moves
+            ]
             exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
-            self._await(program, step, state, exchange)
-            for part, data in landed:
-                if part is not data:
-                    part.copy_(data)
+            self._await(program, step, state, exchange, self._sends)
+            state.sent[step].set()
+            while posts and not state.moved[step].wait(SLICE_S):
+                state.check()
 
         return op
 
-    def _await(self, program: Program, step: int, state: CallState, exchange: PeerExchange) -> None:
+    def receives(self, program: Program) -> list[Op]:
+        """Receive what all steps move, one after the other, each once it has sent its part."""
+        view, plan = buffers_of(program).view, program.plan
+        moves = {
+            step: [(one, view(one.region)) for one in messages(plan, step) if not one.outward]
+            for step, one in enumerate(plan.steps)
+            if one.op == "network"
+        }
+
+        def expect(call: Call) -> None:
+            state: CallState = call.state
+            for step, some in moves.items():
+                parts, landed = [], []
+                for one, mine in some:
+                    part = data = mine(call)
+                    if not part.is_contiguous():
+                        data = torch.empty_like(part, memory_format=torch.contiguous_format)
+                        landed.append((part, data))
+                    parts.append((False, one.peer, data.view(torch.uint8)))
+                exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
+                self._links.expected.add(exchange)
+                state.coming[step] = exchange, landed
+
+        def receive(step: int, call: Call) -> None:
+            state: CallState = call.state
+            exchange, landed = state.coming.pop(step)
+            self._await(program, step, state, exchange, self._receives)
+            self._links.expected.remove(exchange)
+            for part, data in landed:
+                part.copy_(data)
+            while not state.sent[step].wait(SLICE_S):
+                state.check()
+            state.stamps.append((step, True, time.perf_counter()))
+            state.moved[step].set()
+
+        return [expect, *(partial(receive, step) for step in moves)]
+
+    def _await(
+        self, program: Program, step: int, state: CallState, exchange: PeerExchange, waiter: Lane
+    ) -> None:
         begin, engine = time.monotonic(), self._engine
         if not exchange.over.is_set():
-            self._waiter.submit(exchange.run)
+            waiter.submit(exchange.run)
         late = partial(timed_out, program.plan)
         try:
             while not exchange.over.wait(SLICE_S):
@@ -83,5 +117,6 @@ class GlooNetwork:
 
     def close(self) -> None:
         """Leave the group."""
-        self._waiter.close(join=False)
+        for waiter in (self._sends, self._receives):
+            waiter.close(join=False)
         self._links.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 #: Groups with messages under way when their call failed: to free one would wait for them.
-_left: list[dist.ProcessGroupGloo] = []
+_left: list[object] = []
 
 
 @atexit.register
@@ -93,6 +93,7 @@ class GlooLinks:
 
     Attributes:
         broken: an exchange has failed, or was given up.
+        expected: exchanges that are to be waited for later.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -111,7 +112,9 @@ class GlooLinks:
             ) from error
         self._sent: Counter[int] = Counter()  # by peer: messages have numbers
         self._received: Counter[int] = Counter()
+        self._starting = threading.Lock()
         self.broken = False
+        self.expected: set[PeerExchange] = set()
 
     def exchange(
         self, parts: Sequence[tuple[bool, int, torch.Tensor]], seconds: float = LONGEST_S
@@ -124,9 +127,10 @@ class GlooLinks:
             call = self._group.send if outward else self._group.recv
             starts.append((peer, partial(call, [data], peer, count[peer])))
             count[peer] += 1
-        return PeerExchange(starts, seconds)
+        with self._starting:
+            return PeerExchange(starts, seconds)
 
     def close(self) -> None:
         """Leave the group. After a failure what is under way stays so until gloo gives up."""
-        if self.broken:
-            _left.append(self._group)
+        if self.broken or self.expected:
+            _left.append((self._group, self.expected))

@@ -1,8 +1,9 @@
 """Writes what goes between hosts as steps that the proof knows.
 
-Both sides of a move have to be there before either goes on. So a network step becomes a signal to
-each receiver that the data are there, a copy of what each sender has, once that has said so, and a
-signal back, without which a sender does not go on. No library asks for more.
+A network step becomes a signal to each receiver that the data are there, a copy of what each sender
+has, once that has said so, and a signal back, without which a sender does not go on. No library
+asks for more. Sends follow each other, and so do receives, but a step may send before an earlier
+one has received, and receive before its turn: an engine may say at once what it expects.
 """
 
 from __future__ import annotations
@@ -99,21 +100,25 @@ def _without(plan: Plan, words: _Words, sends: bool) -> Plan:
         if step.op != "network":
             steps.append(step._replace(after=after))
         else:
-            steps += _written(plan.rank, step._replace(after=after), words, turns, sends)
+            steps += _written(
+                plan.rank, len(steps), step._replace(after=after), words, turns, sends
+            )
         became.append(len(steps) - 1)
     return replace(plan, steps=tuple(steps))
 
 
 def _written(
-    rank: int, step: Step, words: _Words, turns: dict[tuple[int, int], int], sends: bool
+    rank: int, at: int, step: Step, words: _Words, turns: dict[tuple[int, int], int], sends: bool
 ) -> list[Step]:
+    """The steps that stand for one, of which the first has the number ``at``."""
     there, taken, copies, thanks = [], [], [], []
     bare = Step("sync", step.lane, step.label)
+    inward, over = (bare._replace(lane=f"{step.lane}/{name}") for name in ("in", "over"))
     for move in step.moves:
         ends = move.src.rank, move.dst.rank
         turn = turns[ends] = turns.get(ends, -1) + 1
         come, gone = words.there[ends][turn], words.taken[ends][turn]
-        copy = bare._replace(op="copy", mover=MOVER, transfer=move)
+        copy = inward._replace(op="copy", mover=MOVER, transfer=move)
         if rank == ends[0]:
             there.append(come)
             taken.append(gone)
@@ -125,6 +130,7 @@ def _written(
     begin = bare._replace(
         waits=step.waits, clears=step.clears, after=step.after, posts=tuple(there)
     )
-    done = bare._replace(posts=tuple(thanks))
-    end = bare._replace(waits=tuple(taken), clears=tuple(taken), posts=step.posts)
-    return [begin, *copies, done, end]
+    done = inward._replace(posts=tuple(thanks))
+    sent = bare._replace(waits=tuple(taken), clears=tuple(taken))
+    both = at + len(copies) + 1, at + len(copies) + 2
+    return [begin, *copies, done, sent, over._replace(after=both, posts=step.posts)]

@@ -58,14 +58,16 @@ def check_symmetric(plans: Iterable[Plan]) -> None:
         AsymmetryError: Plans are not images of one, or a proof by symmetry does not serve them.
             :func:`check` may still prove them.
     """
+    every = iter(plans)
+    first = next(every, None)
+    if first is None or first.rank:
+        raise AsymmetryError("the first of the plans is not that of rank 0")
     with paused():
-        every = iter(plans)
-        first = next(every, None)
-        if first is None or first.rank:
-            raise AsymmetryError("the first of the plans is not that of rank 0")
         symmetry = _Symmetry(first)
-        for plan in every:
+    for plan in every:  # which may be made only now, and is gone with the next one
+        with paused():
             symmetry.compare(plan)
+    with paused():
         symmetry.apart()
         symmetry.prove()
 

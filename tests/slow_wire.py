@@ -1,0 +1,88 @@
+"""Hosts on one machine behind a wire with a rate and a delay, where the kernel has no ``tc netem``.
+
+Each host is a network namespace with a tun device. A thread of this process reads what they send
+and writes it to its receiver: so many bytes a second leave each host, and arrive so much later.
+Needs root, ``ip`` and ``/dev/net/tun``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+#: From linux/if_tun.h: attach to a device; packets of IP, without a header of tun's own.
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
+#: Bytes of a packet. Large ones, since each costs this process some 20 us.
+MTU = 60_000
+
+
+def sh(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def usable() -> bool:
+    """Whether this process may make such a wire."""
+    return os.geteuid() == 0 and os.access("/dev/net/tun", os.W_OK)
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[str]:
+    sh(f"ip netns add {name}")
+    try:
+        sh(f"ip -n {name} link set lo up")
+        yield name
+    finally:
+        subprocess.run(["ip", "netns", "del", name])
+
+
+@contextmanager
+def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[None]:
+    """A device ``wire`` in each namespace, with the addresses 10.77.0.1, .2, ...; bytes per second
+    and seconds."""
+    with ExitStack() as stack:
+        devices = []
+        for number, name in enumerate(names, start=1):
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(os.close, device)
+            asked = struct.pack("16sH14x", f"wire{number}".encode(), IFF_TUN | IFF_NO_PI)
+            fcntl.ioctl(device, TUNSETIFF, asked)
+            sh(f"ip link set wire{number} netns {name}")
+            sh(f"ip -n {name} link set wire{number} name wire mtu {MTU} txqueuelen 1000")
+            sh(f"ip -n {name} addr add 10.77.0.{number}/24 dev wire")
+            sh(f"ip -n {name} link set wire up")
+            devices.append(device)
+        over = threading.Event()
+        thread = threading.Thread(target=carry, args=(devices, rate, delay, over))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(over.set)
+        yield
+
+
+def carry(devices: list[int], rate: float, delay: float, over: threading.Event) -> None:
+    """Packets of each device wait for those before them, then for the delay."""
+    free = [0.0] * len(devices)
+    under_way: list[deque[tuple[float, int, bytes]]] = [deque() for _ in devices]
+    while not over.is_set():
+        due = min((queue[0][0] for queue in under_way if queue), default=float("inf"))
+        wait = min(max(due - time.monotonic(), 0), 0.05)
+        for device in select.select(devices, [], [], wait)[0]:
+            source, packet = devices.index(device), os.read(device, MTU)
+            now = time.monotonic()
+            free[source] = max(free[source], now) + len(packet) / rate
+            target = packet[19] - 1  # the last byte of the receiver's address
+            if packet[0] >> 4 == 4 and 0 <= target < len(devices):
+                under_way[source].append((free[source] + delay, devices[target], packet))
+        now = time.monotonic()
+        for queue in under_way:
+            while queue and queue[0][0] <= now:
+                _, target, packet = queue.popleft()
+                os.write(target, packet)
