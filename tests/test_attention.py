@@ -28,7 +28,7 @@ from ficco.attention import (
 from ficco.dma.attention import Heads, attention, merge
 from ficco.dma.engine import Part
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Region, check, render
+from ficco.plan import Plan, PlanError, Region, Step, check, render
 from ficco.schedules import Schedule
 from ficco.simulate import simulate
 from ficco.timeline import attended_flops, work
@@ -44,6 +44,7 @@ SCHEDULES = (
     "shard-overlap:tail=2",
     "serial",
     "serial:pull",
+    "ring",
 )
 #: Of one library's call on everything. Partial results are rounded once more before they are
 #: merged: the square root of 2 in the mean.
@@ -422,9 +423,54 @@ def test_keys_that_are_left_out_or_come_early_are_found() -> None:
 
 def test_other_schedules_are_refused() -> None:
     problem = AttentionCase(8).problem(4)
-    for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "ring", "serial:collective"):
+    for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "one-shot", "serial:collective"):
         with pytest.raises(ValueError, match="take growing, shard-overlap"):
             attention_plans(problem, Schedule.parse(name))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
+    asked = AttentionCase(16, causal=True, placement="head-tail").problem(4)
+    problem = AttentionGradient(asked) if backward else asked
+
+    def made(change: Any = lambda index, step: step) -> list[Plan]:
+        found = attention_plans(problem, Schedule.parse("ring:pieces=2"))
+        steps = [change(i, step) for i, step in enumerate(found[1].steps)]
+        found[1] = replace(found[1], steps=tuple(steps))
+        return found
+
+    for plan in made():
+        right, keys = (plan.rank + 1) % 4, []
+        for step in plan.steps:
+            if step.transfer and step.op == "copy" and step.transfer.src.buffer != "leaving":
+                assert step.transfer.dst.rank == right and step.lane == "copy0"
+                keys.append(step.transfer.src.rows)
+        assert sum(keys) == 3 * 16  # its own rows, and those of two others
+    check(made())
+
+    def unwaited(index: int, step: Step) -> Step:
+        return step._replace(waits=()) if step.label == "0.0 is here" else step
+
+    def others(index: int, step: Step) -> Step:
+        if step.label != "0.1>2" or step.transfer is None:
+            return step
+        src = step.transfer.src
+        moved = src._replace(row=src.row - 8, row_stop=src.row_stop - 8)
+        return step._replace(transfer=step.transfer._replace(src=moved))
+
+    for change, message in ((unwaited, "never waited for"), (others, "another|nobody|other")):
+        with pytest.raises(PlanError, match=message):
+            check(made(change))
+
+
+def _ring_capped(at: Rank) -> Any:
+    with ficco.options(workspace_bytes=4_000):
+        return caught(lambda: attended(at, AttentionCase(16), 1, "ring"))
+
+
+def test_a_ring_of_ranks_has_no_ring_of_steps() -> None:
+    for failure in run(4, _ring_capped):
+        assert isinstance(failure, Failure) and "workspace_bytes: required at least" in failure.text
 
 
 def test_simulation_and_choice() -> None:

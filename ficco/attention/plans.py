@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ficco.attention.gradient import (
     AttentionGradient,
@@ -21,7 +22,7 @@ from ficco.schedules.space import Schedule
 def refusal(schedule: Schedule) -> str:
     """Why a schedule cannot serve attention; empty if it can."""
     name, why = f"schedule {schedule}", ""
-    if schedule.own or schedule.grouping in ("ring", "one-shot", "tiled"):
+    if schedule.own or schedule.grouping in ("one-shot", "tiled"):
         why = "attention gathers rows, in steps of a library's calls"
     elif schedule.dims == 2:
         why = "attention needs whole rows of keys"
@@ -46,6 +47,8 @@ def attention_plans(
     """
     if why := refusal(schedule):
         raise ValueError(why)
+    if schedule.grouping == "ring":
+        problem = _in_ring(problem)
     words = WordAllocator(problem.world)
     with paused():
         every = range(problem.world) if ranks is None else ranks
@@ -57,6 +60,12 @@ def attention_plans(
         whole = problem.specification
         world = AttentionWorld(problem, schedule, words, staging_bytes, whole)
         return [_plan(AttentionStage(world, one)) for one in builders]
+
+
+def _in_ring(problem: AttentionProblem | AttentionGradient) -> AttentionProblem | AttentionGradient:
+    if isinstance(problem, AttentionGradient):
+        return replace(problem, forward=replace(problem.forward, ring=True))
+    return replace(problem, ring=True)
 
 
 def _plan(stage: AttentionStage) -> Plan:

@@ -78,6 +78,7 @@ class AttentionProblem:
         scale: by what scores are multiplied; None: 1 / sqrt(size).
         symmetric: keys and values lie in symmetric memory as they travel.
         keeps: the rows of KV that a rank gets, its own among them, are a second result.
+        ring: rows go from each rank to the next one, so that every rank gets all.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -98,6 +99,7 @@ class AttentionProblem:
     scale: float | None = None
     symmetric: bool = False
     keeps: bool = False
+    ring: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in SUMS:
@@ -194,7 +196,9 @@ class AttentionProblem:
         return self.keys.gathered(memory)._replace(holds="KV")
 
     def _span(self, src: int, dst: int) -> Span:
-        """From the first to the last row of a rank's that another attends to."""
+        """From the first to the last row of a rank's that another gets."""
+        if self.ring:
+            return 0, self.rows
         seen = self.seen(self.segments[dst], self.segments[src])
         return (seen[0][0], seen[-1][1]) if seen else (0, 0)
 
@@ -260,7 +264,7 @@ class AttentionProblem:
         flags += [f"cu_seqlens={_brief(self.cu_seqlens)}"] if self.cu_seqlens else []
         flags += [self.placement] if self.placement != PLACEMENTS[0] else []
         flags += [f"scale={self.scale}"] if self.scale is not None else []
-        flags += [name for name in ("symmetric", "keeps") if getattr(self, name)]
+        flags += [name for name in ("symmetric", "keeps", "ring") if getattr(self, name)]
         return (
             f"{self.operator}({batch}sequence={self.length} ({self.rows} x {self.world} ranks), "
             f"{self.heads} heads{shared}, size={self.size}, {', '.join(flags)})"

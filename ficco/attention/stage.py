@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ficco.attention.mask import Span, merged
 from ficco.attention.problem import MERGE, SUMS, AttentionProblem, KeyGather
-from ficco.plan.model import Attending, Region, Step, Transfer
+from ficco.plan.model import Attending, Region, Signal, Step, Transfer
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit, cut
@@ -44,6 +44,17 @@ class AttentionWorld(GatherWorld):
         shapes, holds = self.out.shapes, {"holds": made.out, "dtype": wide}
         self.product = self.buffer("parts" if merges else "sum", self.out, shapes, "local", **holds)
         self.function = MERGE if merges else ""
+        #: That the call of a rank that copies nothing to another has begun.
+        self.begins = words.block(int(asked.ring))
+
+    def carrier(self, receiver: int, sender: int) -> int:
+        if not self.asked.ring:
+            return super().carrier(receiver, sender)
+        return (receiver - 1) % self.world
+
+    def gives(self, src: int, dst: int) -> bool:
+        """Whether a rank copies rows of KV to another."""
+        return self.carrier(dst, src) == src and self.problem.block(src, dst) > 0
 
 
 class AttentionStage(GatherStage):
@@ -61,6 +72,64 @@ class AttentionStage(GatherStage):
         super().__init__(world, builder)
         self.asked = world.asked
         self.compute_lanes = ["compute0", "compute1"][: self.schedule.compute]
+        self.passed: dict[Signal, tuple[int, int]] = {}  # in a ring, for the lane of copies
+
+    # A ring: the own rows go to the next rank, and what comes from the one before goes on to it.
+
+    def _pushes(self) -> list[list[Step]]:
+        if not self.asked.ring:
+            return super()._pushes()
+        copies: list[list[Step]] = [[] for _ in self.groups]
+        target = (self.me + 1) % self.asked.world
+        landing, lane = self.world.landing[target], self.lane_of.get(target, "")
+
+        def copy(source: int, ordinal: int, src: Region) -> Step:
+            dst, name = landing.regions(source)[ordinal], f"{source}.{ordinal}"
+            posts = (self.world.of_units("ready", source, target)[ordinal],)
+            move, mover = Transfer(src, dst), self.schedule.mover
+            return Step("copy", lane, f"{name}>{target}", (), posts, transfer=move, mover=mover)
+
+        for ordinal, src in enumerate(self._sources(self.me, landing.arrivals) if copies else ()):
+            copies[0].append(copy(self.me, ordinal, src))
+        for source in self.mine.set_of:
+            if source == target:  # which has these rows
+                continue
+            heard = self.world.of_units("ready", source, self.me)
+            for unit, signal in zip(self.mine.units(source), heard, strict=True):
+                self.passed[signal] = source, unit.ordinal
+                self.ready[unit.group].remove(signal)
+                here = Step("sync", lane, f"{source}.{unit.ordinal} is here", (signal,))
+                onward = copy(source, unit.ordinal, self.regions[source][unit.ordinal])
+                copies[unit.group] += [here, onward]
+        return copies
+
+    def _copy(self, group: int, steps: list[Step]) -> None:
+        if not self.passed:
+            super()._copy(group, steps)
+            return
+        for step in steps:  # what comes is for the next rank and for this one
+            index = self.add(step)
+            if step.op == "sync":
+                self.brought[self.passed[step.waits[0]]] = index
+
+    def _begun(self) -> dict[int, tuple[Signal, ...]]:
+        if not self.asked.ring:
+            return super()._begun()
+        return {
+            peer: ()
+            if self.world.gives(self.me, peer)
+            else (self.world.begins.signal("begun", self.me, peer),)
+            for peer in self.peers
+        }
+
+    def silent(self) -> tuple[Signal, ...]:
+        if not self.asked.ring:
+            return super().silent()
+        return tuple(
+            self.world.begins.signal("begun", peer, self.me)
+            for peer in self.peers
+            if not self.world.gives(peer, self.me)
+        )
 
     def _own_is_separate(self) -> bool:
         return not self.schedule.uniform and self.asked.rows > 0
@@ -80,7 +149,8 @@ class AttentionStage(GatherStage):
         return self.compute_lanes[0]
 
     def _work(self, group: int, lane: str, label: str) -> Step:
-        return Step("attend", lane, label, attends=self.attends_of(group, self.slices(group)[0]))
+        attends = self.attends_of(group, self.slices(group)[0])
+        return Step("attend" if attends else "sync", lane, label, attends=attends)
 
     def _round(self, lane: str, group: int) -> None:
         self._merge(group, self.slices(group)[0])

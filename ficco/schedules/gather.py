@@ -197,7 +197,8 @@ class GatherWorld(World):
     def _make_rings(self, cap: int, needed: int) -> None:
         """Let groups use the staging in turn, since all pieces do not fit under the cap."""
         of, finer, pitch = "all pieces", "", 0
-        rings = not (self.tiled or self.problem.hosts > 1)
+        passed = self.schedule.grouping == "ring"
+        rings = not (self.tiled or passed or self.problem.hosts > 1)
         if rings:
             for staging in self.landing:
                 staging.make_ring()
@@ -211,6 +212,10 @@ class GatherWorld(World):
         for staging in self.landing:
             staging.set_stages(cap // max(staging.rows * pitch, 1))
 
+    def carrier(self, receiver: int, sender: int) -> int:
+        """The rank that copies a shard to a rank."""
+        return via(self.problem, receiver, sender)
+
     @remembered
     def of_units(self, kind: str, poster: int, waiter: int) -> list[Signal]:
         """Signals of a kind, one for each unit between two ranks, in order of arrival. For units
@@ -221,7 +226,7 @@ class GatherWorld(World):
         first, rows = block.first(poster), self.arrivals[receiver].rows(sender)
         slots = 0
         if kind == "ready":
-            poster = via(self.problem, receiver, sender)
+            poster = self.carrier(receiver, sender)
             slots = (sender - poster) % self.world * block.per_poster
         words: Sequence[int] = range(first, first + len(rows))
         if self.tiled:

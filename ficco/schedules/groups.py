@@ -234,6 +234,8 @@ class Arrivals(Groups):
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         order = peers_in_order(rank, problem.world, problem.hosts)
         sets = peer_sets(schedule, rank, order)
+        if schedule.grouping == "ring":  # shards come from the left one after the other
+            sets = [[(rank - 1 - i) % problem.world] for i in range(problem.world - 1)]
         if schedule.uniform:
             fused = schedule.grouping == "fused"
             sets = [[rank, *order]] if fused else [[rank], *sets]
