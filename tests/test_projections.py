@@ -295,13 +295,17 @@ def layered(at: Rank, case: ProjectionCase, iteration: int, schedule: str = "aut
         case.heads,
         case.kv_heads,
         size=case.size,
+        bias=iteration % 2 > 0,
         causal=True,
         schedule=schedule,
         device=at.device,
         dtype=getattr(torch, case.dtype),
     )
-    names = "q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"
+    names = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"]
     weights = [one / case.features**0.5 for one in case.weights(iteration, at.device)]
+    if iteration % 2:
+        names += ["q_proj.bias", "k_proj.bias", "v_proj.bias"]
+        weights += [one.mean(1) for one in weights[:3]]
     layer.load_state_dict(dict(zip(names, weights, strict=True)))
     whole, grad = (case.input(world, iteration + n, at.device) for n in range(2))
     x = whole[:, mine].clone().requires_grad_()
@@ -311,8 +315,12 @@ def layered(at: Rank, case: ProjectionCase, iteration: int, schedule: str = "aut
     def plain(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """By PyTorch: result and gradients of the input and the weights, of all ranks."""
         operands = [one.to(dtype).requires_grad_() for one in (whole.clone(), *weights)]
-        x, q, k, v, o = operands
-        heads = [_by_heads(functional.linear(x, one), case.size) for one in (q, k, v)]
+        x, *of_heads = operands[:4]
+        o, *biases = operands[4:]
+        heads = [
+            _by_heads(functional.linear(x, one, bias), case.size)
+            for one, bias in zip(of_heads, biases or [None] * 3, strict=True)
+        ]
         heads[:2] = rotated(*heads[:2])
         if dtype == torch.float64:
             causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
@@ -327,7 +335,8 @@ def layered(at: Rank, case: ProjectionCase, iteration: int, schedule: str = "aut
     exact, of_weights = plain(torch.float64)
     near, near_weights = plain(x.dtype)
     assert x.grad is not None
-    found = [one.grad for one in layer.parameters() if one.grad is not None]
+    parameters = dict(layer.named_parameters())
+    found = [grad for name in names if (grad := parameters[name].grad) is not None]
     for one in found:  # as data parallelism does
         total = one.float()
         torch.distributed.all_reduce(total)

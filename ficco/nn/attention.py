@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from ficco.attention import keys_of
 from ficco.nn.linear import check_schedule, ranks_of
 from ficco.ops.projections import ulysses_output, ulysses_project
 from ficco.schedules import Schedule
@@ -26,14 +27,15 @@ class UlyssesAttention(nn.Module):
     :func:`ficco.ulysses_output`.
 
     Every rank holds all parameters, named as in the Llama models of Transformers: ``q_proj``,
-    ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear`` without bias. Their gradients are
-    of this rank's positions; sum them over the ranks, as data parallelism does.
+    ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``. Their gradients are parts; sum
+    them over the ranks, as data parallelism does.
 
     Args:
         features: of the input and the result.
         heads: of queries; a multiple of the number of ranks.
         kv_heads: of keys and values, a divisor of ``heads``; as many by default.
         size: of a head; ``features // heads`` by default.
+        bias: of queries, keys and values, as in the Qwen2 models of Transformers.
         causal: a query attends to no later position.
         group: the ranks, which are on one host; the default group if None.
         schedule: of both exchanges.
@@ -49,6 +51,7 @@ class UlyssesAttention(nn.Module):
         kv_heads: int | None = None,
         *,
         size: int | None = None,
+        bias: bool = False,
         causal: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
         schedule: str | Schedule = "auto",
@@ -58,19 +61,20 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         check_schedule(schedule)
         self.ranks, self.schedule, self.causal = ranks_of(group), schedule, causal
-        self.size, keys, world = size or features // heads, kv_heads or heads, self.group.size()
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.size, keys, world = size or features // heads, self.kv_heads, self.group.size()
         if heads % world or heads % keys:
             raise ValueError(
                 f"heads: required a multiple of the {world} ranks and of kv_heads, got {heads} and "
                 f"{keys}; use fewer ranks, or ficco.all_gather_attention"
             )
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, False, device, dtype)
+        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias, device, dtype)
 
-        self.q_proj = linear(features, heads * self.size)
-        self.k_proj, self.v_proj = (linear(features, keys * self.size) for _ in range(2))
-        self.o_proj = linear(heads * self.size, features)
+        self.q_proj = linear(features, heads * self.size, bias)
+        self.k_proj, self.v_proj = (linear(features, keys * self.size, bias) for _ in range(2))
+        self.o_proj = linear(heads * self.size, features, False)
 
     @property
     def group(self) -> ProcessGroup:
@@ -90,10 +94,21 @@ class UlyssesAttention(nn.Module):
         group, schedule = self.group, self.schedule
         weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         q, k, v = ulysses_project(x, *weights, size=self.size, group=group, schedule=schedule)
+        if self.q_proj.bias is not None:
+            q, k, v = self._biased(q, k, v)
         if rotate is not None:
             q, k = rotate(q, k)
         out = self._attend(q, k, v) if attend is None else attend(q, k, v)
         return ulysses_output(out, self.o_proj.weight, group=group, schedule=schedule)
+
+    def _biased(self, *given: torch.Tensor) -> Iterator[torch.Tensor]:
+        """With the biases of this rank's heads."""
+        world, rank = self.group.size(), self.group.rank()
+        keys = keys_of(rank, world, self.heads, self.kv_heads)
+        mine = list(range(rank * self.heads // world, (rank + 1) * self.heads // world))
+        layers = self.q_proj, self.k_proj, self.v_proj
+        for heads, layer, some in zip(given, layers, (mine, keys, keys), strict=True):
+            yield heads + layer.bias.view(-1, 1, self.size)[some]
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         grouped = k.shape[1] < q.shape[1]

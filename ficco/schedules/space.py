@@ -51,7 +51,7 @@ class Schedule:
             - ``"growing"``: those of 1, 2, 4, ... neighbouring peers, whose rows are contiguous, so
               that log2(W) + 1 products suffice. ``"shrinking"``: the reverse.
             - ``"ring"``, for operators that sum: a block goes from rank to rank, and each rank adds
-              its product to it.
+              its product to it. In attention keys and values go from rank to rank.
             - ``"one-shot"``, for operators that sum: each rank reads its peers' products in place
               and sums what it needs. In an all-reduce every rank makes the whole sum.
             - ``"tiled"``: all. One product, whose tiles each wait for the piece that they are made
