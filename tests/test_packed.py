@@ -111,6 +111,8 @@ class Varlen:
         self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float, **window: Any
     ) -> tuple[torch.Tensor, ...]:
         max_q, max_k, dropout, causal, _ = rest
+        # With one query at most, flash attention takes q to have a row for each sequence.
+        assert max_q > 1
         assert dropout == 0 and cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
         self.calls += 1
         mean = torch.full_like(q, torch.nan)

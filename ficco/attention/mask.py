@@ -123,9 +123,10 @@ class Documents:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The most queries and keys of a document."""
+        """The most queries and keys of a document, and of queries at least two: for one each, flash
+        attention takes them to be as many as sequences."""
         queries = max(one.q_stop - one.q for one in self.rectangles)
-        return queries, max(one.k_stop - one.k for one in self.rectangles)
+        return max(queries, 2), max(one.k_stop - one.k for one in self.rectangles)
 
     @cached_property
     def runs(self) -> list[Rectangle]:

@@ -151,8 +151,10 @@ def merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) ->
 # Libraries.
 
 #: Documents of fewer queries in the mean are attended to in one call of flash attention; longer
-#: ones in one of cuDNN each, where that serves them, which is about twice as fast. Not measured.
-TOGETHER_ROWS = 512
+#: ones in one of cuDNN each, where that serves them. One call takes 0.20 of the time of many for
+#: documents of 128, 0.96 for 512 and 1.15 for 1024, its gradients 0.30, 0.84 and 1.01 (one H100, 32
+#: heads, 8 of keys, size 128, 16384 positions; 2026-11-26, tests/packed_bench.py).
+TOGETHER_ROWS = 640
 
 #: Of how many calls the bounds of documents are kept on devices.
 MOST_BOUNDS = 4096
