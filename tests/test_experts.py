@@ -173,6 +173,28 @@ def test_only_the_gradients_that_are_asked_for_are_computed() -> None:
     run(2, some_gradients)
 
 
+def poisoned(at: Rank) -> None:
+    """A token that is no number spoils the gradients of its own experts alone."""
+    layer = Layer((6,) * at.world, experts=4, gated=True)
+    given = data(layer, at.rank)
+    given.indices[:], given.tokens[-1] = torch.tensor([1, 2]), float("nan")
+    given.indices[-1] = torch.tensor([0, 3])
+    up, down = (part(one, at.rank, 2).requires_grad_() for one in weights_of(layer))
+    for capacity in (9, None):
+        y = ficco.experts(
+            given.tokens, given.indices, given.weights, up, down, capacity=capacity,
+            activation="relu",
+        )  # fmt: skip
+        clean = 1 - at.rank  # of this rank's experts
+        assert y[:-1].isfinite().all() and y[-1].isnan().all()
+        for grad in torch.autograd.grad(y[:-1].sum(), (up, down)):
+            assert grad[clean].isfinite().all() and grad[clean].any()
+
+
+def test_a_token_that_is_no_number_spoils_its_own_experts_alone() -> None:
+    run(2, poisoned)
+
+
 def smooth(at: Rank, activation: str) -> None:
     """Activations and their derivatives, against float64 in one process."""
     layer = Layer((5, 3), experts=4, gated=activation != "gelu", dtype=torch.float64)

@@ -190,7 +190,8 @@ class ExpertFunction(torch.autograd.Function):
         keeps = of_tokens or of_up or of_down
         slots = routing.slots(turn)
         layer = _layer("experts", call, routing, tokens, up, down, keeps)
-        operands = {**_indexed(tokens, slots, routing), "b": up, "c": down}
+        # What no token has is multiplied by zeros in the backward: it must be finite.
+        operands = {**_indexed(tokens, slots, routing, keeps), "b": up, "c": down}
         made = _run(layer, call, routing, operands)
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
@@ -413,17 +414,14 @@ def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.devic
 
 
 def _indexed(
-    tokens: torch.Tensor, slots: torch.Tensor, routing: Routing
+    tokens: torch.Tensor, slots: torch.Tensor, routing: Routing, zeros: bool
 ) -> dict[str, torch.Tensor]:
-    """Tokens, and which of them each row of a block is; zeros where it is none."""
+    """Tokens, and which of them each row of a block is. Where it is none it is zeros or, unless
+    these are asked for, any."""
     many = tokens.shape[0]
-    if routing.exact:
-        return {"a": tokens, index_of("a"): routing.pairs % max(many, 1)}
-    numbers = slots.new_full((routing.rows + 1,), many)
-    for choice in slots.unbind(1):
-        numbers.index_copy_(0, choice, torch.arange(many, device=slots.device))
-    tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-    return {"a": tokens, index_of("a"): numbers[:-1]}
+    if not routing.exact and (zeros or not many):
+        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    return {"a": tokens, index_of("a"): routing.tokens(slots, tokens.shape[0] - 1)}
 
 
 def _leaving(
@@ -436,8 +434,11 @@ def _leaving(
     """The rows of all pairs, those of a gradient times their weights."""
     if not routing.exact:
         return spread(grad, slots, routing.rows, weights, dtype)
-    rows = grad.index_select(0, routing.pairs % max(grad.shape[0], 1))
-    return (rows * weights.t().reshape(-1)[routing.pairs, None].to(rows.dtype)).to(dtype)
+    rows = grad.new_empty(routing.rows, grad.shape[1], dtype=dtype)
+    for choice in range(slots.shape[1]):
+        some = grad * weights[:, choice, None].to(grad.dtype)
+        rows.index_copy_(0, slots[:, choice], some.to(dtype))
+    return rows
 
 
 def spread(

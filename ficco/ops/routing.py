@@ -48,14 +48,16 @@ class Routing:
         self, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
     ) -> None:
         self.indices, self.experts, self.exact = indices, experts, capacity is None
-        choices = indices.t().reshape(-1).long()  # first choices first
-        self.counts = choices.new_zeros(experts).scatter_add_(0, choices, torch.ones_like(choices))
-        small = torch.int16 if experts <= torch.iinfo(torch.int16).max else torch.int64
-        #: Pairs in the order of rows: expert by expert. A pair is choice * t + token.
-        self.pairs = choices.to(small).argsort(stable=True)  # of a quarter of the bytes
-        places = torch.empty_like(choices)
-        places[self.pairs] = torch.arange(len(choices), device=choices.device)
-        self._places = places.view(indices.shape[1], -1).t()  # among all pairs, expert by expert
+        many, top_k = indices.shape
+        choices = indices.t().reshape(1, -1)  # a row; first choices first
+        numbers = torch.arange(experts, device=indices.device)[:, None]
+        # Of all pairs so far those of each expert: sums along rows, where a sort takes many passes.
+        so_far = (choices == numbers).cumsum(1, dtype=torch.int32)
+        last = so_far[:, -1:] if choices.numel() else so_far.new_zeros(experts, 1)
+        self.counts = last.flatten().long()
+        self._begins = self.counts.cumsum(0) - self.counts
+        own = so_far.gather(0, choices.long()).view(top_k, many) - 1
+        self._places = own.t()  # among the pairs of its expert
         self._capacity, self._overflow, self._rounds = capacity, overflow, 1
         self._asked: tuple[Workspace, int] | None = None
         self._told: list[list[int]] = []
@@ -95,11 +97,19 @@ class Routing:
         """The row that each pair takes in a round, int64 [t, top_k]; :attr:`rows` for pairs that
         take none."""
         if self.exact:
-            return self._places
-        begins = (self.counts.cumsum(0) - self.counts)[self.indices]
-        row = self._places - begins - turn * self.capacity
-        taken = (row >= 0) & (row < self.capacity)
-        return torch.where(taken, self.indices * self.capacity + row, self.rows)
+            return self._begins[self.indices.long()] + self._places
+        row = self._places - turn * self.capacity if turn else self._places
+        taken = row < self.capacity
+        if turn:
+            taken &= row >= 0
+        return torch.where(taken, self.indices.long() * self.capacity + row, self.rows)
+
+    def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
+        """The token whose pair each row is in a round, int64, and ``empty`` where it is none."""
+        many, top_k = slots.shape
+        tokens = slots.new_full((self.rows + 1,), empty)
+        pairs = torch.arange(many, device=slots.device).expand(top_k, many).t()
+        return tokens.index_put_((slots,), pairs)[:-1]
 
     # What is asked of the other ranks.
 
