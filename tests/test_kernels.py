@@ -879,6 +879,32 @@ def check_combine(combine: Callable[..., None], device: str = "cpu", stream: Any
         assert ((out.double() - wanted).abs() <= eps * (most + least)).all()
 
 
+def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+    """Of whole numbers exactly; otherwise to the rounding of the result. Rows between stay."""
+    torch.manual_seed(6)
+    for dtype, function, shape in itertools.product(
+        launch.GATED, launch.GATES, ((5, 8), (3, 4, 24), (1, 7, 1408), (2, 0, 8))
+    ):
+        *outer, cols = shape
+        wide = torch.randn(*outer[:-1], outer[-1] + 2, 2 * cols, device=device).to(dtype) * 4
+        wide[..., :1, 0], wide[..., 1:2, 0] = 200.0, -200.0
+        room = torch.full((*outer[:-1], outer[-1] + 1, cols), 7.0, dtype=dtype, device=device)
+        x, out = wide[..., : outer[-1], :], room[..., : outer[-1], :]
+        gate(function, out, x, stream)
+        one, other = x.double().chunk(2, -1)
+        held = one * one.sigmoid() if function == "silu gated" else one.relu()
+        eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        assert (
+            (out.double() - held * other).abs() <= 0.6 * eps * (held * other).abs() + eps * least
+        ).all()
+        assert (room[..., outer[-1] :, :] == 7).all()
+    nothing = torch.full((1, 16), float("nan")).to(device).bfloat16()
+    for function in launch.GATES:
+        out = torch.zeros(1, 8, device=device).bfloat16()
+        gate(function, out, nothing, stream)
+        assert out.isnan().all()
+
+
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """All values there are, those halfway between two, infinities and what is no number."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
@@ -921,6 +947,20 @@ def test_merge(on_host: Kernels) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             on_host.merge(*wrong, None)
+
+
+def test_gate(on_host: Kernels) -> None:
+    check_gate(on_host.gate)
+    x, out = torch.zeros(3, 16).bfloat16(), torch.zeros(3, 8).bfloat16()
+    for wrong in (
+        ("gelu gated", out, x),
+        ("silu gated", out.float(), x.float()),
+        ("silu gated", out[:2], x),
+        ("silu gated", out[:, :4], x[:, :8]),
+        ("silu gated", out[:, ::2], x[:, ::2]),
+    ):
+        with pytest.raises(ValueError, match="multiples of 16 bytes"):
+            on_host.gate(*wrong, None)
 
 
 def test_combine(on_host: Kernels) -> None:

@@ -21,6 +21,7 @@ from test_kernels import (
     at_peers,
     check_casts,
     check_combine,
+    check_gate,
     check_halves,
     check_merge,
     check_place,
@@ -93,6 +94,7 @@ def _reduce(at: Rank) -> None:
     check_reduce(mine.reduce, "cuda", stream)
     check_merge(mine.merge, "cuda", stream)
     check_combine(mine.combine, "cuda", stream)
+    check_gate(mine.gate, "cuda", stream)
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
     assert arrived.item() == 0

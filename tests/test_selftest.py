@@ -335,7 +335,7 @@ def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
-    told = "placement, sums, copies, casts, merges, combinations, posts, waits and scripts "
+    told = "placement, sums, copies, casts, merges, combinations, gates, posts, waits and scripts "
     told += "as they should be, "
     told += "compiled for cpu"
     assert seen == told
@@ -423,6 +423,10 @@ def _merges_all_but_one(kernels: Kernels) -> dict[str, Any]:
     return {"merge": lambda out, lse, parts, all, at: right(out, lse, parts[1:], all[1:], at)}
 
 
+def _gates_nothing(kernels: Kernels) -> dict[str, Any]:
+    return {"gate": lambda function, out, x, at: out.copy_(x[..., : out.shape[-1]])}
+
+
 def _combines_all_but_one(kernels: Kernels) -> dict[str, Any]:
     right = kernels.combine
     return {
@@ -443,6 +447,7 @@ def _sums_one_part_twice(kernels: Kernels) -> dict[str, Any]:
         (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 5),
         (_copies_without_signals, "a launch of copies left [0, 0, 0, 0] in words", 2),
         (_merges_all_but_one, "the merge of five parts of torch.float16 is wrong", 1),
+        (_gates_nothing, "relu gated of torch.float16 is wrong", 3),
         (_combines_all_but_one, "the combination of three rows of torch.float16 is wrong", 1),
         (_sums_one_part_twice, "at 8 of 160 with scripts is wrong", 8),
         (_sums_without_their_front, "scripts left [0, 0, 9, 5, 0] in words", 8),

@@ -255,7 +255,8 @@ class Engine(ABC):
         replays: it may record what a call enqueues, and replay that for calls that are alike.
         hosts: where the ranks of the group are.
         packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
-        keeps_made: copies may read what the library has returned (:attr:`Filled.made`).
+        keeps_made: what PyTorch has returned copies may read (:attr:`Filled.made`), and kernels of
+            ficco's may be launched on its current stream.
     """
 
     name: str

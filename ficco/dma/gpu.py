@@ -81,12 +81,19 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.products import FUNCTIONS, accumulation, add_up, matmul_op, place_op
+from ficco.dma.products import FUNCTIONS, accumulation, add_up, apply, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError
-from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals
+from ficco.hip_kernels.launch import (
+    COMBINES,
+    MAX_PARTS,
+    PEER_BLOCKS,
+    Kernels,
+    Signals,
+    gates,
+)
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problem import Problem
 from ficco.scaling import CAST, Scaling
@@ -526,10 +533,18 @@ class GpuEngine(StreamEngine):
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
-            return self._on_lane(program, step, place_op(program, transfer))
+            return self._on_lane(program, step, place_op(program, transfer, self._apply))
         lane, view = program.plan.steps[step].lane, buffers_of(program).view
         src, dst, factors = view(transfer.src), view(transfer.dst), view(transfer.factors)
         return lambda call: kernels.cast(dst(call), factors(call), src(call), call.state[lane])
+
+    def _apply(self, function: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        """On the current stream, by one pass over memory where ficco's kernel does it."""
+        kernels = self._kernels_or_none if self.keeps_made else None
+        if kernels is not None and gates(function, out, x):
+            kernels.gate(function, out, x, self.driver.stream(self.driver.caller()))
+        else:
+            apply(function, x, out)
 
     def _merge(self, program: Program, step: int, transfer: Transfer) -> Op:
         kernels, lane = self._kernels_or_none, program.plan.steps[step].lane
@@ -611,7 +626,7 @@ class GpuEngine(StreamEngine):
         picked: torch.Tensor,
         weights: torch.Tensor | None,
     ) -> bool:
-        kernels = self._kernels_or_none if self._sums_by_kernel else None
+        kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is None or rows.dtype not in COMBINES or rows.shape[1] * rows.itemsize % 16:
             return False
         stream = self.driver.stream(self.driver.caller())

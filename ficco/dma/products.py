@@ -27,6 +27,8 @@ def _gate(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 
 #: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
+#: Applies a function, by its name, to rows, and leaves the result in others.
+Applies = Callable[[str, torch.Tensor, torch.Tensor], None]
 #: The functions that a place operation may apply, by name.
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": torch.relu,
@@ -137,13 +139,13 @@ def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(up)
 
 
-def place_op(program: Program, transfer: Transfer) -> Op:
+def place_op(program: Program, transfer: Transfer, applies: Applies = apply) -> Op:
     """A copy within this rank, through a function if the transfer names one."""
     function = transfer.function
     if program.plan.buffer[transfer.src.buffer].indexed:
         return pick_op(program, transfer)
     if filled(program.plan, transfer.src):
-        move = partial(_applied, function) if function else torch.Tensor.copy_
+        move = partial(_applied, applies, function) if function else torch.Tensor.copy_
         return move_op(program, transfer, move)
     places, batch = buffers_of(program), transfer.batch
     src = places.batch(transfer.src, batch, transfer.src_stride)
@@ -152,7 +154,7 @@ def place_op(program: Program, transfer: Transfer) -> Op:
         factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
         return lambda call: quantize_into(dst(call), factors(call), src(call), share)
     if function:
-        return lambda call: apply(function, src(call), dst(call))
+        return lambda call: applies(function, src(call), dst(call))
 
     def op(call: Call) -> None:
         dst(call).copy_(src(call))
@@ -160,8 +162,8 @@ def place_op(program: Program, transfer: Transfer) -> Op:
     return op
 
 
-def _applied(function: str, out: torch.Tensor, x: torch.Tensor) -> None:
-    apply(function, x, out)
+def _applied(applies: Applies, function: str, out: torch.Tensor, x: torch.Tensor) -> None:
+    applies(function, x, out)
 
 
 def shared_by(transfer: Transfer) -> tuple[int, int]:

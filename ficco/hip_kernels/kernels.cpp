@@ -5,7 +5,7 @@
 // The same numbers as in launch.py.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
-constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256;
+constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256, GATE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
@@ -439,6 +439,45 @@ MERGE(ficco_merge_bfloat16, bf16)
 MERGE(ficco_merge_float16, f16)
 
 // Experts: the rows that were made for a token become one.
+
+// A function of the first half of each row, times the second half, rounded once. A row of the
+// result has `units` of 16 bytes; rows and batches of them lie so many elements apart.
+template <typename T, bool SILU>
+INLINE void gate(T* out, u64 out_batch, u64 out_row, const T* in, u64 in_batch, u64 in_row,
+                 u32 rows, u32 units, u64 total, u32 blocks) {
+  constexpr u32 EACH = 16 / sizeof(T);
+  constexpr float LOG2_E = 1.4426950408889634f;
+  const u64 first = (u64)block_index() * GATE_THREADS + thread_index();
+  for (u64 n = first; n < total; n += (u64)blocks * GATE_THREADS) {
+    const u32 unit = n % units;
+    const u64 rest = n / units, row = rest % rows, batch = rest / rows;
+    const T* const from = in + batch * in_batch + row * in_row + unit * EACH;
+    Units<T, EACH> gates, values;
+    gates.units[0] = *(const u32x4*)from;
+    values.units[0] = *(const u32x4*)(from + units * EACH);
+    Units<T, EACH> result;
+#pragma unroll
+    for (u32 e = 0; e < EACH; e++) {
+      const float x = to_float(gates.elements[e]);
+      // Not fmaxf, which makes zero of what is no number.
+      const float held = SILU ? x / (1.0f + exp2_of(-x * LOG2_E)) : (x < 0.0f ? 0.0f : x);
+      from_float(held * to_float(values.elements[e]), result.elements[e]);
+    }
+    *(u32x4*)(out + batch * out_batch + row * out_row + unit * EACH) = result.units[0];
+  }
+}
+
+#define GATED(name, T, SILU)                                                                     \
+  KERNEL(GATE_THREADS)                                                                           \
+  name(T* out, u64 out_batch, u64 out_row, const T* in, u64 in_batch, u64 in_row, u32 rows,      \
+       u32 units, u64 total, u32 blocks) {                                                       \
+    gate<T, SILU>(out, out_batch, out_row, in, in_batch, in_row, rows, units, total, blocks);    \
+  }
+
+GATED(ficco_silu_gated_bfloat16, bf16, true)
+GATED(ficco_silu_gated_float16, f16, true)
+GATED(ficco_relu_gated_bfloat16, bf16, false)
+GATED(ficco_relu_gated_float16, f16, false)
 
 // The sum of the `choices` rows that a token has picked, times its weights if there are some, in
 // float and in their order. Rows have `units` of 16 bytes. What tokens pick lies `by_token` apart,

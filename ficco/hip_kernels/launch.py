@@ -19,7 +19,7 @@ from ficco.hip_kernels.build import Target, compiled
 # The same numbers as in kernels.cpp.
 COPY_THREADS = 512
 REDUCE_THREADS = 256
-MERGE_THREADS = COMBINE_THREADS = 256
+MERGE_THREADS = COMBINE_THREADS = GATE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
 CAST_THREADS, CAST_HELD = 256, 8
@@ -60,6 +60,9 @@ MOST_MERGED = 1 << 33
 #: Dtypes whose parts of attention are merged, and whose rows of experts are combined.
 MERGES = COMBINES = (torch.bfloat16, torch.float16)
 
+#: Functions that gate the other half of a row, and of what dtypes.
+GATES, GATED = ("silu gated", "relu gated"), (torch.bfloat16, torch.float16)
+
 #: Casts: dtypes that are cast, and those of the result.
 CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -82,6 +85,7 @@ NAMES = (
     *(f"ficco_cast_{_text(dtype)}" for dtype in CASTS),
     *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
     *(f"ficco_combine_{_text(dtype)}" for dtype in COMBINES),
+    *(f"ficco_{gate.replace(' ', '_')}_{_text(dtype)}" for gate in GATES for dtype in GATED),
     "ficco_post",
     "ficco_wait",
     "ficco_script",
@@ -367,6 +371,23 @@ def check_merge(
             )
 
 
+def gates(function: str, out: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a function of rows, [rows, n] of [rows, 2n] or batches of such, is one of
+    :data:`GATES` whose rows begin at multiples of 16 bytes."""
+    each = 16 // out.element_size()
+    steps = [*out.stride()[:-1], *x.stride()[:-1], out.shape[-1]]
+    return (
+        function in GATES
+        and out.dtype == x.dtype
+        and out.dtype in GATED
+        and out.dim() == x.dim() <= 3
+        and x.shape == (*out.shape[:-1], 2 * out.shape[-1])
+        and not any(step % each for step in steps)
+        and not (out.data_ptr() % 16 or x.data_ptr() % 16)
+        and out.stride(-1) == x.stride(-1) == 1
+    )
+
+
 def check_combine(
     out: torch.Tensor, rows: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor | None
 ) -> None:
@@ -576,6 +597,29 @@ class Kernels:
             *map(_U32, (len(means), units, heads, rows, total, blocks)),
         )
         self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
+
+    def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""
+        if not gates(function, out, x):
+            raise ValueError(
+                f"required one of {GATES}, and rows of {GATED} at multiples of 16 bytes, half as "
+                f"many columns in the result, got {function!r}, {x.dtype} {tuple(x.shape)} and "
+                f"{out.dtype} {tuple(out.shape)}"
+            )
+        if not out.numel():
+            return
+        batched = out.dim() == 3
+        ends = [(one.data_ptr(), *((0,) * (not batched)), *one.stride()[:-1]) for one in (out, x)]
+        units = out.shape[-1] * out.element_size() // 16
+        total = out.numel() // out.shape[-1] * units
+        blocks = min(8 * self.binding.processors, -(-total // GATE_THREADS))
+        given = (
+            *map(_U64, (*ends[0], *ends[1])),
+            *map(_U32, (out.shape[-2], units)),
+            *(_U64(total), _U32(blocks)),
+        )
+        name = f"ficco_{function.replace(' ', '_')}_{_text(out.dtype)}"
+        self._launch(name, blocks, GATE_THREADS, given, stream)
 
     def combine(
         self,

@@ -17,6 +17,8 @@ from ficco.hip_kernels.launch import (
     CASTS,
     COMBINES,
     E4M3,
+    GATED,
+    GATES,
     MERGES,
     REDUCTIONS,
     Kernels,
@@ -46,9 +48,9 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
     problems = [*tried.placed(), *tried.summed()]
     if isinstance(kernels, Kernels):
         problems += [*tried.copied(), *tried.cast(), *tried.merged(), *tried.combined()]
-        problems += [*tried.signalled(), *tried.scripted()]
+        problems += [*tried.gated(), *tried.signalled(), *tried.scripted()]
         seen = (
-            "placement, sums, copies, casts, merges, combinations, posts, waits and scripts "
+            "placement, sums, copies, casts, merges, combinations, gates, posts, waits and scripts "
             "as they should be, "
             f"compiled for {kernels.binding.target.arch}"
         )
@@ -166,6 +168,19 @@ class _Trial:
             # The instructions for exponents and logarithms are off by some units in the last place.
             if not (torch.equal(out, wanted) and (lse - math.log(4)).abs().max() < 1e-5):
                 problems.append(f"the merge of five parts of {dtype} is wrong")
+        return problems
+
+    def gated(self) -> list[str]:
+        """Functions of half a row: ReLU of small integers, SiLU of numbers that it keeps, or makes
+        zero."""
+        problems = []
+        for function, dtype in product(GATES, GATED):
+            rows = self.integers(dtype, 2, 9, 128)
+            rows[..., :64] = rows[..., :64].sign() * 128
+            out = torch.empty_like(rows[..., :64], memory_format=torch.contiguous_format)
+            self.kernels.gate(function, out, rows, self.stream)
+            if not torch.equal(out, rows[..., :64].relu() * rows[..., 64:]):
+                problems.append(f"{function} of {dtype} is wrong")
         return problems
 
     def combined(self) -> list[str]:

@@ -1028,6 +1028,47 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
+// A function of the first half of each row, times the second half.
+template <typename T, bool SILU>
+int gated(Stream& stream, uint32_t blocks, void** arguments) {
+  auto* out = argument<T*>(arguments, 0);
+  size_t out_batch = argument<uint64_t>(arguments, 1), out_row = argument<uint64_t>(arguments, 2);
+  auto* in = argument<const T*>(arguments, 3);
+  size_t in_batch = argument<uint64_t>(arguments, 4), in_row = argument<uint64_t>(arguments, 5);
+  size_t rows = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
+  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
+  if (!units || !rows || !total || total % (units * rows) || told != blocks)
+    return violation(InvalidValue, "gates of %zu units, %zu rows of %zu, by %u blocks of %zu",
+                     total, rows, units, blocks, told);
+  size_t batches = total / units / rows, cols = units * 16 / sizeof(T);
+  size_t reached = (batches - 1) * out_batch + (rows - 1) * out_row + cols;
+  size_t read = (batches - 1) * in_batch + (rows - 1) * in_row + 2 * cols;
+  Uses uses;
+  for (auto [from, length] : {std::pair<const void*, size_t>{out, reached * sizeof(T)},
+                              {in, read * sizeof(T)}}) {
+    if (reinterpret_cast<uintptr_t>(from) % 16)
+      return violation(InvalidValue, "gates at %p, which is not aligned", from);
+    int code = 0;
+    auto memory = reach(stream, from, length, "gates", code);
+    if (!memory) return code;
+    uses.push_back(memory);
+  }
+  auto run = [=] {
+    for (size_t n = 0; n < batches * rows; n++) {
+      const T* from = in + n / rows * in_batch + n % rows * in_row;
+      T* to = out + n / rows * out_batch + n % rows * out_row;
+      for (size_t e = 0; e < cols; e++) {
+        float x = widened(from[e]);
+        float held = SILU ? x / (1 + std::exp(-x)) : x < 0 ? 0 : x;
+        round_to(held * widened(from[cols + e]), to[e]);
+      }
+    }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
 // The sums of the rows that tokens pick, by weights, in float and rounded once.
 template <typename T>
 int combine(Stream& stream, uint32_t blocks, void** arguments) {
@@ -1086,6 +1127,10 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_merge_float16", merge<F16>},
     {"ficco_combine_bfloat16", combine<Bf16>},
     {"ficco_combine_float16", combine<F16>},
+    {"ficco_silu_gated_bfloat16", gated<Bf16, true>},
+    {"ficco_silu_gated_float16", gated<F16, true>},
+    {"ficco_relu_gated_bfloat16", gated<Bf16, false>},
+    {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
 // Names of the other kernels. The last six are found, but not carried out.
