@@ -41,23 +41,24 @@ def namespaces(hosts: int, rate: float, delay: float) -> Iterator[list[str]]:
     """Namespaces 10.77.0.1, .2, ... that reach each other at so many MB/s each way, after a delay
     in milliseconds."""
     with ExitStack() as stack:
-        names = [stack.enter_context(namespace(f"ficco{host}")) for host in range(hosts)]
+        bridge = f"ficco{os.getpid()}"
+        names = [stack.enter_context(namespace(f"{bridge}-{host}")) for host in range(hosts)]
         if delay:
             stack.enter_context(slow_wire(names, rate * 1e6, delay * 1e-3))
         else:
-            stack.enter_context(shaped(names, rate))
+            stack.enter_context(shaped(bridge, names, rate))
         yield names
 
 
 @contextmanager
-def shaped(names: list[str], rate: float) -> Iterator[None]:
+def shaped(bridge: str, names: list[str], rate: float) -> Iterator[None]:
     """A device ``wire`` in each namespace, on a bridge."""
-    sh("ip link add ficco type bridge")
+    sh(f"ip link add {bridge} type bridge")
     try:
-        sh("ip link set ficco up")
+        sh(f"ip link set {bridge} up")
         for host, name in enumerate(names):
             sh(f"ip link add {name} type veth peer name wire netns {name}")
-            sh(f"ip link set {name} master ficco up")
+            sh(f"ip link set {name} master {bridge} up")
             sh(f"ip -n {name} addr add 10.77.0.{host + 1}/24 dev wire")
             sh(f"ip -n {name} link set wire up")
             sh(f"ip netns exec {name} tc qdisc add dev wire root {TBF.format(rate * 8)}")
@@ -66,7 +67,7 @@ def shaped(names: list[str], rate: float) -> Iterator[None]:
         for name in names:
             # A namespace goes later, with its last process; the link would stay as long.
             subprocess.run(["ip", "link", "del", name])
-        sh("ip link del ficco")
+        sh(f"ip link del {bridge}")
 
 
 def compare(

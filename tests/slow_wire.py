@@ -52,10 +52,10 @@ def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[None]:
         for number, name in enumerate(names, start=1):
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             stack.callback(os.close, device)
-            asked = struct.pack("16sH14x", f"wire{number}".encode(), IFF_TUN | IFF_NO_PI)
+            asked = struct.pack("16sH14x", name.encode(), IFF_TUN | IFF_NO_PI)
             fcntl.ioctl(device, TUNSETIFF, asked)
-            sh(f"ip link set wire{number} netns {name}")
-            sh(f"ip -n {name} link set wire{number} name wire mtu {MTU} txqueuelen 1000")
+            sh(f"ip link set {name} netns {name}")
+            sh(f"ip -n {name} link set {name} name wire mtu {MTU} txqueuelen 1000")
             sh(f"ip -n {name} addr add 10.77.0.{number}/24 dev wire")
             sh(f"ip -n {name} link set wire up")
             devices.append(device)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_wire
 import test_gradients
 import test_operators
 from cases import Case, call, equal, make
@@ -28,7 +32,7 @@ from ficco.dma.gloo import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, Network, Provenance, Tuned, find
-from ficco.plan import Plan, PlanError, Signal, Step, check, render
+from ficco.plan import Plan, PlanError, Region, Signal, Step, check, render
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
@@ -297,6 +301,34 @@ def test_moves_that_wait_for_each_other_are_a_deadlock() -> None:
         found[rank] = changed(found[rank], apart)
     with pytest.raises(PlanError, match="wait for each other in a circle|deadlock"):
         check(found)
+
+
+def test_receives_do_not_wait_for_their_turn() -> None:
+    """Engines say at the beginning of a call what they expect: no step of their own comes first."""
+    problem = problem_of("all_gather_matmul", 2, 1, "equal")
+    found = plans(problem, Schedule.parse("shard-overlap:pieces=2"))
+    check(found)
+
+    def in_one_place(steps: list[Step]) -> None:
+        one, two = network(steps)
+        first, second = (
+            next(i for i, step in enumerate(steps) if step.op == "matmul" and step.after == (it,))
+            for it in (one, two)
+        )
+        assert (one, two, first, second) == (one, one + 1, one + 2, one + 3)
+        rows = steps[one].moves[0].dst.rows
+
+        def up(region: Region) -> Region:
+            return region._replace(row=region.row - rows, row_stop=region.row_stop - rows)
+
+        moves = [move._replace(dst=up(move.dst)) for move in steps[two].moves]
+        products = [product._replace(a=up(product.a)) for product in steps[second].products]
+        send = steps[two]._replace(moves=tuple(moves), after=(two,))
+        steps[two], steps[first] = steps[first], send  # once what was there is multiplied
+        steps[second] = steps[second]._replace(products=tuple(products), after=(first,))
+
+    with pytest.raises(PlanError, match="overwrites what may still be read"):
+        check([changed(plan, in_one_place) for plan in found])
 
 
 def _sums_without_waiting(steps: list[Step]) -> None:
@@ -717,6 +749,18 @@ def test_without_a_network_the_model_says_what_it_lacks() -> None:
     assert str(decide(problem, mode="idle").schedule) == "shard-overlap:pieces=8"
     with pytest.raises(ValueError, match="required the block 'network'"):
         predict(problem, Schedule.parse("growing"), on, "queued")
+
+
+@pytest.mark.skipif(not slow_wire.usable(), reason="needs root and /dev/net/tun")
+@pytest.mark.slow
+def test_calls_are_exact_over_a_wire_with_a_delay(tmp_path: Path) -> None:
+    bench = Path(__file__).with_name("hosts_bench.py")
+    wire = ["--hosts", "3", "--delay", "1", "--rounds", "1", "--shapes", "192,8,24"]
+    names = ["auto", "serial", "hetero-fused-2d:pieces=3", "shard-overlap:pieces=32,order=peer"]
+    program = [sys.executable, str(bench), str(tmp_path), *wire, "--schedules", *names]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "hosts.csv").read_text().count("\n") == 1 + 2 * (2 + len(names))
 
 
 def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:

@@ -52,9 +52,12 @@ def test_unequal_ranks_are_refused_by_name() -> None:
         check_symmetric([found[0], replace(found[1], words=found[1].words + 1)])
 
 
+CROSSING = problem_of("all_gather_matmul", 3, 2, "equal")
+ROWS = CROSSING.rows[0]
+
+
 def crossing() -> list[Plan]:
-    problem = problem_of("all_gather_matmul", 3, 2, "equal")
-    return plans(problem, Schedule.parse("shard-overlap:pieces=2"))
+    return plans(CROSSING, Schedule.parse("shard-overlap:pieces=2"))
 
 
 def first(steps: Sequence[Step], suits: Callable[[Step], object], nth: int = 0) -> int:
@@ -112,12 +115,13 @@ def _clears_at_once(steps: list[Step]) -> None:
 
 
 def _in_one_place(steps: list[Step]) -> None:
-    """All that lands, as if staging were used in turn."""
+    """All blocks, as if staging were used in turn."""
 
     def up(region: Region) -> Region:
         if region.buffer != "staging":
             return region
-        return region._replace(row=0, row_stop=region.rows)
+        row = region.row % ROWS
+        return region._replace(row=row, row_stop=row + region.rows)
 
     for i, step in enumerate(steps):
         moves = [move._replace(src=up(move.src), dst=up(move.dst)) for move in step.moves]
@@ -141,7 +145,7 @@ MUTANTS = {
     "pieces of other rows": (_other_rows, "another block|rows|nobody has written"),
     "a slot that is used before it is handed over": (_copies_before_its_turn, "has not handed"),
     "words that are cleared early": (_clears_at_once, "cleared before it was waited for"),
-    "blocks that share a place": (_in_one_place, "share row|another place"),
+    "blocks that share a place": (_in_one_place, "share row"),
     "pieces in another order than they are expected": (
         _sends_in_another_order,
         "sends other pieces than their receivers",
