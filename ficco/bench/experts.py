@@ -143,7 +143,8 @@ class ExpertData:
             "products": Way(partial(by_blocks, self, travels=False), COMPUTED),
             "all-to-alls": Way(partial(exchanges, self), MOVED, meets=True),
         }
-        return {**parts, **theirs, **ours}
+        exact = Way(partial(by_ficco, self, "auto", exact=True), meets=True)
+        return {**parts, **theirs, **ours, "ficco, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the second product multiplies."""
@@ -219,14 +220,15 @@ def by_rows(data: ExpertData) -> torch.Tensor:
     return weighted_sum(back, slots, data.weights, data.tokens.dtype)
 
 
-def by_ficco(data: ExpertData, schedule: str) -> torch.Tensor:
+def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
+    """In blocks, or exactly the rows that there are, for which the host waits."""
     return ficco.experts(
         data.tokens,
         data.indices,
         data.weights,
         data.up,
         data.down,
-        capacity=data.capacity,
+        capacity=None if exact else data.capacity,
         activation=data.activation,
         group=data.group,
         schedule=schedule,
@@ -254,8 +256,8 @@ ABOUT = (
     "Forward passes of a layer of experts with gates, tokens spread evenly. The baseline is the "
     "faster of two by collectives: all-to-all, products and all-to-all in turn, with the same "
     "blocks (`bmm`), or with exactly the rows that there are (`grouped_mm`), for which the host "
-    "waits; in a replay it is ficco's `serial`. `products` is the first without exchanges, "
-    "`all-to-alls` are the exchanges alone."
+    "waits; in a replay it is ficco's `serial`. `ficco, exact rows` is `auto` with such rows. "
+    "`products` is the first without exchanges, `all-to-alls` are the exchanges alone."
 )
 
 SUBJECT = Subject("experts", EXPERTS, ExpertData, heads, ABOUT)

@@ -142,8 +142,12 @@ def time_ways(settings: WaySettings) -> pd.DataFrame | None:
 
     def steps() -> Iterator[list[dict[str, Any]]]:
         for number, case in enumerate(settings.cases):
-            share = (end - time.monotonic()) / (len(settings.cases) - number)
-            drawn = settings.timelines and number == 0
+            left = end - time.monotonic()
+            if watch.barrier.decide(left < 0):
+                note = f"out of time ({settings.seconds:.0f} s)"
+                yield [{"case": case.name, "world": watch.world, "status": "skipped", "note": note}]
+                continue
+            share, drawn = left / (len(settings.cases) - number), settings.timelines and number == 0
             yield list(_case(case, watch, settings, share, drawn))
             watch.release()
 
@@ -212,13 +216,13 @@ def _those_of(work: Workload, watch: Stopwatch, schedules: Sequence[str]) -> dic
 def _proven(way: Way, work: Workload, meets: bool) -> bool:
     """Whether a way is right, as far as that can be seen: of a part, and of rows that nobody sends,
     only that it runs."""
-    right = True
+    right, shows = True, meets and not way.part
     for seed in range(1, 1 + CHECKS):
-        work.fill(seed, exact=True)
+        if shows:
+            work.fill(seed, exact=True)
         with way.context():
             result = way.call()
-        if meets and not way.part:
-            right &= work.right(result)
+        right &= not shows or work.right(result)
     return right
 
 
