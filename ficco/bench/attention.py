@@ -241,7 +241,7 @@ SHAPES = {
 #: The schedules that are benched unless others are named.
 SCHEDULES = {
     GATHERS: (
-        *("auto", "serial", "growing", "growing:pull", "shard-overlap"),
+        *("auto", "serial", "growing", "growing:pull", "shard-overlap", "ring"),
         *("hetero-fused-1d:pieces=2", "growing:compute=2", "growing:tail=4,compute=2"),
     ),
     BY_HEADS: ("auto", "serial", *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8))),

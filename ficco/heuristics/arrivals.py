@@ -36,7 +36,8 @@ def received(problem: Planned, rank: int) -> list[Received]:
     asked, stages = problem.specification, list[Received]()
     peers = [peer for peer in range(problem.world) if peer != rank]
     held = {buffer.holds for buffer in asked.operands}
-    buffer_of = {one.holds: one for one in (*asked.results, *asked.operands)}
+    # What is kept of a matrix comes after what the caller has or gets of it.
+    buffer_of = {one.holds: one for one in reversed((*asked.operands, *asked.results))}
     for given in (True, False):
         sizes = [0] * len(peers)
         for matrix, moved in asked.exchanges.items():

@@ -1,0 +1,110 @@
+"""What is known of every operator without a call: its problems, its plans, what it receives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from ficco.attention import AttentionGradient, AttentionProblem, HeadsProblem
+from ficco.families import ASKABLE, FAMILIES, family_of, problem_of
+from ficco.heuristics.arrivals import last_arrival
+from ficco.machine import Machine, find
+from ficco.machine.flat import flat
+from ficco.plan import Planned
+from ficco.problem import OPERATORS
+from ficco.schedules import Schedule
+from ficco.schedules.experts import ExpertLayer
+
+WORLD = 4
+SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(OPERATORS, {"m": 66, "n": 24, "k": 48}),
+    "all_gather_attention": {
+        "sequence": 64,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_size": 16,
+        "causal": True,
+        "placement": "head-tail",
+        "batch": 2,
+    },
+    "ulysses_attention": {"sequence": 64, "heads": 8, "kv_heads": 2, "head_size": 16},
+    "experts": {"experts": 8, "capacity": 6, "k": 16, "h": 32, "n": 24},
+}
+SERIAL = Schedule.parse("serial")
+
+
+def problems() -> dict[str, Planned]:
+    """One of every operator, those of backwards among them."""
+    found = {name: problem_of(name, WORLD, "bfloat16", sizes) for name, sizes in SIZES.items()}
+    gathered, heads = found["all_gather_attention"], found["ulysses_attention"]
+    layer = cast(ExpertLayer, found["experts"])
+    assert isinstance(gathered, AttentionProblem) and isinstance(heads, HeadsProblem)
+    found["keeps heads"] = replace(heads, saves="heads")
+    found["backward of heads"] = replace(heads, backward=True, saves="shards")
+    found["backward of kept heads"] = replace(heads, backward=True, saves="heads")
+    found["columns of experts"] = problem_of(
+        "experts", WORLD, "bfloat16", SIZES["experts"] | {"split": "columns"}
+    )
+    found["keeps rows"] = replace(layer, keeps=True)
+    for half in ("dispatch_matmul", "matmul_combine"):
+        found[half] = replace(layer, operator=half, function="")
+    return found
+
+
+PROBLEMS = problems()
+
+
+def test_every_operator_has_a_family() -> None:
+    gradient = AttentionGradient(cast(AttentionProblem, PROBLEMS["all_gather_attention"]))
+    assert ASKABLE.keys() == SIZES.keys() < FAMILIES.keys()
+    covered = {one.operator for one in (*PROBLEMS.values(), gradient)}
+    assert covered == FAMILIES.keys()
+    with pytest.raises(NotImplementedError, match=r"required one of .*experts.*, got sums"):
+        family_of(cast(Any, SimpleNamespace(operator="sums")))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_rank_receives_what_copies_bring(name: str) -> None:
+    problem, machine = PROBLEMS[name], link()
+    family = family_of(problem)
+    plans = family.plans(problem, SERIAL)
+    for rank in range(WORLD):
+        brought = {peer: 0 for peer in range(WORLD) if peer != rank}
+        for plan in plans:
+            for move in (step.transfer for step in plan.steps if step.op == "copy"):
+                if move is not None and move.dst.rank == rank != move.src.rank:
+                    brought[move.src.rank] += plan.moved_bytes(move)
+        stages = family.received(problem, rank)
+        assert [sum(sizes) for sizes in zip(*stages, strict=True)] == list(brought.values())
+        assert all(brought.values()) and len(stages) in (1, 2)
+        # 2 s before the first byte of a stage, 1000 bytes a second.
+        seconds = 2.0 * len(stages) + sum(brought.values()) / 1e3
+        assert last_arrival(stages, machine) == pytest.approx(seconds)
+        apart = sum(2.0 + max(sizes) / 1e3 for sizes in stages)
+        assert last_arrival(stages, link("mesh")) == pytest.approx(apart)
+
+
+def link(kind: str = "switch") -> Machine:
+    return flat(1e12, 1e3, 1e12, ranks=WORLD, start=2.0, kind=kind)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_serial_takes_as_long_as_its_parts(name: str) -> None:
+    problem, machine = PROBLEMS[name], find("h200-4", None)
+    assert machine is not None
+    family = family_of(problem)
+    bounds = family.bounds(problem, machine, "queued")
+    computed, *moved = bounds.values()
+    assert 0 < family.ideal(problem, machine) == max(computed, min(moved))
+    seconds = family.seconds(problem, SERIAL, machine)
+    assert family.ideal(problem, machine) < seconds
+    times = {str(one): family.seconds(problem, one, machine) for one in
+             family.schedules(problem, machine)}  # fmt: skip
+    assert times["serial"] == seconds and len(times) > 5
+    decision = family.decide(problem, machine=machine, mode="queued")
+    assert decision.source == "model" and decision.problem == problem
+    shares = {one.schedule: one.share for one in decision.candidates}
+    assert shares["serial"] == pytest.approx(family.ideal(problem, machine) / seconds, rel=1e-3)
