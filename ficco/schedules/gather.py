@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from operator import itemgetter
+from weakref import proxy
 
 from ficco.plan.model import PLAIN, Product, Region, Signal, Step, Transfer, new
 from ficco.problem import Problem
@@ -54,7 +55,8 @@ class _Staging:
 
     def __init__(self, world: GatherWorld, rank: int, own_lands: bool) -> None:
         problem, schedule = world.problem, world.schedule
-        self.world, self.rank = world, rank
+        self.world: GatherWorld = proxy(world)  # no circle, which would outlive the plans
+        self.rank = rank
         self.by_columns = schedule.dims == 2
         own, whole = problem.block(rank, rank), problem.product_rows(rank)
         shared = schedule.uniform and schedule.grouping == "fused"

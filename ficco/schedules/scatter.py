@@ -62,9 +62,6 @@ class ScatterWorld(World):
         units = max(most, *(len(one.own) for one in leaving))
         tiled = schedule.grouping == "tiled"
         self.made = words.block(units * (tiled and not schedule.pull))
-        #: By rank, by sender and owner of each block that lands there, its first row in staging;
-        #: and how many rows that makes.
-        self._placed = EachRank(self._place_blocks)
         self.staging = "staging" + suffix
         self.product = self.out  # where products that travel go
         if self.world > 1:
@@ -100,7 +97,10 @@ class ScatterWorld(World):
         """Whether a host has several products to sum for another."""
         return self.problem.kind.sums and self.problem.hosts > 1 and self.problem.local_world > 1
 
-    def _place_blocks(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
+    @remembered
+    def _placed(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
+        """By sender and owner of each block that lands at a rank, its first row in staging; and how
+        many rows that makes."""
         problem, host = self.problem, self.problem.host(rank)
         near = [problem.on_host(host, place) for place in range(problem.local_world)]
         near.remove(rank)
@@ -161,7 +161,7 @@ class ScatterWorld(World):
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
         if self.problem.kind.blocks:
             return self.problem.out_rows(rank) - self.problem.block(rank, rank)
-        return self._placed[rank if rank in self.largest else 0][1]
+        return self._placed(rank if rank in self.largest else 0)[1]
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
         """The row at which a rank's block from a peer begins in staging."""
@@ -169,7 +169,7 @@ class ScatterWorld(World):
         if problem.kind.blocks:  # every block but the receiver's own
             return problem.lands(src, dst) - (problem.block(dst, dst) if src > dst else 0)
         if not self.ring:  # in a ring every block but the sender's own
-            return self._placed[dst][0][src, owner]
+            return self._placed(dst)[0][src, owner]
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
