@@ -201,3 +201,16 @@ def test_where_it_serves() -> None:
     q = torch.zeros(1, 2, 32, 16)
     assert not libraries.serves_several(Heads(q, q, q), short)  # on a CPU
     assert short.runs == [short.band]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "served"),
+    [(128, 128, True), (127, 4096, False), (4096, 127, False), (1, 1, False)],
+)
+def test_few_rows_are_not_for_cudnn(rows: int, keys: int, served: bool) -> None:
+    q = torch.zeros(1, 2, rows, 128)
+    whole, tail = Rectangle(0, rows, 0, keys), Rectangle(64, 64 + rows, 9, 9 + keys)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)):
+        for one in (whole, tail):
+            assert libraries._cudnn_serves(Heads(q, q, q), one) == served
+            assert not libraries._cudnn_serves(Heads(q, q, q), one._replace(left=3, right=0))

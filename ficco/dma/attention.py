@@ -293,14 +293,22 @@ def plain(
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
 
 
+#: Rows of queries, and of keys, that cuDNN gets at least. For fewer its backward can end a process
+#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/test_packed_gpu.py). Which number
+#: is safe is not known.
+CUDNN_ROWS = 128
+
+
 def _cudnn_serves(heads: Heads, rectangle: Rectangle) -> bool:
     """1.9 times as fast as flash attention on an H100 (bfloat16, 64k positions, size 128;
     2026-11-25, docs/results/attention-h100-1.md)."""
     if torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     masked = rectangle.whole or rectangle.causal
-    capable = torch.cuda.get_device_capability(heads.q.device) >= (9, 0)
-    return masked and heads.q.shape[-1] <= 128 and capable
+    rows = rectangle.q_stop - rectangle.q, rectangle.k_stop - rectangle.k
+    if not masked or heads.q.shape[-1] > 128 or min(rows) < CUDNN_ROWS:
+        return False
+    return torch.cuda.get_device_capability(heads.q.device) >= (9, 0)
 
 
 def cudnn(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
