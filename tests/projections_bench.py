@@ -87,6 +87,17 @@ def seconds(call: Callable[[], torch.Tensor], calls: int = 10) -> float:
     return float(slowest)
 
 
+def groups(x: torch.Tensor, weights: list[torch.Tensor], rank: int) -> None:
+    """``ulysses_attention`` alone, by schedules."""
+    q, k, v = (by_heads(functional.linear(x, one)).contiguous() for one in weights[:3])
+    name = "uniform-fused-1d:pieces="
+    for schedule in ("serial", *(f"{name}{n}{two}" for n in (2, 4) for two in ("", ",compute=2"))):
+        call = partial(ficco.ulysses_attention, q, k, v, causal=True, schedule=schedule)
+        taken = seconds(call)
+        if rank == 0:
+            print(f"{x.shape[1]} positions of a rank, {schedule}: {taken * 1e3:.3f} ms")
+
+
 def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
@@ -108,6 +119,8 @@ def main() -> None:
         times = [seconds(partial(one, x)) for one in found.values()]
         if rank == 0:
             print(length, *(f"{one * 1e3:.3f}" for one in times), f"{error:.4f}", sep=", ")
+        if length == SEQUENCES[1]:
+            groups(x, weights, rank)
     # The parts of the last length.
     q, k, v = ficco.ulysses_project(x, *weights[:3], size=SIZE)
     out = attend(q, k, v)

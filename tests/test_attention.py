@@ -486,6 +486,9 @@ def test_simulation_and_choice() -> None:
     made = attention_plans(problem, chosen.schedule)
     timeline = simulate(made, machine)
     flops = sum(attended_flops(one) for step in made[0].steps for one in step.attends)
+    calls = [call for step in made[0].steps for one in step.attends for call in one.calls]
+    assert flops == sum(call.flops for call in calls)
+    assert all(call.flops <= call.blocks * call.longest for call in calls)
     assert flops / (machine.gemm.peak if machine.gemm else 1.0) < timeline.stop_s
     slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
     growing = Schedule.parse("growing")

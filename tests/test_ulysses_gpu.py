@@ -25,7 +25,10 @@ def wider(world: int = 4) -> int:
 
 def _masks(at: Rank, dtype: str) -> None:
     for iteration, case in enumerate(cases(at.world, 96)):
-        size, schedule = SIZES[iteration % 3], (*SCHEDULES, "auto")[iteration % 6]
+        size, schedule = (
+            SIZES[iteration % 3],
+            (*SCHEDULES, "auto")[iteration % (len(SCHEDULES) + 1)],
+        )
         attended(at, replace(case, size=size, dtype=dtype), iteration, schedule)
 
 
@@ -38,7 +41,12 @@ def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> Non
 def _calls(at: Rank) -> None:
     case = AttentionCase(512, 16, 4, 128, dtype="bfloat16", causal=True)
     for iteration in range(30):
-        attended(at, replace(case, batch=1 + iteration % 2), iteration, SCHEDULES[iteration % 5])
+        attended(
+            at,
+            replace(case, batch=1 + iteration % 2),
+            iteration,
+            SCHEDULES[iteration % len(SCHEDULES)],
+        )
         exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
 
 
@@ -48,7 +56,7 @@ def test_between_other_calls() -> None:
 
 def _gradients(at: Rank) -> None:
     for iteration, case in enumerate(cases(at.world, 96)):
-        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % 5]
+        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % len(SCHEDULES)]
         wide = replace(case, size=size, dtype="bfloat16")
         differentiated(at, wide, iteration, schedule, iteration % 2 > 0)
 
@@ -68,7 +76,7 @@ def _graphs(at: Rank) -> None:
     q, k, v = shards(0)
 
     def call() -> torch.Tensor:
-        return ficco.ulysses_attention(q, k, v, causal=True, schedule=SCHEDULES[1])
+        return ficco.ulysses_attention(q, k, v, causal=True, schedule=SCHEDULES[-1])
 
     for _ in range(3):
         call()

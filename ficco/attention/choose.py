@@ -29,6 +29,7 @@ BY_HEADS = Family(
         "serial",
         *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8)),
         *(f"uniform-fused-1d:pieces={pieces},copy=4" for pieces in (2, 4, 8)),
+        *(f"uniform-fused-1d:pieces={pieces},compute=2" for pieces in (2, 4)),
     ),
-    default="uniform-fused-1d:pieces=4",
+    default="serial",
 )

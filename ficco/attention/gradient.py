@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from ficco.attention.mask import BACKWARD_PRODUCTS
 from ficco.attention.problem import AttentionProblem, KeyGather
 from ficco.attention.stage import AttentionStage, AttentionWorld, KeyRun
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
@@ -146,6 +147,7 @@ class GradientStage(AttentionStage):
 
     #: The gradients of keys are made of those of all queries at once.
     cuts_queries = False
+    products = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -164,7 +166,7 @@ class GradientStage(AttentionStage):
 
     def _run(self, kv: Region, first: int, last: int) -> KeyRun:
         """Also of rows that no query attends to: their gradients are zeros."""
-        return super()._run(kv, first, last) or KeyRun(kv, first, (0, 0), 0)
+        return super()._run(kv, first, last) or KeyRun(kv, first, (0, 0), ())
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
         own, rows = self._block(self.me, self.me), run.kv.rows

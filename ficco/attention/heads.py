@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from ficco.attention.mask import Rectangle
+from ficco.attention.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Rectangle
 from ficco.attention.problem import SUMS, AttentionProblem
 from ficco.errors import InvalidArgument
+from ficco.plan.model import LibraryCall
 from ficco.specification import Application, Buffer, Exchange, Rows, Specification
 
 #: What a forward keeps for its gradient, apart from the log-sum-exp: nothing, since there is none;
@@ -23,10 +24,6 @@ SAVES = ("", "heads", "shards")
 
 #: Matrices that have a row for each head of keys; the others have one for each head of queries.
 OF_KEYS = ("k", "v", "dk", "dv")
-
-#: How many products of each pair of a query and a key: for the scores and the result; for the
-#: scores, the gradients of these and of the weights, and those of q, k and v.
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 
 def keys_of(rank: int, world: int, heads: int, kv_heads: int) -> list[int]:
@@ -138,6 +135,12 @@ class HeadsProblem:
         products = BACKWARD_PRODUCTS if self.backward else FORWARD_PRODUCTS
         width = self.attention.batch * self.attention.size
         return 2.0 * products * pairs * width * (last - first)
+
+    def calls(self, first: int, last: int) -> tuple[LibraryCall, ...]:
+        """Those of a library for some heads of queries."""
+        asked, products = self.attention, BACKWARD_PRODUCTS if self.backward else FORWARD_PRODUCTS
+        heads = (last - first) * asked.batch
+        return tuple(one.call(heads, asked.size, products) for one in self.rectangles)
 
     # Matrices.
 

@@ -23,12 +23,13 @@ from ficco.specification import Buffer
 
 def heads_refusal(schedule: Schedule) -> str:
     """Why a schedule cannot serve attention by heads; empty if it can."""
-    if schedule == replace(NAMED["serial"], pieces=schedule.pieces, copy=schedule.copy):
+    knobs = {name: getattr(schedule, name) for name in ("pieces", "copy", "compute")}
+    if schedule == replace(NAMED["serial"], **knobs):
         return ""
     return (
         f"schedule {schedule}: all ranks push groups of heads by copy engines, and each group is "
-        "attended to at once; required serial or uniform-fused-1d with the knobs pieces and copy, "
-        "such as uniform-fused-1d:pieces=4"
+        "attended to at once; required serial or uniform-fused-1d with the knobs pieces, copy and "
+        "compute, such as uniform-fused-1d:pieces=4,compute=2"
     )
 
 
@@ -109,6 +110,7 @@ class _HeadsStage:
     def __init__(self, world: _HeadsWorld, builder: Builder) -> None:
         self.world, self.problem, self.builder = world, world.problem, builder
         self.me, self.pieces = builder.me, world.pieces[builder.me]
+        self.here: list[int] = []  # by piece, the step of its lane after which its rows are there
         self.targets = targets_in_order(self.me, self.problem.world)
         builder.lane_of = {
             peer: f"copy{turn % world.schedule.copy}" for turn, peer in enumerate(self.targets)
@@ -178,13 +180,23 @@ class _HeadsStage:
 
     def _serve(self, piece: int) -> None:
         """Apply the function to a piece of this rank's, and push back what it makes."""
+        lane = f"compute{piece % self.world.schedule.compute}"
         for move in self._moves(self.me, piece):
-            self._place("compute0", move)
+            self._place(lane, move)
         waits = tuple(
             self.world.ready.signal("ready", peer, self.me, piece, self.pieces[piece])
             for peer in self.targets
         )
-        applied = self.builder.add(self._apply(self.pieces[piece])._replace(waits=waits))
+        after = self._shared(piece, lane)
+        onward = self.world.schedule.compute > 1 and piece + 1 < len(self.pieces)
+        if onward and self._shares(piece + 1):
+            label = f"piece {piece} is here"
+            self.here.append(self.builder.add(Step("sync", lane, label, waits, after=after)))
+            waits, after = (), ()
+        else:
+            self.here.append(len(self.builder.steps))
+        apply = self._apply(self.pieces[piece])._replace(lane=lane, waits=waits, after=after)
+        applied = self.builder.add(apply)
         for peer in self.targets:
             moves, after = self._back(peer, piece), (applied,)  # which holds for the rest of a lane
             for move in moves:
@@ -195,6 +207,18 @@ class _HeadsStage:
             dst = move.dst._replace(buffer=move.dst.buffer.removeprefix("returned "))
             self._place(REDUCE_LANE, move._replace(dst=dst), (), (applied,))
         self._keep(piece, applied)
+
+    def _shares(self, piece: int) -> bool:
+        """Whether a piece needs rows of keys that came with the one before."""
+        first, _ = self.problem.rows("k", self.me, *self.pieces[piece])
+        return first < self.world.new_rows("k", self.me, piece)[0]
+
+    def _shared(self, piece: int, lane: str) -> tuple[int, ...]:
+        """What comes before a piece that needs such rows, and is on another lane."""
+        if not piece or not self._shares(piece):
+            return ()
+        before = self.here[piece - 1]
+        return (before,) if self.builder.steps[before].lane != lane else ()
 
     def _keep(self, piece: int, applied: int) -> None:
         """Hand heads to the gradient."""
@@ -217,7 +241,10 @@ class _HeadsStage:
             return Region(buffer.name, me, *rows, 0, buffer.shapes[me][1])
 
         inputs, outs = (tuple(map(region, some)) for some in (problem.inputs, problem.outs))
-        made = Applied(problem.function, *heads, inputs, outs, problem.flops(*heads))
+        made = Applied(
+            *(problem.function, *heads, inputs, outs),
+            *(problem.flops(*heads), problem.calls(*heads)),
+        )
         first = me * problem.heads
         label = f"heads {first + heads[0]}:{first + heads[1]}"
         return Step("apply", "compute0", label, applied=made)

@@ -12,6 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ficco.plan.model import LibraryCall
+
+#: Queries that one processor of a GPU attends with, in libraries' attention.
+BLOCK = 128
+
+#: How many products of each pair of a query and a key: for the scores and the result; for the
+#: scores, the gradients of these and of the weights, and those of q, k and v.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
+
 #: First and last row or position, exclusive.
 Span = tuple[int, int]
 
@@ -75,6 +84,15 @@ class Rectangle(NamedTuple):
         if not self.causal or middle == self.k:
             return (self,)
         return self._replace(k_stop=middle, right=None), self._replace(k=middle)
+
+    def call(self, heads: int, size: int, products: int) -> LibraryCall:
+        """The call for heads of a size, each of so many products for every pair."""
+        queries, keys = self.q_stop - self.q, self.k_stop - self.k
+        each = 2.0 * products * size
+        if self.left is not None:  # and those that the block's other queries reach
+            keys = min(keys, self.left + (self.right or 0) + BLOCK)
+        blocks, most = heads * -(-queries // BLOCK), min(queries, BLOCK) * keys
+        return LibraryCall(blocks, each * heads * self.pairs, each * most)
 
     @property
     def pairs(self) -> int:

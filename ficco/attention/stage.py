@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ficco.attention.mask import Span, merged
+from ficco.attention.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
 from ficco.attention.problem import MERGE, SUMS, AttentionProblem, KeyGather
 from ficco.plan.model import Attending, Region, Signal, Step, Transfer
 from ficco.schedules.builder import Builder, WordAllocator
@@ -67,6 +67,8 @@ class AttentionStage(GatherStage):
 
     #: Whether some queries can attend to a group before others do.
     cuts_queries = True
+    #: Of each pair of a query and a key.
+    products = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -203,7 +205,7 @@ class AttentionStage(GatherStage):
         if not found:
             return None
         queries = min(one.q for one in found), max(one.q_stop for one in found)
-        return KeyRun(kv, first, queries, sum(one.pairs for one in found))
+        return KeyRun(kv, first, queries, found)
 
     @cached_property
     def last(self) -> dict[int, list[Span]]:
@@ -225,14 +227,16 @@ class AttentionStage(GatherStage):
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
                 calls = self.asked.rectangles(self.me, rows, keys)
-                run = run._replace(queries=rows, pairs=sum(one.pairs for one in calls))
+                run = run._replace(queries=rows, calls=calls)
             found.append(self._attending(run, group != begun or number > 0))
         return tuple(found)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
         q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
         out = q._replace(buffer=self.product)
-        return Attending(q, run.kv, out, run.first, run.pairs, adds)
+        pairs, heads = sum(one.pairs for one in run.calls), self.asked.batch * self.asked.heads
+        calls = tuple(one.call(heads, self.asked.size, self.products) for one in run.calls)
+        return Attending(q, run.kv, out, run.first, pairs, adds, calls=calls)
 
 
 class KeyRun(NamedTuple):
@@ -242,13 +246,13 @@ class KeyRun(NamedTuple):
         kv: where they are.
         first: the number of the first where it lands.
         queries: from the first to the last own row that attends to any of them.
-        pairs: see :class:`Attending`.
+        calls: what they attend to of the rows.
     """
 
     kv: Region
     first: int
     queries: Span
-    pairs: int
+    calls: tuple[Rectangle, ...]
 
 
 def both(spans: list[Span], other: Span) -> list[Span]:

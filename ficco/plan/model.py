@@ -183,6 +183,19 @@ class Reduction(NamedTuple):
     out: Region
 
 
+class LibraryCall(NamedTuple):
+    """A call of a library's attention, as processors share it.
+
+    Attributes:
+        blocks: how many blocks of queries, each of which one processor attends with.
+        flops: floating-point operations of all, and ``longest`` those of the largest.
+    """
+
+    blocks: int
+    flops: float
+    longest: float
+
+
 class Attending(NamedTuple):
     """Rows of queries attend to rows of keys and values, as far as the mask of the problem lets
     them.
@@ -193,6 +206,7 @@ class Attending(NamedTuple):
         pairs: how many pairs of a query and a key, for one head.
         accumulate: ``out`` holds what earlier keys gave, and this is added.
         back: of a backward, the gradient of ``kv``; ``out`` is then that of ``q``.
+        calls: those of a library that it is.
     """
 
     q: Region
@@ -202,6 +216,7 @@ class Attending(NamedTuple):
     pairs: int
     accumulate: bool = False
     back: Region | None = None
+    calls: tuple[LibraryCall, ...] = ()
 
 
 class Applied(NamedTuple):
@@ -212,6 +227,7 @@ class Applied(NamedTuple):
         first, last: bounds of the rows of its first input.
         inputs, outs: what it reads and writes.
         flops: floating-point operations.
+        calls: those of a library that it is.
     """
 
     function: str
@@ -220,6 +236,7 @@ class Applied(NamedTuple):
     inputs: tuple[Region, ...]
     outs: tuple[Region, ...]
     flops: float = 0.0
+    calls: tuple[LibraryCall, ...] = ()
 
 
 class Step(NamedTuple):

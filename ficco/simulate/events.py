@@ -47,11 +47,12 @@ What is modelled, and how:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from math import comb, floor
+from itertools import chain
+from math import ceil, comb, floor
 from typing import Any
 
 from ficco.machine import (
@@ -65,20 +66,28 @@ from ficco.machine import (
     Topology,
     interpolate,
 )
-from ficco.plan import OPS, Applied, Plan, Region, Signal, Step, in_parts, together, unknown
+from ficco.plan import OPS, LibraryCall, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
-from ficco.timeline import SYNC_LANE, attended_flops
+from ficco.timeline import SYNC_LANE
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
 #: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
-#: The rate of attention, as a share of that of full waves of library GEMMs. Fitted to cuDNN's on an
-#: H100 (docs/results/attention-h100-1.csv): plans of 64k and 128k positions are at most 5 % from
-#: what was measured but for one, which is 8 % from it; those of 16k are 15 to 35 % short.
-ATTENTION = 0.95
+#: The rate of attention as a share of that of full waves of library GEMMs, and the seconds that a
+#: block of queries takes beyond it. Of cuDNN on an H100, with 32 heads of size 128, a wave takes
+#: 5 us and 11.2 ns for each key, in whole rectangles of 1024 and 2048 queries, 2048 and 4096 keys
+#: (2026-11-26). With h100-8's other figures, plans take 8 % less to 3 % more than what was measured
+#: for 16k positions, within 2 % for 64k and 3 to 13 % less for 128k
+#: (docs/results/attention-h100-1.csv).
+ATTENTION, BLOCK_S = 0.9, 5e-6
+#: Below this share of what they would be if all blocks were as large as the largest, operations are
+#: those of a mask. A call then has processors without work for LAST_BLOCK of the largest's time: of
+#: groups of heads on 2 H100 (16384 causal positions, 16 heads of a rank) calls took 0.12 ms longer
+#: than their share, where the largest block takes 0.22.
+ALIKE, LAST_BLOCK = 0.9, 0.5
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
 
@@ -563,10 +572,13 @@ class Simulation:
         multiplies = step.op in ("matmul", "attend", "apply")
         if step.part and multiplies:
             whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
-        elif step.op == "attend":
-            whole = filled = self._attend_seconds(step)
         elif step.applied:
-            whole = filled = self._applied_seconds(step.applied)
+            itemsize = self.itemsize[step.applied.inputs[0].buffer]
+            whole, filled = self._attention_seconds(step.applied.calls, itemsize)
+        elif step.op == "attend":
+            calls = chain.from_iterable(one.calls for one in step.attends)
+            itemsize = self.itemsize[step.attends[0].q.buffer]
+            whole, filled = self._attention_seconds(calls, itemsize)
         elif multiplies:
             whole, filled = self._product_seconds(step)
         else:
@@ -620,20 +632,24 @@ class Simulation:
             filled += seconds[1] + between
         return whole, filled
 
-    def _attend_seconds(self, step: Step) -> float:
-        """Seconds of a step's attends if nothing else runs."""
-        seconds, gemm = 0.0, self.gemm
-        for one in step.attends:
-            share = interpolate(gemm.shares, self.itemsize[one.q.buffer])
-            rate = ATTENTION * gemm.efficiency * gemm.peak * share
-            seconds += gemm.start + attended_flops(one) / rate
-        return seconds
-
-    def _applied_seconds(self, one: Applied) -> float:
-        """Seconds of a function, which is attention, if nothing else runs."""
-        gemm, itemsize = self.gemm, self.itemsize[one.inputs[0].buffer]
-        rate = ATTENTION * gemm.efficiency * gemm.peak * interpolate(gemm.shares, itemsize)
-        return gemm.start + one.flops / rate if one.flops else 0.0
+    def _attention_seconds(
+        self, calls: Iterable[LibraryCall], itemsize: int
+    ) -> tuple[float, float]:
+        """Seconds of calls of a library's attention if nothing else runs, and if others fill the
+        processors that are done before the last."""
+        gemm, whole, filled = self.gemm, 0.0, 0.0
+        share = interpolate(gemm.shares, itemsize)
+        rate = ATTENTION * gemm.efficiency * gemm.peak * share / gemm.units
+        for blocks, flops, longest in calls:
+            if flops:
+                waves = blocks / gemm.units
+                seconds = gemm.start + waves * BLOCK_S + flops / gemm.units / rate
+                last = ceil(waves) - waves  # of blocks that are all alike
+                if flops < ALIKE * blocks * longest:
+                    last = LAST_BLOCK
+                whole += seconds + last * longest / rate
+                filled += seconds
+        return whole, filled
 
     def _batch_seconds(
         self, m: int, n: int, k: int, batch: int, how: dict[str, Any]
