@@ -446,7 +446,7 @@ class HostBinding:
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
         self.launches.append((kernel.__name__, blocks))
-        if "cast" in kernel.__name__:  # whose threads meet
+        if any(name in kernel.__name__ for name in ("cast", "route")):  # whose threads meet
             return self.together(kernel, blocks, threads, arguments)
         for block in range(blocks):
             for thread in range(threads):
@@ -905,6 +905,24 @@ def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = Non
         assert out.isnan().all()
 
 
+def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = None) -> None:
+    torch.manual_seed(7)
+    for (tokens, choices), experts, capacity in itertools.product(
+        ((1, 1), (300, 2), (7, 8), (1000, 1), (0, 2), (4, 0)), (1, 9), (0, 3, 50)
+    ):
+        whole = torch.rand(tokens, 12, device=device).argsort(1) % experts
+        for chosen in (whole[:, :choices], whole[:, :choices].t().contiguous().t()):
+            counts, places, rows = route(chosen, experts, capacity, stream)
+            flat = chosen.t().flatten()
+            assert torch.equal(counts, torch.bincount(flat, minlength=experts))
+            each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
+            wanted = (each.gather(0, flat[None]) - 1).view(choices, tokens).t()
+            assert torch.equal(places, wanted)
+            if capacity:
+                taken = chosen * capacity + wanted
+                assert torch.equal(rows, taken.where(wanted < capacity, experts * capacity))
+
+
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """All values there are, those halfway between two, infinities and what is no number."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32, device=device).to(torch.int16)
@@ -947,6 +965,13 @@ def test_merge(on_host: Kernels) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             on_host.merge(*wrong, None)
+
+
+def test_route(on_host: Kernels) -> None:
+    check_route(on_host.route)
+    for wrong in ((torch.zeros(3), 2, 1), (torch.zeros(3, 2).int(), 2, 1)):
+        with pytest.raises(ValueError, match="required int64"):
+            on_host.route(*wrong, None)
 
 
 def test_gate(on_host: Kernels) -> None:

@@ -26,6 +26,7 @@ from test_kernels import (
     check_merge,
     check_place,
     check_reduce,
+    check_route,
     rectangle,
 )
 
@@ -95,6 +96,7 @@ def _reduce(at: Rank) -> None:
     check_merge(mine.merge, "cuda", stream)
     check_combine(mine.combine, "cuda", stream)
     check_gate(mine.gate, "cuda", stream)
+    check_route(mine.route, "cuda", stream)
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
     check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
     assert arrived.item() == 0

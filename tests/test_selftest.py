@@ -335,8 +335,8 @@ def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_kernels, "copies", copies)
     launches.clear()
     seen = _checked(host_kernels, monkeypatch)
-    told = "placement, sums, copies, casts, merges, combinations, gates, posts, waits and scripts "
-    told += "as they should be, "
+    told = "placement, sums, copies, casts, merges, combinations, gates, routes, posts, waits and "
+    told += "scripts as they should be, "
     told += "compiled for cpu"
     assert seen == told
     assert together == [(3, 1)] * 6  # several places, one launch
@@ -423,6 +423,11 @@ def _merges_all_but_one(kernels: Kernels) -> dict[str, Any]:
     return {"merge": lambda out, lse, parts, all, at: right(out, lse, parts[1:], all[1:], at)}
 
 
+def _routes_without_a_capacity(kernels: Kernels) -> dict[str, Any]:
+    right = kernels.route
+    return {"route": lambda chosen, experts, capacity, at: right(chosen, experts, 0, at)}
+
+
 def _gates_nothing(kernels: Kernels) -> dict[str, Any]:
     return {"gate": lambda function, out, x, at: out.copy_(x[..., : out.shape[-1]])}
 
@@ -447,6 +452,7 @@ def _sums_one_part_twice(kernels: Kernels) -> dict[str, Any]:
         (_copies_to_one_place, "33 x 100 at 8 of 160 to 3 places: wrong at [1, 2]", 5),
         (_copies_without_signals, "a launch of copies left [0, 0, 0, 0] in words", 2),
         (_merges_all_but_one, "the merge of five parts of torch.float16 is wrong", 1),
+        (_routes_without_a_capacity, "the route of 700 tokens to 11 experts is wrong", 0),
         (_gates_nothing, "relu gated of torch.float16 is wrong", 3),
         (_combines_all_but_one, "the combination of three rows of torch.float16 is wrong", 1),
         (_sums_one_part_twice, "at 8 of 160 with scripts is wrong", 8),

@@ -348,6 +348,13 @@ class Engine(ABC):
         on the current stream; False, and nothing done, if PyTorch's operations are as good."""
         return False
 
+    def route(
+        self, chosen: torch.Tensor, experts: int, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """As :meth:`ficco.hip_kernels.launch.Kernels.route`, on the current stream; None if
+        PyTorch's operations are as good."""
+        return None
+
     # Verbs: each returns the operation that enqueues it. `program` gives the slot.
 
     @abstractmethod

@@ -633,6 +633,14 @@ class GpuEngine(StreamEngine):
         kernels.combine(out, rows, picked, weights, stream)
         return True
 
+    def route(
+        self, chosen: torch.Tensor, experts: int, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        kernels = self._kernels_or_none if self.keeps_made else None
+        if kernels is None:
+            return None
+        return kernels.route(chosen, experts, capacity, self.driver.stream(self.driver.caller()))
+
     #: Whether ficco's kernel adds parts up, where it can be had.
     _sums_by_kernel = True
 

@@ -5,7 +5,7 @@
 // The same numbers as in launch.py.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
-constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256, GATE_THREADS = 256;
+constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256, GATE_THREADS = 256, ROUTE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
 constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
 constexpr u32 SIGNAL_THREADS = 64;
@@ -439,6 +439,43 @@ MERGE(ficco_merge_bfloat16, bf16)
 MERGE(ficco_merge_float16, f16)
 
 // Experts: the rows that were made for a token become one.
+
+// A block for each expert: how many pairs of a token and a choice chose it, and for each of these
+// how many did so before, first choices first, then tokens in order. With a capacity also the row
+// that it takes, or one behind all rows. Pairs have places and rows in that order, each thread a
+// part of them. What tokens chose lies `by_token` apart, and each of their choices `by_choice`.
+KERNEL(ROUTE_THREADS)
+ficco_route(u64* places, u64* rows, u64* counts, const u64* chosen, u64 by_token, u64 by_choice,
+            u64 tokens, u64 pairs, u64 capacity, u32 blocks) {
+  SHARED u32 sums[2][ROUTE_THREADS];
+  const u32 me = thread_index();
+  const u64 expert = block_index(), each = (pairs + ROUTE_THREADS - 1) / ROUTE_THREADS;
+  const u64 first = me * each, last = first + each < pairs ? first + each : pairs;
+  u64 token = first % tokens, choice = first / tokens;
+  u32 found = 0, from = 0;
+  for (u64 pair = first; pair < last; pair++) {
+    found += chosen[token * by_token + choice * by_choice] == expert;
+    if (++token == tokens) token = 0, choice++;
+  }
+  sums[0][me] = found;
+  barrier();
+  for (u32 step = 1; step < ROUTE_THREADS; step *= 2) {
+    sums[1 - from][me] = sums[from][me] + (me >= step ? sums[from][me - step] : 0);
+    from = 1 - from;
+    barrier();
+  }
+  u64 place = sums[from][me] - found;
+  if (me == ROUTE_THREADS - 1) counts[expert] = sums[from][me];
+  token = first % tokens, choice = first / tokens;
+  for (u64 pair = first; pair < last; pair++) {
+    if (chosen[token * by_token + choice * by_choice] == expert) {
+      places[pair] = place;
+      if (capacity) rows[pair] = place < capacity ? expert * capacity + place : blocks * capacity;
+      place++;
+    }
+    if (++token == tokens) token = 0, choice++;
+  }
+}
 
 // A function of the first half of each row, times the second half, rounded once. A row of the
 // result has `units` of 16 bytes; rows and batches of them lie so many elements apart.

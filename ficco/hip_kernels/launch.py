@@ -19,7 +19,7 @@ from ficco.hip_kernels.build import Target, compiled
 # The same numbers as in kernels.cpp.
 COPY_THREADS = 512
 REDUCE_THREADS = 256
-MERGE_THREADS = COMBINE_THREADS = GATE_THREADS = 256
+MERGE_THREADS = COMBINE_THREADS = GATE_THREADS = ROUTE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
 CAST_THREADS, CAST_HELD = 256, 8
@@ -86,6 +86,7 @@ NAMES = (
     *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
     *(f"ficco_combine_{_text(dtype)}" for dtype in COMBINES),
     *(f"ficco_{gate.replace(' ', '_')}_{_text(dtype)}" for gate in GATES for dtype in GATED),
+    "ficco_route",
     "ficco_post",
     "ficco_wait",
     "ficco_script",
@@ -597,6 +598,30 @@ class Kernels:
             *map(_U32, (len(means), units, heads, rows, total, blocks)),
         )
         self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
+
+    def route(
+        self, chosen: torch.Tensor, experts: int, capacity: int, stream: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of experts that tokens chose, int64 [t, choices]: how often each was, [experts]; for each
+        pair how often its expert was before, [t, choices], first choices first; and the row that it
+        takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. No
+        row is meant if ``capacity`` is 0."""
+        if chosen.dim() != 2 or chosen.dtype != torch.int64 or experts < 1 or capacity < 0:
+            raise ValueError(
+                f"required int64 [t, choices], at least one expert and no capacity below 0, got "
+                f"{chosen.dtype} {tuple(chosen.shape)}, {experts} and {capacity}"
+            )
+        tokens, choices = chosen.shape
+        counts = chosen.new_zeros(experts)
+        places, rows = chosen.new_zeros(2, choices, tokens)
+        if chosen.numel():
+            given = (
+                *(_U64(one.data_ptr()) for one in (places, rows, counts, chosen)),
+                *map(_U64, (*chosen.stride(), tokens, chosen.numel(), capacity)),
+                _U32(experts),
+            )
+            self._launch("ficco_route", experts, ROUTE_THREADS, given, stream)
+        return counts, places.t(), rows.t()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""

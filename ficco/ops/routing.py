@@ -22,9 +22,10 @@ from ficco.ops.operands import process_group
 from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import number_call, workspace_for
 from ficco.options import current
+from ficco.workspace import Workspace, workspaces
 
 if TYPE_CHECKING:
-    from ficco.workspace import Workspace
+    from ficco.dma.engine import Engine
 
 #: What becomes of pairs that find no room.
 OVERFLOWS = ("drop", "again")
@@ -45,19 +46,24 @@ class Routing:
     """
 
     def __init__(
-        self, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
+        self,
+        indices: torch.Tensor,
+        experts: int,
+        capacity: int | None,
+        overflow: str,
+        engine: Engine | None = None,
     ) -> None:
         self.indices, self.experts, self.exact = indices, experts, capacity is None
-        many, top_k = indices.shape
-        choices = indices.t().reshape(1, -1)  # a row; first choices first
-        numbers = torch.arange(experts, device=indices.device)[:, None]
-        # Of all pairs so far those of each expert: sums along rows, where a sort takes many passes.
-        so_far = (choices == numbers).cumsum(1, dtype=torch.int32)
-        last = so_far[:, -1:] if choices.numel() else so_far.new_zeros(experts, 1)
-        self.counts = last.flatten().long()
-        self._begins = self.counts.cumsum(0) - self.counts
-        own = so_far.gather(0, choices.long()).view(top_k, many) - 1
-        self._places = own.t()  # among the pairs of its expert
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        if engine is not None:
+            made = engine.route(indices.long(), experts, capacity or 0)
+        if made is None:
+            _check_experts(indices, experts)
+            made = *_counted(indices, experts), None
+        else:  # the kernel leaves out experts that do not exist
+            torch._assert_async(made[0].sum() == indices.numel())
+        self.counts, self._places, rows = made
+        self._rows = rows if capacity else None  # of the first round, if they are known
         self._capacity, self._overflow, self._rounds = capacity, overflow, 1
         self._asked: tuple[Workspace, int] | None = None
         self._told: list[list[int]] = []
@@ -97,7 +103,9 @@ class Routing:
         """The row that each pair takes in a round, int64 [t, top_k]; :attr:`rows` for pairs that
         take none."""
         if self.exact:
-            return self._begins[self.indices.long()] + self._places
+            return (self.counts.cumsum(0) - self.counts)[self.indices.long()] + self._places
+        if not turn and self._rows is not None:
+            return self._rows
         row = self._places - turn * self.capacity if turn else self._places
         taken = row < self.capacity
         if turn:
@@ -149,6 +157,18 @@ class Routing:
             self._capacity = rounded(most)
         elif self._overflow == "again":
             self._rounds = max(-(-most // self._capacity), 1)
+
+
+def _counted(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many pairs each expert has, int64, and how many of its expert come before each pair."""
+    many, top_k = indices.shape
+    choices = indices.t().reshape(1, -1)  # a row; first choices first
+    numbers = torch.arange(experts, device=indices.device)[:, None]
+    # Of all pairs so far those of each expert: sums along rows, where a sort takes many passes.
+    so_far = (choices == numbers).cumsum(1, dtype=torch.int32)
+    last = so_far[:, -1:] if choices.numel() else so_far.new_zeros(experts, 1)
+    places = so_far.gather(0, choices.long()).view(top_k, many) - 1
+    return last.flatten().long(), places.t()
 
 
 def rounded(rows: int) -> int:
@@ -208,8 +228,9 @@ def route(
     _check(indices, experts, capacity, on_overflow)
     with torch.no_grad():
         if capacity is not None and on_overflow == "drop":
-            _check_experts(indices, experts)
-            return Routing(indices, experts, capacity, on_overflow)
+            known = (one.engine for one in workspaces(members))
+            engine = next((one for one in known if one.device == indices.device), None)
+            return Routing(indices, experts, capacity, on_overflow, engine)
         workspace = workspace_for(members, indices, "indices", NAME)
         return _asking(workspace, indices, experts, capacity, on_overflow)
 
@@ -225,13 +246,12 @@ def _asking(
                 f"ficco.route: the ranks of this group are on {workspace.engine.hosts.count} "
                 "hosts, and they tell each other numbers on one; pass a capacity"
             )
-        _check_experts(indices, experts)
         if capacity is None and experts > TOLD:
             raise NotImplementedError(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
                 f"{experts}; pass a capacity"
             )
-        found = Routing(indices, experts, capacity, overflow)
+        found = Routing(indices, experts, capacity, overflow, workspace.engine)
         found.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
         workspace.board.post(workspace.calls, workspace.board.describe(text))

@@ -48,10 +48,10 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
     problems = [*tried.placed(), *tried.summed()]
     if isinstance(kernels, Kernels):
         problems += [*tried.copied(), *tried.cast(), *tried.merged(), *tried.combined()]
-        problems += [*tried.gated(), *tried.signalled(), *tried.scripted()]
+        problems += [*tried.gated(), *tried.routed(), *tried.signalled(), *tried.scripted()]
         seen = (
-            "placement, sums, copies, casts, merges, combinations, gates, posts, waits and scripts "
-            "as they should be, "
+            "placement, sums, copies, casts, merges, combinations, gates, routes, posts, waits and "
+            "scripts as they should be, "
             f"compiled for {kernels.binding.target.arch}"
         )
     else:
@@ -182,6 +182,19 @@ class _Trial:
             if not torch.equal(out, rows[..., :64].relu() * rows[..., 64:]):
                 problems.append(f"{function} of {dtype} is wrong")
         return problems
+
+    def routed(self) -> list[str]:
+        """Pairs of tokens and experts, counted in their order."""
+        chosen = torch.arange(1400, device=self.at.device).view(700, 2) ** 2 % 11
+        counts, places, rows = self.kernels.route(chosen, 11, 100, self.stream)
+        flat = chosen.t().flatten()
+        order = flat.argsort(stable=True)
+        begins = counts.cumsum(0) - counts
+        right = torch.equal(counts, flat.bincount(minlength=11))
+        found = (begins[flat] + places.t().flatten())[order]
+        right &= torch.equal(found, torch.arange(1400, device=found.device))
+        right &= torch.equal(rows, (chosen * 100 + places).where(places < 100, 1100))
+        return [] if right else ["the route of 700 tokens to 11 experts is wrong"]
 
     def combined(self) -> list[str]:
         """Rows of experts: small integers, whose sums by small weights are exact."""

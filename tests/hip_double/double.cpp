@@ -1028,6 +1028,45 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
+// How many pairs of a token and a choice chose an expert before, and the rows that they take.
+int route(Stream& stream, uint32_t blocks, void** arguments) {
+  auto* places = argument<uint64_t*>(arguments, 0);
+  auto* rows = argument<uint64_t*>(arguments, 1);
+  auto* counts = argument<uint64_t*>(arguments, 2);
+  auto* chosen = argument<const uint64_t*>(arguments, 3);
+  size_t by_token = argument<uint64_t>(arguments, 4), by_choice = argument<uint64_t>(arguments, 5);
+  size_t tokens = argument<uint64_t>(arguments, 6), pairs = argument<uint64_t>(arguments, 7);
+  size_t capacity = argument<uint64_t>(arguments, 8), experts = argument<uint32_t>(arguments, 9);
+  if (!tokens || !pairs || pairs % tokens || experts != blocks)
+    return violation(InvalidValue, "a route of %zu pairs of %zu tokens to %zu experts, by %u blocks",
+                     pairs, tokens, experts, blocks);
+  size_t read = (tokens - 1) * by_token + (pairs / tokens - 1) * by_choice + 1;
+  Uses uses;
+  for (auto [from, length] : {std::pair<const void*, size_t>{places, pairs}, {rows, pairs},
+                              {counts, experts}, {chosen, read}}) {
+    int code = 0;
+    auto memory = reach(stream, from, length * 8, "a route", code);
+    if (!memory) return code;
+    uses.push_back(memory);
+  }
+  auto run = [=] {
+    for (size_t expert = 0; expert < experts; expert++) {
+      size_t place = 0;
+      for (size_t pair = 0; pair < pairs; pair++) {
+        if (chosen[pair % tokens * by_token + pair / tokens * by_choice] != expert) continue;
+        places[pair] = place;
+        if (capacity)
+          rows[pair] = place < capacity ? expert * capacity + place : experts * capacity;
+        place++;
+      }
+      counts[expert] = place;
+    }
+    std::atomic_thread_fence(std::memory_order_release);
+  };
+  stream.add({run, nullptr, uses});
+  return Success;
+}
+
 // A function of the first half of each row, times the second half.
 template <typename T, bool SILU>
 int gated(Stream& stream, uint32_t blocks, void** arguments) {
@@ -1127,6 +1166,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_merge_float16", merge<F16>},
     {"ficco_combine_bfloat16", combine<Bf16>},
     {"ficco_combine_float16", combine<F16>},
+    {"ficco_route", route},
     {"ficco_silu_gated_bfloat16", gated<Bf16, true>},
     {"ficco_silu_gated_float16", gated<F16, true>},
     {"ficco_relu_gated_bfloat16", gated<Bf16, false>},
