@@ -8,7 +8,7 @@ from ficco.heuristics.family import Family
 from ficco.schedules.experts import ExpertLayer, expert_plans
 
 #: Predicted gain over serial below which serial is taken. Measured on one H100 with replayed
-#: arrivals (docs/results/experts-replay-h100-1.md): gains of 4 to 6 % that were predicted for 8
+#: arrivals (docs/results/experts-replay-h100-4.md): gains of 4 to 6 % that were predicted for 8
 #: experts of 4096 x 14336 were losses of 1 to 3 %. There the card is at its power limit: what it
 #: waits for tokens it makes up for by higher clocks.
 MARGIN = 0.08
