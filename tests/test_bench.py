@@ -839,6 +839,24 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
     assert len(timelines) > 6
 
 
+def _alike(at: ranks.Rank) -> list[float]:
+    """The largest difference of each way from the first, on random data, whose every key counts."""
+    watch = Stopwatch(torch.distributed.group.WORLD, at.device)
+    found = []
+    for case in attention.SHAPES["cpu"]:
+        work = attention.AttentionData(case, watch)
+        made = [way.call() for way in work.ways(()).values() if not (way.part or way.lacks)]
+        assert len(made) > 5
+        found += [float((one - made[0]).abs().max()) for one in made]
+    watch.close()
+    return found
+
+
+def test_all_ways_of_attention_make_the_same_of_random_data() -> None:
+    for mine in ranks.run(2, _alike):
+        assert max(mine) < 1e-5  # float32, of means of about 1
+
+
 def test_a_case_that_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
     rows, _ = ranks.run(2, _ways, tmp_path, 0, "", -1.0)
     assert set(rows["note"]) == {"out of time (-1 s)"} and set(rows["status"]) == {"skipped"}

@@ -101,6 +101,9 @@ def test_serial_takes_as_long_as_its_parts(name: str) -> None:
     assert 0 < family.ideal(problem, machine) == max(computed, min(moved))
     seconds = family.seconds(problem, SERIAL, machine)
     assert family.ideal(problem, machine) < seconds
+    slow = flat(1e3, 1e15, 1e15, ranks=WORLD)
+    computed = next(iter(family.bounds(problem, slow, "queued").values()))
+    assert computed == pytest.approx(family.seconds(problem, SERIAL, slow), rel=0.01)
     times = {str(one): family.seconds(problem, one, machine) for one in
              family.schedules(problem, machine)}  # fmt: skip
     assert times["serial"] == seconds and len(times) > 5
