@@ -834,8 +834,10 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
                 ("matmul", "attend")) for one in (planned, measured)
         ]  # fmt: skip
         assert operator in planned.problem and planned.ranks and spent[1] > 0
-        if "compute=2" not in planned.title:  # whose steps take each other's units
-            assert spent[0] == pytest.approx(spent[1], rel=0.2)
+        # Lanes may take each other's units, and what reads weights is priced by that, too.
+        if which and "compute=2" not in planned.title:
+            assert spent[0] == pytest.approx(spent[1], rel=0.2), planned.title
+        assert spent[0] > 0.8 * spent[1], planned.title
     assert len(timelines) > 6
 
 

@@ -28,9 +28,10 @@ from ficco.bench.calls import all_gather
 from ficco.bench.frames import ATTENTION
 from ficco.bench.series import Stopwatch
 from ficco.bench.ways import COMPUTED, MOVED, Subject, Way
-from ficco.dma.attention import Heads, attention, by_heads, merge
+from ficco.dma.attention import Heads, Merge, attention, by_heads, merge
 from ficco.dma.engine import Part
 from ficco.families import problem_of
+from ficco.workspace import workspace_of
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0
@@ -126,7 +127,8 @@ def gather_then_attend(
     problem: AttentionProblem,
     operands: AttentionOperands,
     group: ProcessGroup,
-    scale: float | None = None,
+    scale: float,
+    combine: Merge = merge,
 ) -> torch.Tensor:
     """The collective of the group's library for keys and values, then the library's attention."""
     whole, segments = gather(problem, operands, group), problem.segments
@@ -136,11 +138,11 @@ def gather_then_attend(
     in_order = [whole[firsts[at] : firsts[at] + lengths[at]] for at in sorted(firsts)]
     whole = whole if list(firsts) == sorted(firsts) else torch.cat(in_order)
     heads = Heads(operands.q, *(by_heads(whole[:, i]) for i in range(2)))
-    parts = attended(heads, rectangles_of(problem, group.rank()), scale or problem.size**-0.5)
+    parts = attended(heads, rectangles_of(problem, group.rank()), scale)
     out = torch.empty_like(operands.q)
     for first, last in pairwise(sorted({end for part in parts for end in part[:2]})):
         some = [part.rows(first, last) for part in parts if part.covers(first, last)]
-        merge(out[:, :, first:last], None, some)
+        combine(out[:, :, first:last], None, some)
     return out
 
 
@@ -311,7 +313,7 @@ class AttentionData:
         asked, group, device = self.asked, self.watch.group, self.watch.device
 
         def by_collective() -> torch.Tensor:
-            return gather_then_attend(asked, self.operands, group, self.scale)
+            return gather_then_attend(asked, self.operands, group, self.scale, self._merge())
 
         def by_pytorch() -> torch.Tensor:
             how: Any = {"is_causal": asked.causal, "scale": self.scale}
@@ -335,6 +337,12 @@ class AttentionData:
             "all-gather, attention": Way(by_collective, baseline=True, meets=True),
             **pytorch,
         }
+
+    def _merge(self) -> Merge:
+        """By ficco's kernel, as its own calls do."""
+        engine = workspace_of(self.watch.group, self.watch.device).engine
+        found: Merge = getattr(engine, "merge", merge)
+        return found
 
     def _by_heads(self) -> dict[str, Way]:
         asked, group = self.asked, self.watch.group
@@ -409,11 +417,11 @@ def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
 
 ABOUT = (
     "Forward passes. Keys and values that are gathered are views of one matrix, as those of one "
-    "projection are, so that nobody has to pack them. `attention` is the library's kernels alone,"
-    " for keys that are all there; `all-gather` and `all-to-alls` are the collectives alone, and "
-    "with attention the baseline: one after the other, by the same kernels as ficco's, and "
-    "partial results merged by operations of PyTorch. `context_parallel` is PyTorch's, by each of"
-    " its kernels, with keys gathered after the first step or sent from rank to rank."
+    "projection are, so that nobody has to pack them. `attention` is the library's kernels alone, "
+    "for keys that are all there; `all-gather` and `all-to-alls` are the collectives alone, and "
+    "with attention the baseline: one after the other, by the same kernels as ficco's, and by its "
+    "kernel that merges. `context_parallel` is PyTorch's, by each of its kernels, with keys "
+    "gathered after the first step or sent from rank to rank."
 )
 
 SUBJECT = Subject("attention", ATTENTION, AttentionData, heads, ABOUT)

@@ -529,7 +529,7 @@ class GpuEngine(StreamEngine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
-            return self._merge(program, step, transfer)
+            return self._on_lane(program, step, merge_op(program, transfer, self.merge))
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -546,23 +546,13 @@ class GpuEngine(StreamEngine):
         else:
             apply(function, x, out)
 
-    def _merge(self, program: Program, step: int, transfer: Transfer) -> Op:
-        kernels, lane = self._kernels_or_none, program.plan.steps[step].lane
-        if kernels is None:
-            return self._on_lane(program, step, merge_op(program, transfer, merge))
-
-        def op(call: Call) -> None:
-            def by_kernel(
-                out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]
-            ) -> None:
-                if len(parts) > MAX_PARTS:
-                    return merge(out, lse, parts)
-                means, weights = [part.mean for part in parts], [part.lse for part in parts]
-                kernels.merge(out, lse, means, weights, call.state[lane])
-
-            merge_op(program, transfer, by_kernel)(call)
-
-        return self._on_lane(program, step, op)
+    def merge(self, out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
+        """Merge parts of attention on the current stream, by a kernel where there is one."""
+        kernels = self._kernels_or_none
+        if kernels is None or len(parts) > MAX_PARTS:
+            return merge(out, lse, parts)
+        means, weights = [part.mean for part in parts], [part.lse for part in parts]
+        kernels.merge(out, lse, means, weights, self.driver.stream(self.driver.caller()))
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
