@@ -9,9 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 import ficco
-from ficco.dma.engine import Filled
+from ficco.dma.buffers import Buffers
+from ficco.dma.engine import Call, Filled, Program
 from ficco.dma.filled import grouped, moves, spans
 from ficco.heuristics.experts import EXPERTS, MARGIN
 from ficco.machine import find
@@ -155,6 +157,21 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             assert all(one[1] <= two[0] for one, two in pairwise(sent))
             others = sum(counts[r][e] for r in range(world) for e in mine[rank] if r != rank)
             assert sum(last - first for first, last in sent) in (others, sum(came[rank]))
+
+
+def test_copies_read_what_the_library_returned_where_it_lies() -> None:
+    """Rows of a buffer that is made in parts, and of one that a call has."""
+    (plan, *_) = planned(layer(exact=True), "serial")
+    places = Buffers(Program(plan, None, []))
+    address = places.row(Region("partial", 0, 0, 5, 0, 8))
+    parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
+    made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
+    call = Call({}, filled=Filled({}, {}, made))
+    for row in range(7):
+        part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
+        assert address(call, row) == part[row - first :].data_ptr()
+    whole = torch.zeros(9, 8, dtype=torch.bfloat16)
+    assert address(Call({"partial": whole}), 5) == whole[5:].data_ptr()
 
 
 SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world": 4}

@@ -141,6 +141,21 @@ class Buffers:
         assert rank == self._rank
         return own
 
+    def row(self, region: Region) -> Callable[[Call, int], int]:
+        """The address of a row of an own buffer of whole rows, as a call has it."""
+        name, pitch, rows = region.buffer, self.row_bytes(region), self.rows(region)
+        if self._plan.buffer[name].memory == "slot":
+            base = self.place(region._replace(row=0, row_stop=1))[0]
+            return lambda call, row: base + row * pitch
+
+        def own(call: Call, row: int) -> int:
+            whole = call.tensors.get(name)
+            if whole is None:
+                return rows(call, row, row + 1).data_ptr()
+            return whole.data_ptr() + row * pitch
+
+        return own
+
     def _in_matrix(self, region: Region) -> tuple[int, tuple[slice, slice]]:
         """Which of a buffer's matrices a region is in, and where in that."""
         matrix, row, _ = _matrix(self._plan.buffer[region.buffer], region)

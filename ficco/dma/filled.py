@@ -47,6 +47,15 @@ def spans(
         last, before = divmod(region.row_stop + down - 1, block)
         ends.append((first, row, last, before + 1))
 
+    whole = [(first, last + 1) for first, row, last, stop in ends if not row and stop == block]
+
+    def of_blocks(at: Filled) -> list[tuple[int, int]]:
+        starts = at.starts[key]
+        return [(starts[i], starts[j]) for i, j in whole]
+
+    if len(whole) == len(ends):  # as nearly always, and a call looks up hundreds
+        return of_blocks
+
     def found(at: Filled) -> list[tuple[int, int]]:
         starts = at.starts[key]
         return [
@@ -64,11 +73,16 @@ def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], list[Move]]:
 
     def found(at: Filled) -> list[Move]:
         few: list[Move] = []
+        before, last, down = -1, -1, 0  # where the latest move begins and ends, and how far it goes
         for (one, end), (two, _) in zip(src(at), dst(at), strict=True):
-            if few and few[-1][0] + few[-1][2] == one and few[-1][1] + few[-1][2] == two:
-                few[-1] = (*few[-1][:2], end - few[-1][0])
+            if one == last and two - one == down:
+                last = end
             elif end > one:
-                few.append((one, two, end - one))
+                if last > before:
+                    few.append((before, before + down, last - before))
+                before, last, down = one, end, two - one
+        if last > before:
+            few.append((before, before + down, last - before))
         return few
 
     return found

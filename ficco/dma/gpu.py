@@ -423,15 +423,15 @@ class GpuEngine(StreamEngine):
         """Copies the rows that a call has, those that follow each other at both ends at once."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         dst, ranks = transfer.dst, (transfer.dst.rank, transfer.src.rank)
-        source, rows = places.rows(transfer.src), moves(program.plan, transfer)
+        source, rows = places.row(transfer.src), moves(program.plan, transfer)
         to, pitch = places.place(dst._replace(row=0, row_stop=1))
         copy = self.driver.copy
 
         def op(call: Call) -> None:
             assert call.filled is not None
+            stream = call.state[lane]
             for at, down, count in rows(call.filled):
-                src = source(call, at, at + count).data_ptr()
-                copy(to + down * pitch, count * pitch, ranks)(src, call.state[lane])
+                copy(to + down * pitch, count * pitch, ranks)(source(call, at), stream)
 
         return op
 

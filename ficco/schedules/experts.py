@@ -246,14 +246,16 @@ def block_starts(
     """For the buffers of a rank, and those of its peers that it copies to, how many rows a call has
     before each block, and in all. ``counts``: by rank, the rows that it has for each expert."""
     table = np.array(counts, np.int64)  # [source, expert]
-    own = [0, *table[rank].cumsum().tolist()]
-    found = {("a", rank): own, ("leaving", rank): own}
-    for at in range(layer.world):
-        first = 0 if layer.gathers else at * layer.experts
-        landing = [0, *table[:, first : first + layer.experts].T.cumsum().tolist()]
-        home = [0, *np.tile(table[at], layer.world if layer.gathers else 1).cumsum().tolist()]
-        found |= {(name, at): landing for name in LANDING}
-        found |= {(name, at): home for name in HOME}
+    world = layer.world
+    if layer.gathers:
+        landing, home = np.tile(table.T.ravel(), (world, 1)), np.tile(table, (1, world))
+    else:  # [rank, expert, source]
+        landing = table.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
+        home = table
+    rows = [[[0, *some] for some in one.cumsum(1).tolist()] for one in (table, landing, home)]
+    found = dict.fromkeys((("a", rank), ("leaving", rank)), rows[0][rank])
+    for names, starts in ((LANDING, rows[1]), (HOME, rows[2])):
+        found |= {(name, at): starts[at] for name in names for at in range(world)}
     return found
 
 
