@@ -79,11 +79,16 @@ class Board:
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
         for rank in hosts.far:
-            parts[rank] = memoryview(bytearray(size))
+            parts[rank] = memoryview(bytearray(shown))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
-        told = [np.frombuffer(part, np.uint64, ENTRIES * TOLD, shown) for part in parts]
-        self._told = [ring.reshape(ENTRIES, TOLD) for ring in told]
+        nothing = np.zeros((ENTRIES, TOLD), np.uint64)  # of other hosts
+        self._told = [
+            np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
+            if len(part) > shown
+            else nothing
+            for part in parts
+        ]
         self._courier: BoardCourier | None = None
         if hosts.far:
             theirs = {rank: parts[rank][:shown] for rank in hosts.far}

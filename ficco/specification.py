@@ -52,6 +52,8 @@ class Buffer(NamedTuple):
             ones. What it has then lies without gaps, one block right after the other, and a step
             is about what its call has of the rows that it names. Every row that a call has it has
             wherever that row travels, so that what is proven of all rows is true of these.
+        room: of a buffer in blocks, the most rows that calls have of them in all; 0: as many as
+            there are.
         indexed: of an operand that the caller passes as another matrix and, for each row, which of
             the rows of that it is; only a place within the rank reads it.
     """
@@ -68,6 +70,7 @@ class Buffer(NamedTuple):
     matrices: int = 0
     left: tuple[int, ...] = ()
     block: int = 0
+    room: int = 0
     indexed: bool = False
 
     @property
@@ -94,7 +97,7 @@ class Buffer(NamedTuple):
     def nbytes(self, rank: int) -> int:
         """Bytes on a rank. Symmetric memory has the same size everywhere: that of the largest."""
         shapes = self.shapes if self.memory == "slot" else self.shapes[rank : rank + 1]
-        return max(rows * cols for rows, cols in shapes) * self.itemsize
+        return max((self.room or rows) * cols for rows, cols in shapes) * self.itemsize
 
 
 class Exchange(NamedTuple):

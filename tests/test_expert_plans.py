@@ -126,10 +126,14 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
         counts = [[draw.randint(0, most * some) for _ in range(of_all)] for some in (1, 0, 1)]
         sizes: dict[str, Any] = {"capacity": most, "h": 32, "gathers": gathers, "exact": True}
         asked = layer(world=world, experts=experts, **sizes)
-        plans = planned(asked, name)
-        check(plans)
         mine = [range(of_all)] * world if gathers else [range(3 * r, 3 * r + 3) for r in range(3)]
         came = {rank: [sum(row[e] for row in counts) for e in mine[rank]] for rank in range(world)}
+        most = max(map(sum, counts)) * (world if gathers else 1)
+        room = max(map(sum, came.values())), most
+        plans = planned(replace(asked, room=room), name)
+        check(plans)
+        for buffer, rows in zip(("staging", "staging out"), room, strict=True):
+            assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
         landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for plan in plans:
             at = Filled(block_starts(asked, counts, plan.rank), {})
@@ -153,6 +157,8 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             active = sorted(landed.get(("active", rank), []))
             assert sum(last - first for first, last in active) == sum(came[rank])
             assert all(one[1] == two[0] for one, two in pairwise(active))
+            for buffer, rows in zip(("staging", "staging out"), room, strict=True):
+                assert all(last <= rows for _, last in landed.get((buffer, rank), []))
             sent = sorted(landed.get(("staging", rank), []))
             assert all(one[1] <= two[0] for one, two in pairwise(sent))
             others = sum(counts[r][e] for r in range(world) for e in mine[rank] if r != rank)

@@ -289,7 +289,9 @@ def test_simulation_and_choice() -> None:
         problem = HeadsProblem(asked, *kind)
         chosen = BY_HEADS.decide(problem, machine=machine)
         seconds = {one.schedule: one.queued for one in chosen.candidates}
-        assert seconds[str(chosen.schedule)] == min(seconds.values())
+        least = min(seconds, key=seconds.__getitem__)
+        gains = seconds[least] * (1 + BY_HEADS.margin) < seconds["serial"]
+        assert str(chosen.schedule) == (least if gains else "serial")
         by_pieces = [seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8)]
         assert sorted(by_pieces) == by_pieces and seconds["serial"] < by_pieces[0]  # as on 2 H100
         made = heads_plans(problem, chosen.schedule)

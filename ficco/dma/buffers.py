@@ -128,7 +128,7 @@ class Buffers:
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
         if buffer.memory == "slot":
             with torch.inference_mode(False):  # calls of other modes use it, too
-                whole = self._part(region._replace(row=0, row_stop=buffer.rows))
+                whole = self._part(region._replace(row=0, row_stop=buffer.room or buffer.rows))
             return lambda call, first, last: whole[first:last]
 
         def own(call: Call, first: int, last: int) -> torch.Tensor:
@@ -174,7 +174,7 @@ class Buffers:
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
         rows, cols = buffer.shapes[rank]
         if buffer.memory == "slot":  # which has room for the most of any rank
-            rows = buffer.rows
+            rows = buffer.room or buffer.rows
         if (name, rank) not in self._whole:
             memory, start = self._memory(name)
             flat = memory.tensor if rank == self._rank else memory.part(rank)

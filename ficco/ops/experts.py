@@ -36,7 +36,7 @@ from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import check_dtype, plain, process_group
 from ficco.ops.operate import cast, refuse_sharded, watched
 from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
-from ficco.ops.routing import Routing, route
+from ficco.ops.routing import Routing, rounded, route
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
 from ficco.schedules.experts import (
@@ -337,7 +337,19 @@ def _layer(
     function = call.function if operator == NAME else ""
     sizes = call.group.size(), some.shape[0], routing.capacity, k, h, n
     flags = keeps, call.gathers, routing.exact, operator == NAME
-    return ExpertLayer(operator, *sizes, dtype, function, *flags)
+    layer = ExpertLayer(operator, *sizes, dtype, function, *flags)
+    return replace(layer, room=_room(layer, routing)) if layer.exact else layer
+
+
+def _room(layer: ExpertLayer, routing: Routing) -> tuple[int, int]:
+    """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
+    sent = [sum(counts) for counts in routing.every]
+    if layer.gathers:
+        return rounded(sum(sent)), rounded(layer.world * max(sent))
+    each = layer.experts
+    there = [sum(column) for column in zip(*routing.every, strict=True)]
+    landing = max(sum(there[i : i + each]) for i in range(0, len(there), each))
+    return rounded(landing), rounded(max(sent))
 
 
 def _run(
@@ -359,7 +371,15 @@ def _run(
                 "is not served yet; pass a group of ranks of one host"
             )
         schedule = given.schedule
-        key = NAME, layer, schedule, options.workspace_bytes, options.machine, first.device
+        key = (
+            NAME,
+            layer,
+            layer.room,
+            schedule,
+            options.workspace_bytes,
+            options.machine,
+            first.device,
+        )
         cached = workspace.programs.get(key)
         if cached is None:
             known = workspace.known(options.machine)
@@ -367,7 +387,7 @@ def _run(
             (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
             problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)
-            single, agreed = options.workspace_bytes is not None, [str(known)]
+            single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
             cached = new_kind(workspace, plan, options, [*agreed, purpose], single)
         tensors = {name: plain(tensor) for name, tensor in operands.items()}
         plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()

@@ -12,7 +12,7 @@ Plan; either half can be one of its own, as gradients need them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
@@ -69,6 +69,8 @@ class ExpertLayer:
             tokens (an all-gather), and what comes back are terms of sums over the ranks.
         exact: a call has only some of the rows of each block, see :func:`block_starts`.
         indexed: ``a`` is given as tokens, and which of them each row is.
+        room: of an exact layer, the most rows that any rank multiplies, and that any gets back, if
+            these are known. No Plan depends on them but for the memory that it asks for.
 
     Raises:
         ValueError: a value is wrong.
@@ -88,6 +90,7 @@ class ExpertLayer:
     gathers: bool = False
     exact: bool = False
     indexed: bool = False
+    room: tuple[int, int] = field(default=(0, 0), compare=False)
     hosts: int = 1
 
     def __post_init__(self) -> None:
@@ -294,11 +297,14 @@ class ExpertWorld:
         self.buffers = [buffers["gathered"], buffers["hidden"], buffers["active"]]
         if layer.world > 1:
             local = buffers["out"]._replace(memory="local")
+            landing, home = (min(rows, layer.rows) for rows in layer.room)
             if layer.dispatches:
-                self.buffers.append(buffers["gathered"]._replace(name="staging", memory="slot"))
+                staging = buffers["gathered"]._replace(name="staging", memory="slot", room=landing)
+                self.buffers.append(staging)
             if layer.combines:
                 self.buffers.append(local._replace(name="partial", leaves=True))
-                self.buffers.append(local._replace(name="staging out", memory="slot"))
+                back = local._replace(name="staging out", memory="slot", room=home)
+                self.buffers.append(back)
         if layer.indexed:
             leaving = buffers["a"]._replace(name="leaving", memory="local", indexed=False)
             self.buffers.append(leaving)
