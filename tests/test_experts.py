@@ -16,6 +16,7 @@ from ranks import Failure, Rank, caught, ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
+import ficco.ops.experts
 from ficco.ops.routing import rounded
 
 SCHEDULES = (
@@ -351,6 +352,29 @@ def early(at: Rank) -> None:
 
 def test_counts_are_exchanged_before_other_calls() -> None:
     run(2, early)
+
+
+def decided(at: Rank) -> list[tuple[int, bool]]:
+    """The layers for which a schedule is chosen: all tokens go to two of four experts."""
+    seen: list[tuple[int, bool]] = []
+    decide = ficco.ops.experts.decide_for_experts
+
+    def noting(layer: Any, *more: Any) -> Any:
+        seen.append((layer.capacity, layer.exact))
+        return decide(layer, *more)
+
+    ficco.ops.experts.decide_for_experts = noting
+    try:
+        layer = Layer((40, 40), experts=4, k=16, routes="one")
+        for capacity in (None, 40, None):
+            call(at, layer, data(layer, at.rank), capacity=capacity)
+    finally:
+        ficco.ops.experts.decide_for_experts = decide
+    return seen
+
+
+def test_a_schedule_is_chosen_once_for_blocks_of_the_mean_size() -> None:
+    assert run(2, decided) == [[(20, True), (40, False)]] * 2
 
 
 # Wrong calls.

@@ -22,9 +22,9 @@ GATHERED = Family(
     default="growing",
 )
 
-#: Attention by heads. More pieces are more calls of a library on fewer heads. Groups on one lane lost
-#: to serial where the simulation has them 2 % behind (2 H100, docs/attention.md); those on two lanes,
-#: 3 % ahead there, were not timed.
+#: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 groups on
+#: one lane lost to serial by 2 %, as simulated (docs/attention.md); those on two lanes, simulated to
+#: be 3 % faster than serial, were not timed.
 BY_HEADS = Family(
     heads_plans,
     compared=(

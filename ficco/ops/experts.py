@@ -341,6 +341,15 @@ def _layer(
     return replace(layer, room=_room(layer, routing)) if layer.exact else layer
 
 
+def _usual(layer: ExpertLayer, routing: Routing) -> ExpertLayer:
+    """The layer by which a schedule is chosen: blocks of an exact one are as large as the mean of
+    all, not as the largest."""
+    if not layer.exact:
+        return layer
+    pairs, blocks = sum(map(sum, routing.every)), layer.world * len(routing.every[0])
+    return replace(layer, capacity=max(-(-pairs // blocks), 1))
+
+
 def _room(layer: ExpertLayer, routing: Routing) -> tuple[int, int]:
     """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
     sent = [sum(counts) for counts in routing.every]
@@ -383,7 +392,7 @@ def _run(
         cached = workspace.programs.get(key)
         if cached is None:
             known = workspace.known(options.machine)
-            decision = EXPERTS.decide(layer, schedule, machine=known.machine)
+            decision = EXPERTS.decide(_usual(layer, routing), schedule, machine=known.machine)
             (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
             problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)
