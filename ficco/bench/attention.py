@@ -246,7 +246,10 @@ SCHEDULES = {
         *("auto", "serial", "growing", "growing:pull", "shard-overlap", "ring"),
         *("hetero-fused-1d:pieces=2", "growing:compute=2", "growing:tail=4,compute=2"),
     ),
-    BY_HEADS: ("auto", "serial", *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8))),
+    BY_HEADS: (
+        *("auto", "serial", "uniform-fused-1d:pieces=2,compute=2"),
+        *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8)),
+    ),
 }
 
 #: Kernels of libraries' attention, by parts of their names.
