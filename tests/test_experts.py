@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ranks import Failure, Rank, caught, ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
-import ficco.ops.experts
+from ficco.heuristics.family import Family
 from ficco.ops.routing import rounded
 
 SCHEDULES = (
@@ -357,19 +358,16 @@ def test_counts_are_exchanged_before_other_calls() -> None:
 def decided(at: Rank) -> list[tuple[int, bool]]:
     """The layers for which a schedule is chosen: all tokens go to two of four experts."""
     seen: list[tuple[int, bool]] = []
-    decide = ficco.ops.experts.decide_for_experts
+    decide = Family.decide
 
-    def noting(layer: Any, *more: Any) -> Any:
+    def noting(family: Family, layer: Any, *more: Any, **how: Any) -> Any:
         seen.append((layer.capacity, layer.exact))
-        return decide(layer, *more)
+        return decide(family, layer, *more, **how)
 
-    ficco.ops.experts.decide_for_experts = noting
-    try:
+    with mock.patch.object(Family, "decide", noting):
         layer = Layer((40, 40), experts=4, k=16, routes="one")
         for capacity in (None, 40, None):
             call(at, layer, data(layer, at.rank), capacity=capacity)
-    finally:
-        ficco.ops.experts.decide_for_experts = decide
     return seen
 
 

@@ -23,8 +23,8 @@ GATHERED = Family(
 )
 
 #: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 groups on
-#: one lane lost to serial by 2 %, as simulated (docs/attention.md); those on two lanes, simulated to
-#: be 3 % faster than serial, were not timed.
+#: one lane lost to serial by 2 %, as simulated (docs/attention.md); those on two lanes, which are
+#: simulated to be 3 % faster than serial, were not timed.
 BY_HEADS = Family(
     heads_plans,
     compared=(

@@ -143,7 +143,7 @@ class Buffers:
 
     def row(self, region: Region) -> Callable[[Call, int], int]:
         """The address of a row of an own buffer of whole rows, as a call has it."""
-        name, pitch, rows = region.buffer, self.row_bytes(region), self.rows(region)
+        name, (pitch, _), rows = region.buffer, self.size(region), self.rows(region)
         if self._plan.buffer[name].memory == "slot":
             base = self.place(region._replace(row=0, row_stop=1))[0]
             return lambda call, row: base + row * pitch
