@@ -195,20 +195,33 @@ def test_auto_takes_the_fastest_of_a_few() -> None:
     }
     assert str(decision.schedule) == min(seconds, key=seconds.__getitem__) != "serial"
     assert seconds["serial"] > (1 + MARGIN) * min(seconds.values())
-    # One decision for all capacities of an octave.
-    assert ficco.explain("experts", capacity=600, machine="h200-4", **sizes) == decision
-    columns = ficco.explain("experts", capacity=600, machine="h200-4", split="columns", **sizes)
+    # One decision for capacities that differ little.
+    assert ficco.explain("experts", capacity=1000, machine="h200-4", **sizes) == decision
+    columns = ficco.explain("experts", capacity=1000, machine="h200-4", split="columns", **sizes)
     assert columns.source == "model" and columns.reason != decision.reason
 
 
-@pytest.mark.parametrize(("experts", "capacity"), [(8, 1280), (8, 5120), (64, 160)])
-def test_auto_is_serial_where_little_is_predicted_to_be_gained(experts: int, capacity: int) -> None:
-    """The shapes that were measured on an H100, where others lose."""
+#: Of 4096 columns and 14336 between the products, by experts and capacity, what was measured on an
+#: H100 to be faster than serial by more than others or nearly so (docs/results, 2026-11-26).
+MEASURED = {
+    (8, 1280): ("growing", "shard-overlap"),
+    (8, 5120): ("growing", "shard-overlap"),
+    (64, 160): ("uniform-fused-1d:pieces=1+2+1,copy=3", "uniform-fused-1d:pieces=1+3+3+1,copy=3"),
+}
+
+
+@pytest.mark.parametrize(("experts", "capacity"), MEASURED)
+def test_auto_takes_what_was_measured_to_be_fast(experts: int, capacity: int) -> None:
     sizes = SIZES | {"experts": experts, "capacity": capacity}
     for machine in ("h200-4", "h100-8"):
         decision = ficco.explain("experts", machine=machine, **sizes)
-        assert str(decision.schedule) == "serial"
-        assert "serial unless others gain 8%" in decision.reason or ": serial " in decision.reason
+        assert str(decision.schedule) in MEASURED[experts, capacity], decision.reason
+
+
+def test_auto_is_serial_where_little_is_predicted_to_be_gained() -> None:
+    decision = ficco.explain("experts", machine="h200-4", capacity=640, **(SIZES | {"h": 114688}))
+    assert str(decision.schedule) == "serial"
+    assert "serial unless others gain 2%" in decision.reason
 
 
 def test_a_batch_of_copies_takes_as_long_as_all_that_it_moves() -> None:
