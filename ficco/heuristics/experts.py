@@ -22,7 +22,7 @@ def alike(layer: ExpertLayer) -> ExpertLayer:
 
 
 #: ``uniform-fused-1d`` cuts by experts, whose weights are then read once; of unequal pieces little
-#: is left to wait for before the first products and after the last ones. Of those 12 layers, what is
+#: is left to wait for before the first products and after the last ones. Of those layers, what is
 #: fastest as simulated loses 2.1 % of the fastest of nine in the mean, 7.6 % at worst. With
 #: ``growing:pieces=2`` and ``shrinking`` it is 3.1 and 10.4 %: with few rows for each of many
 #: experts they gain less than predicted.
