@@ -30,9 +30,19 @@ class Products(Family):
     """Products, of which more is known than of other families."""
 
     def plans(
-        self, problem: Any, schedule: Schedule, packs_columns: bool = False
+        self,
+        problem: Any,
+        schedule: Schedule,
+        packs_columns: bool = False,
+        staging_bytes: int | None = None,
     ) -> Sequence[Plan]:
-        return plans(problem, schedule, packs_columns=packs_columns)
+        if staging_bytes is not None and problem.kind.scatters:
+            raise InvalidArgument(
+                "workspace_bytes",
+                f"required an operator that gathers, got {problem.operator}, whose calls go by "
+                "columns of b under a cap; plan fewer columns with n",
+            )
+        return plans(problem, schedule, staging_bytes, packs_columns)
 
     def decide(self, problem: Any, wanted: str | Schedule = "auto", **how: Any) -> Decision:
         return decide(problem, wanted, **how)

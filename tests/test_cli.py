@@ -417,10 +417,13 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     assert write.func is ways.report
 
 
-def test_a_cap_is_for_products(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cap_is_for_steps_that_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--operator", "experts", *EXPERTS, "--workspace-bytes", "1"]
     assert cli.run(["plan", "serial", *asked]) == 2
-    assert "--workspace-bytes: required an operator of products" in capsys.readouterr().err
+    assert "--workspace-bytes: required none for experts" in capsys.readouterr().err
+    asked = ["--operator", "all_gather_attention", *ATTENTION, "--workspace-bytes", "2100"]
+    assert cli.run(["plan", "shard-overlap", *asked, "--rank", "3"]) == 0
+    assert "2 steps at once" in capsys.readouterr().out
 
 
 # doctor

@@ -20,6 +20,7 @@ GATHERED = Family(
         "serial",
     ),
     default="growing",
+    rings=True,
 )
 
 #: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 groups on

@@ -34,7 +34,7 @@ from ficco.families import family_of
 from ficco.heuristics import decide
 from ficco.heuristics.where import too_large
 from ficco.ops import problem_log
-from ficco.problem import Problem
+from ficco.problem import OPERATORS
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
 MEASURE_S = 20.0
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse(arguments)
     asked = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
     asked_of, how = problem(arguments, asked.world), {"machine": asked.machine, "mode": asked.mode}
-    if arguments.measure and not isinstance(asked_of, Problem):
+    if arguments.measure and asked_of.operator not in OPERATORS:
         raise ValueError(
             f"--measure: required an operator of products, got {asked_of.operator}; "
             "`ficco bench --attention` and `ficco bench --experts` time the others"

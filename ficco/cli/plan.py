@@ -22,8 +22,6 @@ from ficco.cli.site import (
 from ficco.families import family_of
 from ficco.heuristics.where import too_large
 from ficco.plan import check, render
-from ficco.problem import Problem
-from ficco.schedules import plans
 from ficco.simulate import simulate
 
 
@@ -51,24 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
-    cap, family = arguments.workspace_bytes, family_of(asked_of)
-    if cap is not None and not isinstance(asked_of, Problem):
-        raise ValueError(
-            f"--workspace-bytes: required an operator of products, got {asked_of.operator}; leave "
-            "it out"
-        )
-    if cap is not None and asked_of.kind.scatters:
-        raise ValueError(
-            f"--workspace-bytes: required an operator that gathers, got {asked_of.operator}, whose "
-            "calls go by columns of b under a cap; plan fewer columns with --n"
-        )
     picture(arguments.draw)
     drawn = asked.simulated if arguments.draw or arguments.trace else None
     how: Any = {"machine": asked.machine, "mode": asked.mode}
+    family = family_of(asked_of)
     decision = family.decide(asked_of, arguments.schedule, **how)
-    made = family.plans(asked_of, decision.schedule)
-    if cap is not None:
-        made = plans(asked_of, decision.schedule, cap)
+    made = family.plans(asked_of, decision.schedule, staging_bytes=arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
     if arguments.json:

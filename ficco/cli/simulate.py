@@ -26,7 +26,7 @@ from ficco.cli.site import (
 )
 from ficco.families import family_of, problem_of
 from ficco.machine import Machine
-from ficco.problem import OPERATORS, Problem
+from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate import MODES, simulate
 from ficco.timeline import Timeline, dumps
@@ -119,8 +119,8 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
     if sum([bool(given), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
     if given or operator not in (None, *OPERATORS):
-        one = problem_of(operator or GATHERS, world, arguments.dtype, given)
-        if isinstance(one, Problem):
+        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, given)
+        if one.operator in OPERATORS:
             case = Case("x".join(map(str, (one.m, one.n, one.k))), one.m, one.n, one.k)
             yield one, shape_of(case, one)
         else:

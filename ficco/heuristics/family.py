@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ficco.amounts import seconds_text
+from ficco.errors import InvalidArgument
 from ficco.heuristics.arrivals import Received, last_arrival, received
 from ficco.heuristics.decide import REMEDY, Decision, described
 from ficco.heuristics.model import lacking
@@ -38,23 +39,38 @@ class Family:
         default: what is taken where the machine's figures do not allow that.
         margin: predicted gain over ``serial`` below which that is taken.
         alike: of a problem, the one that is simulated for it and for others; None: itself.
+        rings: ``make`` takes a cap on staging, too, in bytes.
     """
 
-    make: Callable[[Any, Schedule, Sequence[int] | None], Sequence[Plan]]
+    make: Callable[..., Sequence[Plan]]
     compared: tuple[str, ...]
     default: str
     margin: float = 0.0
     alike: Callable[[Any], Any] | None = None
+    rings: bool = False
 
     def plans(
-        self, problem: Any, schedule: Schedule, packs_columns: bool = False
+        self,
+        problem: Any,
+        schedule: Schedule,
+        packs_columns: bool = False,
+        staging_bytes: int | None = None,
     ) -> Sequence[Plan]:
-        """The Plans of all ranks. No copy of theirs leaves gaps that would have to be packed.
+        """The Plans of all ranks, with at most so many bytes of staging. No copy of theirs leaves
+        gaps that would have to be packed.
 
         Raises:
-            ValueError: the schedule cannot serve the problem.
+            ValueError: the schedule cannot serve the problem, or not with such a cap.
         """
-        return self.make(problem, schedule, None)
+        if staging_bytes is None:
+            return self.make(problem, schedule, None)
+        if not self.rings:
+            raise InvalidArgument(
+                "workspace_bytes",
+                f"required none for {problem.operator}, whose steps do not take turns on staging, "
+                f"got {staging_bytes}",
+            )
+        return self.make(problem, schedule, None, staging_bytes)
 
     def decide(
         self,
