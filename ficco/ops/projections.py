@@ -51,14 +51,14 @@ def ulysses_project(
         x_whole = torch.cat([the x of each rank], dim=1)  # [batch, S, features]
         q, k, v = (functional.linear(x_whole, weight) for weight in (q_weight, k_weight, v_weight))
 
-    =====================  ===================================================================
-    ``x``                  [batch, S/W, features], this rank's positions
-    ``q_weight``           [heads * size, features], as ``nn.Linear`` has it; W divides heads
-    ``k_weight, v_weight`` [kv_heads * size, features]; ``kv_heads`` divides heads
-    q                      [batch, heads/W, S, size]: rank r has those from r * heads/W on
-    k, v                   [batch, n, S, size]: those that these attend to, as
-                           ``scaled_dot_product_attention(..., enable_gqa=True)`` takes them
-    =====================  ===================================================================
+    ======================  ===================================================================
+    ``x``                   [batch, S/W, features], this rank's positions
+    ``q_weight``            [heads * size, features], as ``nn.Linear`` has it; W divides heads
+    ``k_weight, v_weight``  [kv_heads * size, features]; ``kv_heads`` divides heads
+    q                       [batch, heads/W, S, size]: rank r has those from r * heads/W on
+    k, v                    [batch, n, S, size]: those that these attend to, as
+                            ``scaled_dot_product_attention(..., enable_gqa=True)`` takes them
+    ======================  ===================================================================
 
     Each rank multiplies its positions by the weights of a peer's heads, and a copy engine sends the
     product while it goes on with the next (:func:`ficco.matmul_all_to_all`). What arrives lies
