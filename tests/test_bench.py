@@ -7,7 +7,8 @@ import json
 import math
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 
 import ficco
 from ficco import cli, families
+from ficco.accelerator import gpu
 from ficco.bench import attention, cases, experts, layers, measure, report, stats, tables, ways
 from ficco.bench.calls import FUSED, Runner, build, caller, expected, step_bytes, unavailable
 from ficco.bench.candidates import (
@@ -433,6 +435,63 @@ def _fused_on_meta(at: ranks.Rank, operator: str, kind: str) -> tuple[tuple[int,
     with _symmetric_memory._test_mode():
         result = build(candidate, operands, torch.distributed.group.WORLD).run()
     return tuple(result.shape), str(result.dtype)
+
+
+class QuackDouble:
+    """What is called of QuACK 0.6.5: its gather of shards, and its product that waits for them."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.work, self.quiet, self.gated = whole, 0.0, 0, []
+
+    def AllGatherRunner(
+        self, shard_m: int, k: int, dtype: torch.dtype, group: Any, device: torch.device
+    ) -> Any:
+        assert (shard_m, k, dtype) == (1024, 32, torch.bfloat16) and device.type == "cpu"
+        return self
+
+    def quiesce(self) -> None:
+        self.quiet += 1
+
+    @contextmanager
+    def gather(self, a_shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
+        assert torch.equal(a_shard, self.whole[:1024])
+        yield self.whole, "gates"
+
+    def gemm(
+        self, A: Any, B: Any, D: Any, C: None, tile_count_semaphore: None, tile_M: int,
+        tile_N: int, cluster_M: int, cluster_N: int, *, pingpong: bool, b_kn: bool, ag_args: Any,
+    ) -> None:  # fmt: skip
+        assert b_kn
+        torch.mm(A, B, out=D)
+        self.work += {(128, 192): 1.0}.get((tile_M, tile_N), 2.0)
+        if ag_args:
+            self.gated.append((tile_M, tile_N, cluster_M, cluster_N, pingpong))
+
+    def event(self, enable_timing: bool) -> Any:
+        at = SimpleNamespace(synchronize=lambda: None)
+        at.record = lambda: setattr(at, "work", self.work)
+        at.elapsed_time = lambda later: later.work - at.work
+        return at
+
+
+def test_quack_gathers_for_its_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = Operands(
+        problem_of_sizes("all_gather_matmul", 2048, 16, 32, "bfloat16", 2), 0, torch.device("cpu")
+    )
+    operands.whole_OK.copy_(torch.randint(-3, 4, (2048, 32)))
+    operands.a_LK.copy_(operands.whole_OK[:1024])
+    operands.b_KN.copy_(torch.randint(-3, 4, (32, 16)))
+    double = QuackDouble(operands.whole_OK)
+    for name in ("quack", "quack.gemm", "quack.distributed"):
+        monkeypatch.setitem(sys.modules, name, double)
+    monkeypatch.setattr(gpu, "Event", double.event)
+    candidate = next(one for one in REFERENCES if one.kind == "quack")
+    runner = build(candidate, operands, None)
+    for turn in range(2):
+        operands.b_KN.add_(turn)  # captured calls see new operands
+        with runner.context():
+            assert torch.equal(runner.run(), operands.whole_OK @ operands.b_KN)
+    assert double.gated == [(128, 192, 1, 2, True)] * 2 and double.quiet == 2
 
 
 def test_what_moves_moves_as_many_bytes_alone() -> None:
