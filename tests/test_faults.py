@@ -428,7 +428,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        calls.execute(None, None, None)  # type: ignore[arg-type]  # it never gets to them
+        planned._run(None, None, None)  # type: ignore[arg-type]  # it never gets to them
     assert torch.is_grad_enabled()
 
 

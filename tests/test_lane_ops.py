@@ -66,7 +66,7 @@ def program_of(lane: str, places: int, height: int = 2, counter: int = 5000) -> 
     regions = SimpleNamespace(
         place=lambda region: (1, 2),
         source=lambda region: lambda call: (1, 2),
-        row_bytes=lambda region: 8,
+        size=lambda region: (8, region.rows),
     )
     transfer = SimpleNamespace(src=SimpleNamespace(rows=height), dst=None)
     steps = [SimpleNamespace(lane=lane, transfer=transfer)] * places
