@@ -1,4 +1,4 @@
-"""What joins hosts, measured: the step ``network`` of a tuning run, on hosts that are no others."""
+"""Groups on several hosts, measured: the step ``network`` of a tuning run, and a bench."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Rank, run
+from ranks import Failure, Rank, caught, run
 from test_hosts import host_of
 
+from ficco.bench.candidates import choose
+from ficco.bench.cases import Case
+from ficco.bench.characterize import LossSettings, characterize
+from ficco.bench.frames import BENCH
+from ficco.bench.run import BenchSettings, bench
 from ficco.machine import load
 from ficco.tune import fits
 from ficco.tune import run as tuning
@@ -63,3 +68,24 @@ def test_steps_of_one_host_and_of_several_are_told_apart(
     for error, _, done in run(2, _tuned, str(path), only, hosts):
         assert "those of several hosts that one alone" in error and not done
     assert not path.exists()
+
+
+CASES = (Case("a", 256, 16, 32, "float32"),)
+
+
+def _benched(at: Rank, path: str) -> Any:
+    about: Any = {"cases": CASES, "device": "cpu", "rounds": 2, "seconds": 30, "csv": Path(path)}
+    with host_of(at, 2):
+        names = ["auto", "growing", "uniform-fused-2d"]
+        bench(BenchSettings(candidates=choose(names), modes=("idle",), quiet=True, **about))
+        return caught(lambda: characterize(LossSettings(sizes=(4096,), **about)))
+
+
+def test_a_bench_over_hosts(tmp_path: Path) -> None:
+    for refused in run(4, _benched, str(tmp_path / "a.csv"), timeout=100):
+        assert isinstance(refused, Failure) and refused.type == "NotImplementedError"
+        assert "ficco tune --only network" in refused.text
+    rows = BENCH.read(tmp_path / "a.csv")
+    timed = set(rows["candidate"][rows["status"] == "ok"])
+    assert timed >= {"gemm", "collective", "copies", "serial-collective", "serial", "auto"}
+    assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()

@@ -25,8 +25,8 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner, all_gather
 from ficco.bench.inputs import draw_normal, factors
-from ficco.bench.measure import Barrier, DeviceClock, HostClock, Item, rounds
-from ficco.dma.hosts import Hosts
+from ficco.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds
+from ficco.dma.hosts import Hosts, hosts_of
 from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Planned
 from ficco.scaling import Scaling, factors_of
@@ -65,7 +65,7 @@ class Stopwatch:
 
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
-        hosts: where the ranks are; on one unless told.
+        hosts: where the ranks are; found out unless told.
         meets: whether the peers are there.
         note: what has to be said of its times.
     """
@@ -80,11 +80,13 @@ class Stopwatch:
         timeout_s: float | None = None,
         hosts: Hosts | None = None,
     ) -> None:
-        self.group, self.device, self.hosts = group, device, hosts or Hosts.one(group)
+        patience = PEERS_S if timeout_s is None else timeout_s
+        self.group, self.device = group, device
+        self.hosts = hosts or hosts_of(group, min(patience, MEET_S), "measurement")
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.barrier = Barrier(group, PEERS_S if timeout_s is None else timeout_s, self.hosts)
+        self.barrier = Barrier(group, patience, self.hosts)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(
