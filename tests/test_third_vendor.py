@@ -226,6 +226,6 @@ def test_memory_is_given_back() -> None:
 
 
 def test_a_vendor_takes_few_lines() -> None:
-    """The driver of a vendor and its kernels, without what serves tensors on the CPU."""
+    """The driver of a vendor, without what serves tensors on the CPU."""
     with open(thread_driver.__file__) as file:
-        assert len(file.readlines()) < 320
+        assert len(file.readlines()) < 300

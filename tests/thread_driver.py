@@ -21,7 +21,6 @@ from host_gpu import HostEngine, HostTensors
 from ficco.dma.attention import merge
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import Driver, Means
-from ficco.dma.engine import Part
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
 from ficco.hip_kernels.launch import Kernels, Script, Signals
@@ -270,18 +269,6 @@ class ThreadKernels:
 
         self._launch(total, signals, stream)
 
-    def merge(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        means: Sequence[torch.Tensor],
-        lses: Sequence[torch.Tensor],
-        stream: Stream,
-    ) -> None:
-        """Within its step, which runs on its stream."""
-        parts = zip(means, lses, strict=True)
-        merge(out, lse, [Part(0, out.shape[2], *part) for part in parts])
-
     def script(self, script: Script, stream: Stream) -> None:
         stream.put(partial(_follow, script))
 
@@ -298,7 +285,7 @@ def _follow(script: Script) -> None:
 class ThreadEngine(HostEngine):
     """The GPU engine on threads."""
 
-    _sums_by_kernel = True
+    _sums_by_kernel, merge = True, staticmethod(merge)
 
 
 def engine(group: Any, device: torch.device, *options: Any) -> HostEngine:
