@@ -7,7 +7,7 @@ stale, missing or misplaced piece changes the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +205,24 @@ def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> lis
     """The call; a list of the product and, if asked for, the gathered A."""
     found = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
     return list(found) if case.gathered else [found]
+
+
+def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], None]) -> None:
+    """A graph of a call, replayed with the operands of other iterations, gives what a call does."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    at.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for iteration in range(1, 6):
+        renew(iteration)
+        eager = call().clone()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), iteration
+        at.barrier()
 
 
 def traced(made: Made, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:

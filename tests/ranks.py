@@ -121,6 +121,11 @@ def most_gpu_ranks() -> int:
     return torch.cuda.device_count() * RANKS_PER_GPU
 
 
+def wider(world: int = 4) -> int:
+    """So many ranks if the GPUs have room for them, else two."""
+    return world if most_gpu_ranks() >= world else 2
+
+
 def backend_on_gpus(world: int) -> str:
     """Of the group that so many ranks on this machine's GPUs have."""
     return "nccl" if torch.cuda.device_count() >= world else "gloo"

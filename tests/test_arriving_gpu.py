@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, equal, exact, gathered_a, shard_of
-from ranks import Failure, Rank, caught, most_gpu_ranks, ranks, run
+from ranks import Failure, Rank, caught, ranks, run, wider
 from test_arriving import WAYS
 from test_faults import assert_unusable, timed
 from test_gpu import PATIENCE_S, SLACK_S, everyone, leave, settle
@@ -28,10 +28,6 @@ def triton() -> Any:
 def spare(at: Rank) -> int:
     """Multiprocessors that a kernel that waits leaves to the copies."""
     return SHARED_SPARE if torch.cuda.device_count() < at.world else 0
-
-
-def wider(world: int = 4) -> int:
-    return world if most_gpu_ranks() >= world else 2
 
 
 def copied(at: Rank, case: Case, iteration: int, group: Any = None, **ways: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import equal, exact
-from ranks import Rank, most_gpu_ranks, ranks, run
+from cases import equal, exact, replays
+from ranks import Rank, ranks, run, wider
 from test_attention import AttentionCase, attended, cases, differentiated
 
 import ficco
@@ -27,10 +27,6 @@ SCHEDULES = (
 
 
 SIZES = (64, 128, 256)
-
-
-def wider(world: int = 4) -> int:
-    return world if most_gpu_ranks() >= world else 2
 
 
 def _masks(at: Rank, dtype: str) -> None:
@@ -77,24 +73,16 @@ def _graphs(at: Rank) -> Any:
         return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
 
     q, k, v = shards(0)
-    call = lambda: ficco.all_gather_attention(  # noqa: E731
-        q, k, v, causal=True, placement="head-tail", schedule="growing"
-    )
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    at.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for iteration in range(1, 6):
+
+    def call() -> torch.Tensor:
+        how = {"causal": True, "placement": "head-tail", "schedule": "growing"}
+        return ficco.all_gather_attention(q, k, v, **how)
+
+    def renew(iteration: int) -> None:
         for here, there in zip((q, k, v), shards(iteration), strict=True):
             here.copy_(there)
-        eager = call().clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, eager), iteration
-        at.barrier()
+
+    replays(at, call, renew)
 
 
 def test_graphs() -> None:

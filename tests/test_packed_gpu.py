@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import Rank, most_gpu_ranks, ranks, run
+from cases import replays
+from ranks import Rank, ranks, run, wider
 from test_attention import AttentionCase, attended, differentiated
 from test_packed import MASKS, documents
 from test_ulysses import attended as attended_by_heads
@@ -56,27 +57,18 @@ def _graphs(at: Rank) -> None:
     q, k, v = shards(0)
 
     def call() -> torch.Tensor:
-        return ficco.all_gather_attention(q, k, v, causal=True, cu_seqlens=bounds)
+        with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
+            out = ficco.all_gather_attention(q, k, v, causal=True, cu_seqlens=bounds)
+        if torch.cuda.is_current_stream_capturing():  # others may be replayed
+            assert served.call_count > 0  # where documents begin was known from eager calls
+        return out
 
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    at.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
-        with torch.cuda.graph(graph):
-            out = call()
-        assert served.call_count > 0  # where documents begin was known from eager calls
-    for iteration in range(1, 6):
+    def renew(iteration: int) -> None:
         for here, there in zip((q, k, v), shards(iteration), strict=True):
             here.copy_(there)
-        eager = call().clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, eager), iteration
-        at.barrier()
+
+    replays(at, call, renew)
 
 
 def test_graphs() -> None:
-    world = 4 if most_gpu_ranks() >= 4 else 2
-    run(world, _graphs, device="cuda", fresh=True, timeout=120)
+    run(wider(), _graphs, device="cuda", fresh=True, timeout=120)

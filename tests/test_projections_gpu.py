@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import equal, exact
-from ranks import Rank, most_gpu_ranks, ranks, run
+from cases import equal, exact, replays
+from ranks import Rank, ranks, run, wider
 from test_projections import SCHEDULES, ProjectionCase, cases, layered, projected
 
 import ficco
 
 pytestmark = pytest.mark.multigpu
-
-
-def wider(world: int = 4) -> int:
-    return world if most_gpu_ranks() >= world else 2
 
 
 def _exact(at: Rank) -> None:
@@ -60,20 +56,10 @@ def _graphs(at: Rank) -> None:
             q, _, _ = ficco.ulysses_project(x, *weights, size=case.size, schedule="growing")
             return ficco.ulysses_output(q, last, schedule="growing")
 
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    at.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for iteration in range(1, 6):
+    def renew(iteration: int) -> None:
         x.copy_(case.input(at.world, iteration, at.device)[:, mine])
-        eager = call().clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, eager), iteration
-        at.barrier()
+
+    replays(at, call, renew)
 
 
 def test_graphs() -> None:

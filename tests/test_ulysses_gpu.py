@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import equal, exact
-from ranks import Rank, most_gpu_ranks, ranks, run
+from cases import equal, exact, replays
+from ranks import Rank, ranks, run, wider
 from test_attention import AttentionCase
 from test_ulysses import SCHEDULES, attended, cases, differentiated
 
@@ -17,10 +17,6 @@ import ficco
 pytestmark = pytest.mark.multigpu
 
 SIZES = (64, 128, 256)
-
-
-def wider(world: int = 4) -> int:
-    return world if most_gpu_ranks() >= world else 2
 
 
 def _masks(at: Rank, dtype: str) -> None:
@@ -78,21 +74,11 @@ def _graphs(at: Rank) -> None:
     def call() -> torch.Tensor:
         return ficco.ulysses_attention(q, k, v, causal=True, schedule=SCHEDULES[-1])
 
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    at.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    for iteration in range(1, 6):
+    def renew(iteration: int) -> None:
         for here, there in zip((q, k, v), shards(iteration), strict=True):
             here.copy_(there)
-        eager = call().clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, eager), iteration
-        at.barrier()
+
+    replays(at, call, renew)
 
 
 def test_graphs() -> None:
