@@ -826,13 +826,16 @@ def check_reduce(
 
 
 def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
-    """Against float64, to the rounding of the result; a single part and equal ones exactly."""
+    """Against float64, to the rounding of the result; a single part and equal ones exactly. Parts
+    have all rows, or each its own, the first of them all."""
     torch.manual_seed(4)
-    for dtype in launch.MERGES:
+    for dtype, apart in itertools.product(launch.MERGES, (False, True)):
         for count, (batch, heads, rows, size) in itertools.product(
             (1, 2, 3, 5, 16), ((1, 1, 1, 8), (2, 3, 5, 64), (1, 4, 7, 128), (1, 2, 0, 8))
         ):
             shape = batch, rows, heads, size
+            spans = [(i % 4, rows - i % 3) if apart else (0, rows) for i in range(count)]
+            spans = [(first, last) if first < last else (0, rows) for first, last in spans]
             made = [torch.randn(shape, device=device).to(dtype) for _ in range(count)]
             means = [
                 one.transpose(1, 2) if i % 2 else one.transpose(1, 2).contiguous()
@@ -841,17 +844,23 @@ def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = N
             lses = [40 * torch.randn(batch, heads, rows, device=device) for _ in range(count)]
             if count == 3:  # strided, and far apart
                 lses = [torch.stack([one, one], -1)[..., 0] * 100 for one in lses]
+            parts = [
+                (first, last, mean[:, :, first:last], lse[:, :, first:last])
+                for (first, last), mean, lse in zip(spans, means, lses, strict=True)
+            ]
             out = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
             total = torch.full((batch, rows, heads), 7.0, device=device).transpose(1, 2)
-            merge(out, total, means, lses, stream)
+            merge(out, total, parts, stream)
             wide = torch.stack(lses).double()
+            for one, (first, last) in zip(wide, spans, strict=True):
+                one[:, :, :first] = one[:, :, last:] = -torch.inf
             weights = (wide - wide.logsumexp(0)).exp().unsqueeze(-1)
             wanted = (torch.stack(means).double() * weights).sum(0)
             eps = torch.finfo(dtype).eps
             assert ((out.double() - wanted).abs() <= 0.6 * eps * wanted.abs() + 1e-5).all()
             assert torch.allclose(total.double(), wide.logsumexp(0), rtol=1e-6, atol=1e-5)
             again = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
-            merge(again, None, means[:1] * count, lses[:1] * count, stream)
+            merge(again, None, [(0, rows, means[0], lses[0])] * count, stream)
             if count & count - 1 == 0:
                 assert torch.equal(again, means[0])
 
@@ -956,12 +965,15 @@ def test_merge(on_host: Kernels) -> None:
     one = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
     lse = torch.zeros(1, 2, 3)
     for wrong, message in (
-        ((one, None, [], []), "required 1 to 16"),
-        ((one, None, [one.half()], [lse]), "required shape"),
-        ((one, None, [one[..., :4]], [lse]), "required shape"),
-        ((one, lse[:, :1], [one], [lse]), "lse: required float32"),
-        ((one, None, [one], [lse.double()]), "lse: required float32"),
-        ((one[..., 1:], None, [one[..., 1:]], [lse]), "multiples of 16 bytes"),
+        ((one, None, []), "required 1 to 16"),
+        ((one, None, [(0, 3, one.half(), lse)]), "required shape"),
+        ((one, None, [(0, 3, one[..., :4], lse)]), "required shape"),
+        ((one, None, [(0, 3, one[:, :, :2], lse)]), "required shape"),
+        ((one, None, [(1, 4, one, lse)]), "required rows of the 3 of out, got 1 to 4"),
+        ((one, lse[:, :1], [(0, 3, one, lse)]), "lse: required float32"),
+        ((one, None, [(0, 3, one, lse.double())]), "lse: required float32"),
+        ((one, None, [(0, 3, one, lse[:, :, :2])]), "lse: required float32"),
+        ((one[..., 1:], None, [(0, 3, one[..., 1:], lse)]), "multiples of 16 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             on_host.merge(*wrong, None)

@@ -420,7 +420,7 @@ def _carries_out_no_script(kernels: Kernels) -> dict[str, Any]:
 
 def _merges_all_but_one(kernels: Kernels) -> dict[str, Any]:
     right = kernels.merge
-    return {"merge": lambda out, lse, parts, all, at: right(out, lse, parts[1:], all[1:], at)}
+    return {"merge": lambda out, lse, parts, at: right(out, lse, parts[1:], at)}
 
 
 def _routes_without_a_capacity(kernels: Kernels) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -140,9 +140,7 @@ def gather_then_attend(
     heads = Heads(operands.q, *(by_heads(whole[:, i]) for i in range(2)))
     parts = attended(heads, rectangles_of(problem, group.rank()), scale)
     out = torch.empty_like(operands.q)
-    for first, last in pairwise(sorted({end for part in parts for end in part[:2]})):
-        some = [part.rows(first, last) for part in parts if part.covers(first, last)]
-        combine(out[:, :, first:last], None, some)
+    combine(out, None, parts)
     return out
 
 

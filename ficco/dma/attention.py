@@ -120,18 +120,33 @@ def merge_op(program: Program, transfer: Transfer, merge: Merge) -> Op:
 
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
-        ends = {end for part in call.parts for end in part[:2] if first < end < last}
-        bounds = [first, *sorted(ends), last]
-        for begin, end in zip(bounds, bounds[1:], strict=False):
-            some = [part.rows(begin, end) for part in call.parts if part.covers(begin, end)]
-            rows = slice(begin - first, end - first)
-            merge(out[:, :, rows], None if lse is None else lse[:, :, begin:end], some)
+        parts = [part.within(first, last) for part in call.parts if part.meets(first, last)]
+        merge(out, None if lse is None else lse[:, :, first:last], parts)
 
     return op
 
 
+def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[slice, list[Part]]]:
+    """Ranges of rows, and what parts have of each: as many rows as have ``most`` parts together, or
+    as all have the same."""
+    inner = {end for part in parts for end in part[:2] if 0 < end < rows}
+    ends, begin = [*sorted(inner), rows], 0
+    for end, further in zip(ends, [*ends[1:], 0], strict=True):
+        if further and sum(part.meets(begin, further) for part in parts) <= most:
+            continue
+        some = [part.within(begin, end) for part in parts if part.meets(begin, end)]
+        yield slice(begin, end), some
+        begin = end
+
+
 def merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
     """By operations of PyTorch."""
+    for rows, some in spans(out.shape[2], parts):
+        _merge_all(out[:, :, rows], None if lse is None else lse[:, :, rows], some)
+
+
+def _merge_all(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
+    """Parts that have all rows."""
     if len(parts) == 1:
         out.copy_(parts[0].mean)
         if lse is not None:

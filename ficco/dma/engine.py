@@ -139,14 +139,19 @@ class Part(NamedTuple):
     mean: torch.Tensor
     lse: torch.Tensor
 
-    def covers(self, first: int, last: int) -> bool:
-        """Whether it has all queries of a range."""
-        return self.first <= first and last <= self.last
+    def meets(self, first: int, last: int) -> bool:
+        """Whether it has queries of a range."""
+        return max(self.first, first) < min(self.last, last)
 
     def rows(self, first: int, last: int) -> Part:
-        """Those of a range."""
+        """Those of a range, of which it has all."""
         some = slice(first - self.first, last - self.first)
         return Part(first, last, self.mean[:, :, some], self.lse[:, :, some])
+
+    def within(self, first: int, last: int) -> Part:
+        """What it has of a range, whose first query becomes number 0."""
+        part = self.rows(max(self.first, first), min(self.last, last))
+        return part._replace(first=part.first - first, last=part.last - first)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.attention import MERGE
-from ficco.dma.attention import attend_op, merge, merge_op
+from ficco.dma.attention import attend_op, merge, merge_op, spans
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.driver import (
     WORD,
@@ -548,11 +548,13 @@ class GpuEngine(StreamEngine):
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
         """Merge parts of attention on the current stream, by a kernel where there is one."""
-        kernels = self._kernels_or_none
-        if kernels is None or len(parts) > MAX_PARTS:
-            return merge(out, lse, parts)
-        means, weights = [part.mean for part in parts], [part.lse for part in parts]
-        kernels.merge(out, lse, means, weights, self.driver.stream(self.driver.caller()))
+        kernels, stream = self._kernels_or_none, self.driver.stream(self.driver.caller())
+        for rows, some in spans(out.shape[2], parts, MAX_PARTS):
+            to = out[:, :, rows], None if lse is None else lse[:, :, rows], some
+            if kernels is None or len(some) > MAX_PARTS:
+                merge(*to)
+            else:
+                kernels.merge(*to, stream)
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane

@@ -362,10 +362,12 @@ struct Strides {
   u64 batch, head, row;
 };
 
+// Each has the rows of the result from `first` to before `stop`.
 struct Means {
   const void* at[MAX_PARTS];
   const float* lse[MAX_PARTS];
   Strides strides[MAX_PARTS], lse_strides[MAX_PARTS];
+  u32 first[MAX_PARTS], stop[MAX_PARTS];
 };
 
 INLINE u64 along(const Strides& strides, u32 batch, u32 head, u32 row) {
@@ -373,7 +375,11 @@ INLINE u64 along(const Strides& strides, u32 batch, u32 head, u32 row) {
 }
 
 // Parts that are read at once: 4 spill scalar registers on AMD.
+#if defined(__HIP__)
 constexpr u32 MERGED_AT_ONCE = 2;
+#else
+constexpr u32 MERGED_AT_ONCE = 4;
+#endif
 
 // `units` of 16 bytes for each of `heads` of each of `rows` of each batch. The first of these also
 // leaves the logarithm of the sum of all weights, if that is wanted. Weights are relative to the
@@ -388,30 +394,36 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
        n += blocks * MERGE_THREADS) {
     const u32 unit = n % units, head = n / units % heads, rest = n / units / heads;
     const u32 row = rest % rows, batch = rest / rows;
-    float most = 0.0f, all = 0.0f, sum[EACH];
+    float most = 0.0f, all = 0.0f, sum[EACH] = {};
+    bool begun = false;
     for (u32 p = 0; p < count; p += MERGED_AT_ONCE) {
+      bool has[MERGED_AT_ONCE];
       float lse[MERGED_AT_ONCE];
       Units<T, EACH> held[MERGED_AT_ONCE];
 #pragma unroll
       for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
-        if (p + i >= count) break;
-        lse[i] = parts.lse[p + i][along(parts.lse_strides[p + i], batch, head, row)];
+        has[i] = p + i < count && row >= parts.first[p + i] && row < parts.stop[p + i];
+        if (!has[i]) continue;
+        const u32 there = row - parts.first[p + i];
+        lse[i] = parts.lse[p + i][along(parts.lse_strides[p + i], batch, head, there)];
         const T* const from = (const T*)parts.at[p + i];
-        const u64 begin = along(parts.strides[p + i], batch, head, row);
+        const u64 begin = along(parts.strides[p + i], batch, head, there);
         held[i].units[0] = *(const u32x4*)(from + begin + unit * EACH);
       }
       const float before = most;
-      if (p == 0) most = lse[0];
-#pragma unroll
-      for (u32 i = 0; i < MERGED_AT_ONCE; i++)
-        if (p + i < count && !(lse[i] <= most)) most = lse[i];
-      const float kept = p == 0 ? 0.0f : exp2_of((before - most) * LOG2_E);
-      all *= kept;
-#pragma unroll
-      for (u32 e = 0; e < EACH; e++) sum[e] = p == 0 ? 0.0f : sum[e] * kept;
+      const bool adds = begun;
 #pragma unroll
       for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
-        if (p + i >= count) break;
+        if (has[i] && !(begun && lse[i] <= most)) most = lse[i];
+        begun = begun || has[i];
+      }
+      const float kept = adds ? exp2_of((before - most) * LOG2_E) : 0.0f;
+      all *= kept;
+#pragma unroll
+      for (u32 e = 0; e < EACH; e++) sum[e] *= kept;
+#pragma unroll
+      for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
+        if (!has[i]) continue;
         const float weight = exp2_of((lse[i] - most) * LOG2_E);
         all += weight;
 #pragma unroll

@@ -113,6 +113,8 @@ class MeanAddresses(ctypes.Structure):
         ("lse", _U64 * MAX_PARTS),
         ("strides", Strides * MAX_PARTS),
         ("lse_strides", Strides * MAX_PARTS),
+        ("first", _U32 * MAX_PARTS),
+        ("stop", _U32 * MAX_PARTS),
     ]
 
 
@@ -338,25 +340,31 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             )
 
 
-def check_merge(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    means: Sequence[torch.Tensor],
-    lses: Sequence[torch.Tensor],
-) -> None:
+#: What some rows of a result get of attention to some keys: the first of these rows and the one
+#: after them, the mean of the values [batch, heads, rows, size], and the log-sum-exp [batch, heads,
+#: rows].
+Attended = tuple[int, int, torch.Tensor, torch.Tensor]
+
+
+def check_merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Attended]) -> None:
     """``ValueError`` unless parts of attention can be merged."""
+    batch, heads, rows, size = out.shape
     if out.numel() >= MOST_MERGED:
         raise ValueError(f"out: required less than {MOST_MERGED} elements, got {out.numel()}")
-    if not 1 <= len(means) <= MAX_PARTS or len(means) != len(lses):
-        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(means)} and {len(lses)}")
-    for name, one in [("out", out), *(("parts", mean) for mean in means)]:
-        each = 16 // one.element_size()
+    if not 1 <= len(parts) <= MAX_PARTS:
+        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
+    for first, stop, _, _ in parts:
+        if not 0 <= first <= stop <= rows:
+            raise ValueError(f"parts: required rows of the {rows} of out, got {first} to {stop}")
+    means = [("parts", stop - first, mean) for first, stop, mean, _ in parts]
+    for name, some, one in [("out", rows, out), *means]:
+        shape, each = (batch, heads, some, size), 16 // one.element_size()
         apart = one.data_ptr() % 16 or any(
             step % each for step in (*one.stride()[:3], one.shape[3])
         )
-        if one.shape != out.shape or one.dtype != out.dtype or out.dtype not in MERGES:
+        if one.shape != shape or one.dtype != out.dtype or out.dtype not in MERGES:
             raise ValueError(
-                f"{name}: required shape {tuple(out.shape)} and one of {MERGES}, got "
+                f"{name}: required shape {shape} and one of {MERGES}, got "
                 f"{tuple(one.shape)} and {one.dtype}"
             )
         if one.stride(3) != 1 or apart:
@@ -364,11 +372,12 @@ def check_merge(
                 f"{name}: required heads at multiples of 16 bytes, got strides {one.stride()}; "
                 "call contiguous() on it"
             )
-    for one in [*lses, *([] if lse is None else [lse])]:
-        if one.shape != out.shape[:3] or one.dtype != torch.float32:
+    of_parts = [(stop - first, weight) for first, stop, _, weight in parts]
+    for some, weight in [*of_parts, *([] if lse is None else [(rows, lse)])]:
+        if weight.shape != (batch, heads, some) or weight.dtype != torch.float32:
             raise ValueError(
-                f"lse: required float32 of shape {tuple(out.shape[:3])}, got {one.dtype} of shape "
-                f"{tuple(one.shape)}"
+                f"lse: required float32 of shape {(batch, heads, some)}, got {weight.dtype} of "
+                f"shape {tuple(weight.shape)}"
             )
 
 
@@ -570,32 +579,29 @@ class Kernels:
         return lambda blocks: (*ends, _U32(blocks), *sizes), max(vectors, elements - vectors * each)
 
     def merge(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        means: Sequence[torch.Tensor],
-        lses: Sequence[torch.Tensor],
-        stream: Any,
+        self, out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Attended], stream: Any
     ) -> None:
-        """Merge results of attention to different keys, [batch, heads, rows, size], by their
-        log-sum-exp [batch, heads, rows], in float32 and rounded once; ``lse``: leave that of all
-        keys there. Elements of a head are adjacent, and heads begin at multiples of 16 bytes."""
-        check_merge(out, lse, means, lses)
+        """Merge results of attention to different keys to ``out``, [batch, heads, rows, size], by
+        their log-sum-exp, in float32 and rounded once; ``lse``: leave that of all keys there. Every
+        row is in a part. Elements of a head are adjacent, and heads begin at multiples of 16
+        bytes."""
+        check_merge(out, lse, parts)
         batch, heads, rows, size = out.shape
         units = size * out.element_size() // 16
         total = batch * heads * rows * units
         if not total:
             return
-        parts = MeanAddresses()
-        for index, (mean, weight) in enumerate(zip(means, lses, strict=True)):
-            parts.at[index], parts.lse[index] = mean.data_ptr(), weight.data_ptr()
-            parts.strides[index] = Strides(*mean.stride()[:3])
-            parts.lse_strides[index] = Strides(*weight.stride())
+        means = MeanAddresses()
+        for index, (first, stop, mean, weight) in enumerate(parts):
+            means.first[index], means.stop[index] = first, stop
+            means.at[index], means.lse[index] = mean.data_ptr(), weight.data_ptr()
+            means.strides[index] = Strides(*mean.stride()[:3])
+            means.lse_strides[index] = Strides(*weight.stride())
         blocks = min(8 * self.binding.processors, -(-total // MERGE_THREADS))
         where = (0, Strides()) if lse is None else (lse.data_ptr(), Strides(*lse.stride()))
         given = (
-            *(_U64(out.data_ptr()), Strides(*out.stride()[:3]), _U64(where[0]), where[1], parts),
-            *map(_U32, (len(means), units, heads, rows, total, blocks)),
+            *(_U64(out.data_ptr()), Strides(*out.stride()[:3]), _U64(where[0]), where[1], means),
+            *map(_U32, (len(parts), units, heads, rows, total, blocks)),
         )
         self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
 
