@@ -552,7 +552,7 @@ class Courier:
         def copy(stream: Any) -> None:
             for size in sizes:
                 if inward:
-                    driver.copy_from_host(room, host, size, stream, APART)
+                    driver.copy_from_host(room, host, size, stream, APART * (size > WORD))
                 else:
                     driver.copy_to_host(host, room, size, stream)
 
