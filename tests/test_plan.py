@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ficco.plan import Buffer, Plan, PlanError, Reduction, Signal, Step, Transfer, aligned, check
-from ficco.plan.check.execution import execute
-from ficco.plan.check.signals import SignalColumns
-from ficco.plan.check.steps import Steps
 from ficco.plan.collector import MANY, paused
 from ficco.plan.model import Region
+from ficco.plan.proof.execution import execute
+from ficco.plan.proof.signals import SignalColumns
+from ficco.plan.proof.steps import Steps
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 

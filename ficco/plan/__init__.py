@@ -1,6 +1,7 @@
 """Plans: their data model, their proof and their rendering."""
 
-from ficco.plan.check import AsymmetryError, PlanError, check, check_symmetric
+import typing
+
 from ficco.plan.launches import together
 from ficco.plan.model import (
     OPS,
@@ -47,3 +48,15 @@ __all__ = [
     "together",
     "unknown",
 ]
+
+if typing.TYPE_CHECKING:
+    from ficco.plan.proof import AsymmetryError, PlanError, check, check_symmetric
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load the proof on first use: few processes that import ficco need it."""
+        if name not in ("AsymmetryError", "PlanError", "check", "check_symmetric"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import ficco.plan.proof as proof
+
+        return getattr(proof, name)

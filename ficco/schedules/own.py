@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from ficco.plan import PlanError, check
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
 from ficco.problem import Problem
@@ -72,6 +71,8 @@ def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
         ValueError: the function does not serve the problem, or its Plans are wrong: the text is
             that of the proof.
     """
+    from ficco.plan import PlanError, check  # costs what importing ficco should not
+
     name, made = schedule.own, []
     for rank in range(problem.world):
         plan = OWN[name](problem, rank)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from ficco.plan.check.columns import Bools, Ints
+from ficco.plan.proof.columns import Bools, Ints
 
 
 class Order:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ficco.plan.check.order import Order
-from ficco.plan.check.rules import Claim, PlanError, demand
-from ficco.plan.check.signals import SignalColumns
-from ficco.plan.check.steps import Steps
+from ficco.plan.proof.order import Order
+from ficco.plan.proof.rules import Claim, PlanError, demand
+from ficco.plan.proof.signals import SignalColumns
+from ficco.plan.proof.steps import Steps
 
 
 def execute(steps: Steps, signals: SignalColumns) -> Order:

@@ -40,16 +40,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ficco.plan.check.accesses import Footprint
-from ficco.plan.check.calls import call_claims
-from ficco.plan.check.execution import execute, settle
-from ficco.plan.check.memory import memory_claims
-from ficco.plan.check.rules import AsymmetryError, PlanError
-from ficco.plan.check.signals import SignalColumns
-from ficco.plan.check.steps import Steps
-from ficco.plan.check.symmetry import check_symmetric
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
+from ficco.plan.proof.accesses import Footprint
+from ficco.plan.proof.calls import call_claims
+from ficco.plan.proof.execution import execute, settle
+from ficco.plan.proof.memory import memory_claims
+from ficco.plan.proof.rules import AsymmetryError, PlanError
+from ficco.plan.proof.signals import SignalColumns
+from ficco.plan.proof.steps import Steps
+from ficco.plan.proof.symmetry import check_symmetric
 
 __all__ = ["AsymmetryError", "PlanError", "check", "check_symmetric"]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.check.columns import Ints, ints, unzipped
-from ficco.plan.check.rules import PlanError, Who
 from ficco.plan.model import Plan, Step
 from ficco.plan.network import MOVER, networked, one_side
 from ficco.plan.parts import in_parts
+from ficco.plan.proof.columns import Ints, ints, unzipped
+from ficco.plan.proof.rules import PlanError, Who
 from ficco.specification import Buffer
 
 #: By operation, whether a step holds a transfer, products, a reduction, attends, a

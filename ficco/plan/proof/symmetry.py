@@ -33,18 +33,18 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ficco.plan.check.accesses import Footprint
-from ficco.plan.check.calls import call_claims
-from ficco.plan.check.columns import Accesses, Bools, Ints, bools, ints, repeated, unzipped
-from ficco.plan.check.execution import settle
-from ficco.plan.check.memory import memory_claims
-from ficco.plan.check.order import Order
-from ficco.plan.check.rules import AsymmetryError, PlanError
-from ficco.plan.check.signals import SignalColumns, SignalUses, Uses
-from ficco.plan.check.steps import Steps
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Signal
 from ficco.plan.network import MOVER
+from ficco.plan.proof.accesses import Footprint
+from ficco.plan.proof.calls import call_claims
+from ficco.plan.proof.columns import Accesses, Bools, Ints, bools, ints, repeated, unzipped
+from ficco.plan.proof.execution import settle
+from ficco.plan.proof.memory import memory_claims
+from ficco.plan.proof.order import Order
+from ficco.plan.proof.rules import AsymmetryError, PlanError
+from ficco.plan.proof.signals import SignalColumns, SignalUses, Uses
+from ficco.plan.proof.steps import Steps
 
 
 def check_symmetric(plans: Iterable[Plan]) -> None:
@@ -522,7 +522,7 @@ class _CoverSignals(SignalColumns):
 
 class _Lockstep(Order):
     """The order in which all ranks go through their Plans at the same pace, and the relations that
-    are true in every interleaving: see :class:`ficco.plan.check.order.Order`."""
+    are true in every interleaving: see :class:`ficco.plan.proof.order.Order`."""
 
     def __init__(self, cover: _Cover) -> None:
         self.names, self.count = cover.symmetry.names, cover.count

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ficco.plan.check.columns import Ints, bools, ints, unzipped
-from ficco.plan.check.rules import Claim, PlanError, demand
-from ficco.plan.check.steps import Steps
 from ficco.plan.model import Signal
+from ficco.plan.proof.columns import Ints, bools, ints, unzipped
+from ficco.plan.proof.rules import Claim, PlanError, demand
+from ficco.plan.proof.steps import Steps
 
 
 class Uses(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.check.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
-from ficco.plan.check.rules import PlanError, Who, demand
-from ficco.plan.check.signals import SignalUses
-from ficco.plan.check.steps import Steps
 from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
+from ficco.plan.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
+from ficco.plan.proof.rules import PlanError, Who, demand
+from ficco.plan.proof.signals import SignalUses
+from ficco.plan.proof.steps import Steps
 from ficco.specification import Attention, Contraction, Exchange
 
 #: More than the number of any row.
