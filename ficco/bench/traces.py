@@ -18,10 +18,10 @@ from ficco.bench.draw import draw, trace
 from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
 from ficco.machine.flat import flat
+from ficco.machine.model import ATTENTION
 from ficco.ops.planned import tracing
 from ficco.plan import Plan
 from ficco.simulate import simulate
-from ficco.simulate.events import ATTENTION
 from ficco.timeline import Timeline, assemble, dumps, work
 
 #: Rate of what took no time that could be measured.

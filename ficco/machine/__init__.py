@@ -8,6 +8,7 @@ from ficco.machine.find import Fingerprint, configs, find, known, nearest, user_
 from ficco.machine.model import (
     COLLECTIVES,
     SCALED_PRODUCTS,
+    Attention,
     Collective,
     Contention,
     Copies,
@@ -28,6 +29,7 @@ from ficco.machine.model import (
 __all__ = [
     "COLLECTIVES",
     "SCALED_PRODUCTS",
+    "Attention",
     "Collective",
     "Contention",
     "Copies",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import exp, inf, log
+from math import ceil, exp, inf, log
 from typing import Annotated, Any
 
 from ficco.problem import ITEMSIZE, Problem
@@ -377,6 +377,10 @@ class Gemm:
         # Times are looked up by the machine they are of: its hash must not cost more than they do.
         return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
 
+    def rate(self, itemsize: int) -> float:
+        """Operations per second of full waves of a dtype."""
+        return self.peak * self.efficiency * interpolate(self.shares, itemsize)
+
     def times(
         self,
         m: int,
@@ -493,7 +497,7 @@ def _times(
     tile = 1, 1, 1
     if not (m and n and k and batch):
         return 0.0, 0.0, tile
-    rate = gemm.peak * gemm.efficiency * interpolate(gemm.shares, itemsize)
+    rate = gemm.rate(itemsize)
     best = best_filled = inf
     for rows in gemm.tile_rows:
         down = batch * -(-m // rows)
@@ -512,6 +516,60 @@ def _times(
                     tile = rows, cols, split
     memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds, rights)
     return gemm.start + both(best, memory), both(best_filled, memory), tile
+
+
+#: What attention that was never measured takes: the rate as a share of that of full waves of
+#: products, and the seconds of a block of queries beyond it. Of cuDNN on an H100, with 32 heads of
+#: size 128, a wave takes 5 us and 11.2 ns for each key, in whole rectangles of 1024 and 2048
+#: queries, 2048 and 4096 keys (2026-11-26). With h100-8's other figures, plans take 8 % less to 3 %
+#: more than what was measured for 16k positions, within 2 % for 64k and 3 to 13 % less for 128k
+#: (docs/results/attention-h100-1.csv).
+ATTENTION, BLOCK_S = 0.9, 5e-6
+#: Below this share of what they would be if all blocks were as large as the largest, operations are
+#: those of a mask. A call then has processors without work for LAST_BLOCK of the largest's time: of
+#: groups of heads on 2 H100 (16384 causal positions, 16 heads of a rank) calls took 0.12 ms longer
+#: than their share, where the largest block takes 0.22.
+ALIKE, LAST_BLOCK = 0.9, 0.5
+
+
+def attention_loads(
+    units: int, blocks: int, flops: float, longest: float
+) -> tuple[float, float, float]:
+    """What each of so many processors does in a call of attention: blocks of queries, operations,
+    and those for which it has no work before the last one is done."""
+    waves = blocks / units
+    last = ceil(waves) - waves  # of blocks that are all alike
+    if flops < ALIKE * blocks * longest:
+        last = LAST_BLOCK
+    return waves, flops / units, last * longest
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Calls of a library's attention, as blocks of queries that processors share.
+
+    Attributes:
+        start: seconds of a call before its first and after its last block.
+        block: seconds that a block of queries takes beyond its operations.
+        shares: (size of a head, rate as a share of that of full waves of products).
+    """
+
+    start: Seconds
+    block: Seconds
+    shares: Annotated[Curve, Points("", "")]
+    provenance: Provenance
+
+    def times(
+        self, gemm: Gemm, itemsize: int, blocks: int, flops: float, longest: float, size: int
+    ) -> tuple[float, float]:
+        """Seconds of a call on an otherwise idle rank, and if others fill the processors that are
+        done before the last. The blocks, their operations and those of the largest."""
+        if not flops:
+            return 0.0, 0.0
+        waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)
+        rate = interpolate(self.shares, size) * gemm.rate(itemsize) / gemm.units
+        filled = self.start + waves * self.block + work / rate
+        return filled + idle / rate, filled
 
 
 @dataclass(frozen=True)
@@ -535,6 +593,7 @@ class Machine:
         also: further names of the device.
         ranks: of the group that it describes, or of each of its hosts.
         network: what joins hosts; None where there is one only.
+        attention: calls of the library's attention. See :meth:`attends`.
         memory: of one rank.
         contention: how products and communication slow each other down.
         host: what a call costs its host.
@@ -561,6 +620,7 @@ class Machine:
     fp8_row: Gemm | None = None
     fp8_block: Gemm | None = None
     tiled: Gemm | None = None
+    attention: Attention | None = None
     memory: Memory | None = None
     contention: Contention | None = None
     host: Host | None = None
@@ -574,6 +634,12 @@ class Machine:
         it was never measured, all others at the rate of their narrowest dtype."""
         own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
         return own or self.gemm
+
+    def attends(self, gemm: Gemm) -> Attention:
+        """The library's attention beside these products; :data:`ATTENTION` where it was never
+        measured."""
+        assumed = Attention(gemm.start, BLOCK_S, ((128, ATTENTION),), Provenance("assumed"))
+        return self.attention or assumed
 
     def unmeasured(self, scaling: Scaling | None) -> str:
         """The block that :meth:`products` would take and that was never measured, if any."""

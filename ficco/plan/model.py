@@ -189,11 +189,13 @@ class LibraryCall(NamedTuple):
     Attributes:
         blocks: how many blocks of queries, each of which one processor attends with.
         flops: floating-point operations of all, and ``longest`` those of the largest.
+        size: of a head.
     """
 
     blocks: int
     flops: float
     longest: float
+    size: int
 
 
 class Attending(NamedTuple):

@@ -24,7 +24,8 @@ What is modelled, and how:
   or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
-- *Attention* runs at ``ATTENTION`` of the rate of full waves of products, in turn with these.
+- *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
+  with these.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -52,7 +53,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import chain
-from math import ceil, comb, floor
+from math import comb, floor
 from typing import Any
 
 from ficco.machine import (
@@ -64,7 +65,6 @@ from ficco.machine import (
     Memory,
     Network,
     Topology,
-    interpolate,
 )
 from ficco.plan import OPS, LibraryCall, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
@@ -76,18 +76,6 @@ from ficco.timeline import SYNC_LANE
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
 #: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
-#: The rate of attention as a share of that of full waves of library GEMMs, and the seconds that a
-#: block of queries takes beyond it. Of cuDNN on an H100, with 32 heads of size 128, a wave takes
-#: 5 us and 11.2 ns for each key, in whole rectangles of 1024 and 2048 queries, 2048 and 4096 keys
-#: (2026-11-26). With h100-8's other figures, plans take 8 % less to 3 % more than what was measured
-#: for 16k positions, within 2 % for 64k and 3 to 13 % less for 128k
-#: (docs/results/attention-h100-1.csv).
-ATTENTION, BLOCK_S = 0.9, 5e-6
-#: Below this share of what they would be if all blocks were as large as the largest, operations are
-#: those of a mask. A call then has processors without work for LAST_BLOCK of the largest's time: of
-#: groups of heads on 2 H100 (16384 causal positions, 16 heads of a rank) calls took 0.12 ms longer
-#: than their share, where the largest block takes 0.22.
-ALIKE, LAST_BLOCK = 0.9, 0.5
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
 
@@ -346,6 +334,8 @@ class Simulation:
         self.scaled = scaling is not None
         self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
+        if self.gemm:
+            self.attention = machine.attends(self.gemm)
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
         for name in {step.label for step in steps if step.op == "collective"}:
             if getattr(machine, COLLECTIVES[name]) is None:
@@ -637,19 +627,8 @@ class Simulation:
     ) -> tuple[float, float]:
         """Seconds of calls of a library's attention if nothing else runs, and if others fill the
         processors that are done before the last."""
-        gemm, whole, filled = self.gemm, 0.0, 0.0
-        share = interpolate(gemm.shares, itemsize)
-        rate = ATTENTION * gemm.efficiency * gemm.peak * share / gemm.units
-        for blocks, flops, longest in calls:
-            if flops:
-                waves = blocks / gemm.units
-                seconds = gemm.start + waves * BLOCK_S + flops / gemm.units / rate
-                last = ceil(waves) - waves  # of blocks that are all alike
-                if flops < ALIKE * blocks * longest:
-                    last = LAST_BLOCK
-                whole += seconds + last * longest / rate
-                filled += seconds
-        return whole, filled
+        times = [self.attention.times(self.gemm, itemsize, *call) for call in calls]
+        return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
     def _batch_seconds(
         self, m: int, n: int, k: int, batch: int, how: dict[str, Any]

@@ -16,7 +16,7 @@ from ficco.machine import COLLECTIVES, SCALED_PRODUCTS, Gemm, Machine, Provenanc
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from ficco.tune import communication, fits, products
+from ficco.tune import attention, communication, fits, products
 from ficco.tune.effort import EFFORTS
 from ficco.tune.run import TIMEOUT_S
 from ficco.tune.site import Site
@@ -53,7 +53,7 @@ def check(machine: Machine, device: str) -> list[Point]:
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for some in (_gemm, _scaled, _copies, _collective, _memory, _calls):
+        for some in (_gemm, _scaled, _attention, _copies, _collective, _memory, _calls):
             points += some(site)
             watch.release()
     watch.close()
@@ -80,6 +80,17 @@ def _products(site: Site, block: str, model: Gemm) -> Iterator[Point]:
         row = rows[size]
         stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
         yield Point(block, "{} x {} x {}".format(*size), stored, one.seconds)
+
+
+def _attention(site: Site) -> Iterator[Point]:
+    model, gemm = site.machine.attention, site.machine.gemm
+    if model is None or gemm is None:
+        return
+    chosen = site.effort.attends[2::3]
+    for asked, seconds in zip(chosen, attention.call_seconds(site, chosen), strict=True):
+        stored, _ = model.times(gemm, site.itemsize, *attention.call_of(asked))
+        what = f"{asked.queries} x {asked.keys}, size {asked.size}" + ", causal" * asked.causal
+        yield Point("attention", what, stored, seconds)
 
 
 def _scaled(site: Site) -> Iterator[Point]:

@@ -33,6 +33,35 @@ class Shape(NamedTuple):
         return 4 if self.flops < 2e11 else 1
 
 
+class Attends(NamedTuple):
+    """A call of attention; there are as many queries as keys under a causal mask."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    size: int
+    causal: bool = False
+
+
+def attends(
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    heads: tuple[tuple[int, int, int], ...],
+) -> tuple[Attends, ...]:
+    """Whole rectangles, and squares under a causal mask, of heads: their number, that of keys, and
+    their size."""
+    return tuple(
+        Attends(*rows, *one, causal)
+        for one in heads
+        for causal, some in (
+            (False, [(q, k) for q in queries for k in keys]),
+            (True, [(k, k) for k in keys]),
+        )
+        for rows in some
+    )
+
+
 @dataclass(frozen=True)
 class Effort:
     """What a tuning run measures.
@@ -45,6 +74,7 @@ class Effort:
         sizes: bytes of a copy.
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
+        attends: calls of attention, of two numbers of queries and keys or more for every size.
         products: products that are measured during communication, and
             ``traffic``: bytes of the shards that are communicated meanwhile.
         moves: bytes of copies within a rank.
@@ -67,6 +97,7 @@ class Effort:
     sizes: tuple[int, ...]
     pieces: tuple[int, int]
     least_bytes: int
+    attends: tuple[Attends, ...]
     products: tuple[Shape, ...]
     traffic: int
     moves: tuple[int, ...]
@@ -114,7 +145,7 @@ def grid(
 #: In the order of the steps: what a step needs of the machine comes before it.
 _GPU_SECONDS = {
     "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "tiled": 12.0,
-    "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
+    "attention": 5.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
     "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0, "network": 20.0,
 }  # fmt: skip
@@ -141,6 +172,9 @@ GPU = Effort(
     sizes=tuple(size * KIB for size in (64, 256, 1024, 4096, 16384, 65536, 131072)),
     pieces=(1, 4),
     least_bytes=16 * MIB,
+    attends=attends(
+        (512, 1024, 4096), (1024, 4096, 8192), ((32, 8, 64), (32, 8, 128), (16, 4, 256))
+    ),
     products=(Shape(8192, 2048, 8192), Shape(8192, 3584, 4096), Shape(4096, 4096, 16384)),
     traffic=64 * MIB,
     moves=(1 * MIB, 16 * MIB, 256 * MIB),
@@ -168,6 +202,7 @@ CPU = Effort(
     sizes=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),
     pieces=(1, 4),
     least_bytes=4 * MIB,
+    attends=attends((128, 256), (256, 512), ((4, 2, 64), (4, 2, 128))),
     # Long against the time slices in which ranks share cores: what is shorter waits for whole
     # slices of others, and seems to be ten times as slow.
     products=(Shape(512, 512, 512), Shape(1024, 512, 512)),
@@ -177,9 +212,9 @@ CPU = Effort(
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
         "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "tiled": 0.0,
-        "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
+        "attention": 1.2, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
         "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
-        "memory": 2.0, "contention": 8.0, "host": 4.0, "thresholds": 6.0, "network": 5.0,
+        "memory": 2.0, "contention": 7.0, "host": 4.0, "thresholds": 6.0, "network": 5.0,
     },
     shape_seconds=6.0,
     least=5,

@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ficco.machine import Gemm
+from ficco.machine.model import attention_loads
+from ficco.plan import LibraryCall
+
 #: Copies to all peers at once that bring so many times the bytes per second of copies to one peer
 #: after the other show a link per pair; a shared port brings no more.
 MESH_GAIN = 1.5
@@ -179,6 +183,27 @@ def host(times: Sequence[Enqueued]) -> dict[str, float]:
     return dict(zip(("call", "matmul", "copy", "signal"), values, strict=True))
 
 
+def attention(
+    units: int, calls: Sequence[LibraryCall], seconds: Sequence[float]
+) -> tuple[float, float, dict[int, float]]:
+    """Seconds of a call and of a block of queries, and the operations per second of all processors
+    by the size of heads.
+
+    Raises:
+        ValueError: larger calls of a size do not take longer.
+    """
+    sizes = sorted({call.size for call in calls})
+    matrix = np.zeros((len(calls), 2 + len(sizes)))
+    for row, (*shared, size) in zip(matrix, calls, strict=True):
+        waves, work, idle = attention_loads(units, *shared)
+        row[:2] = 1.0, waves
+        row[2 + sizes.index(size)] = work + idle
+    start, block, *each = least_squares(matrix, np.array(seconds))
+    if min(each) <= 0:
+        raise ValueError("attention: required larger calls to take longer, got no difference")
+    return start, block, {size: units / one for size, one in zip(sizes, each, strict=True)}
+
+
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Bytes per second and latency, from (bytes read and written, seconds).
 
@@ -233,6 +258,11 @@ class Heat:
         """What products that took so many seconds in a row take one by one: the inverse of
         ``heated``. A number, or an array."""
         return seconds - np.maximum(0.0, seconds - self.burst) * (1.0 - self.sustained)
+
+
+def heat_of(gemm: Gemm) -> Heat:
+    """What the block of a machine says."""
+    return Heat(gemm.burst, gemm.sustained)
 
 
 #: A device whose rows take as long as their products one by one.

@@ -70,7 +70,7 @@ def scaled(site: Site, recipe: str) -> Gemm | None:
     if there is None:
         return None
     gemm = site.machine.gemm
-    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0) if gemm else fits.COLD
+    heat = fits.heat_of(gemm) if gemm else fits.COLD
     measured = samples(there, there.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
     return fitted(there, measured, heat, "burst and sustained as of gemm")
 
@@ -107,7 +107,7 @@ def tiled(site: Site) -> Gemm | None:
         return repeated(engine.tiled_product(*parts.operands(*shape[:3])), count)
 
     shapes = [one for one in site.effort.gemms if one.plain and not (one.n % TMA or one.k % TMA)]
-    heat = fits.Heat(gemm.burst, gemm.sustained, 0.0)
+    heat = fits.heat_of(gemm)
     measured = samples(site, shapes, row, heat)
     known = {"tiles": TILES, "peak": gemm.peak}
     return fitted(site, measured, heat, "burst and sustained as of gemm", **known)
@@ -152,20 +152,29 @@ def samples(
 ) -> list[Sample]:
     """Seconds of products, timed several in a row, without the pace of the device's temperature
     and without what ``heat`` adds to a row."""
-    parts, reference = site.parts(), site.effort.reference
+    parts = site.parts()
     order = sorted(shapes, key=lambda s: s.batch * s.m * s.k + s.k * s.n, reverse=True)
-    reserve(parts, (*shapes, reference))
+    reserve(parts, (*shapes, site.effort.reference))
     calls = {str(i): row(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
-    references = [f"reference {i}" for i in range(3)]
-    calls |= {name: row_of(parts, reference, 1) for name in references}
-    times = site.time(step, calls, share=1.0 - HEAT_SHARE)
-    seconds = fits.steadied(times, references)
+    seconds = cold_seconds(site, parts, calls, heat, step)
     return [
-        Sample(
-            s.m, s.n, s.k, s.batch, site.itemsize, s.wide, heat.cold(seconds[str(i)]) / s.in_a_row
-        )
+        Sample(s.m, s.n, s.k, s.batch, site.itemsize, s.wide, seconds[str(i)] / s.in_a_row)
         for i, s in enumerate(order)
     ]
+
+
+def cold_seconds(
+    site: Site,
+    parts: MeasuredCalls,
+    calls: dict[str, Callable[[], Any]],
+    heat: fits.Heat,
+    step: str,
+) -> dict[str, float]:
+    """Seconds of calls as :func:`samples` has those of products."""
+    references = [f"reference {i}" for i in range(3)]
+    paced = {name: row_of(parts, site.effort.reference, 1) for name in references}
+    times = site.time(step, calls | paced, share=1.0 - HEAT_SHARE)
+    return {name: heat.cold(taken) for name, taken in fits.steadied(times, references).items()}
 
 
 def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:

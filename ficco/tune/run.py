@@ -40,7 +40,7 @@ from ficco.machine import (
     tuned_key,
 )
 from ficco.problem import OPERATORS, Problem
-from ficco.tune import calls, communication, products
+from ficco.tune import attention, calls, communication, products
 from ficco.tune.effort import EFFORTS, SHAPES, STEPS, Effort
 from ficco.tune.files import Journal, changes, opened, rounded
 from ficco.tune.site import Site
@@ -56,6 +56,7 @@ MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
     **{block: partial(products.scaled, recipe=one) for one, block in SCALED_PRODUCTS.items()},
     "tiled": products.tiled,
+    "attention": attention.attention,
     "copies": communication.copies,
     "kernel_copies": communication.kernel_copies,
     "topology": communication.topology,
