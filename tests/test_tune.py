@@ -31,6 +31,7 @@ from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import (
     SCALED_PRODUCTS,
+    Attention,
     Collective,
     Contention,
     Copies,
@@ -53,7 +54,7 @@ from ficco.ops import problem_log
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.schedules import Schedule, plan
-from ficco.tune import calls, check, communication, effort, fits, products
+from ficco.tune import attention, calls, check, communication, effort, fits, products
 from ficco.tune import run as tuning
 from ficco.tune.files import Journal, changes, damaged, opened, rounded
 from ficco.tune.site import Site
@@ -163,6 +164,33 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
     assert fits.topology(100.0, at_once) == found
 
 
+#: A library's attention, slower with small heads, beside the products of a card.
+ATTENDS = Attention(7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted"))
+
+
+def test_attention_is_taken_apart_exactly() -> None:
+    gemm = load(configs() / "h100-8.yaml").gemm
+    assert gemm
+    counted = [attention.call_of(one) for one in effort.GPU.attends]
+    seconds = [ATTENDS.times(gemm, 2, *one)[0] for one in counted]
+    start, block, rates = fits.attention(gemm.units, counted, seconds)
+    assert (start, block) == pytest.approx((7e-6, 4e-6))
+    shares = {size: rate / gemm.rate(2) for size, rate in rates.items()}
+    assert shares == pytest.approx(dict(ATTENDS.shares))
+
+
+def test_attention_whose_larger_calls_take_no_longer_is_refused() -> None:
+    counted = [attention.call_of(one) for one in effort.GPU.attends]
+    with pytest.raises(ValueError, match="attention: required larger calls to take longer"):
+        fits.attention(132, counted, [1e-3] * len(counted))
+
+
+def test_attention_needs_the_products_whose_share_it_is(made_up: Site) -> None:
+    made_up.machine = Machine("new", "NVIDIA H200", 2)
+    with pytest.raises(ValueError, match="attention: required the block 'gemm'"):
+        attention.attention(made_up)
+
+
 def test_contention_is_the_median_slowdown_and_no_gain() -> None:
     assert fits.slowdown([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
     assert fits.slowdown([1.0, 1.0], [0.9, 0.9]) == 1.0
@@ -229,6 +257,7 @@ def test_steps_have_names_and_times_and_blocks() -> None:
         alone = made.seconds[tuning.NETWORK]  # of a run of its own
         assert alone > 0 and sum(made.seconds.values()) - alone < most
         assert len(made.sizes) >= 2 and len(set(made.pieces)) == 2
+        assert all(len({o.keys for o in made.attends if o.size == s}) >= 2 for s in (64, 128))
         assert len(made.heating) == 2 and len(set(made.rows)) >= 3
     assert 170 <= len(effort.GPU.gemms) <= 220
     assert 20 <= len(effort.CPU.gemms) <= 30
@@ -283,6 +312,29 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     # A fit that took the largest as they are would be slow.
     for m, n, k in ((16384, 8192, 8192), (4096, 4096, 4096)):
         assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
+
+
+def test_attention_is_measured_cold_and_beside_the_products(
+    made_up: Site, monkeypatch: Any
+) -> None:
+    def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
+        found = MadeUp.time(made_up, step, {n: c for n, c in calls.items() if n[0] == "r"})
+        for name in calls.keys() - found.keys():
+            seconds, _ = ATTENDS.times(TRUTH, 2, *attention.call_of(calls[name]))
+            found[name] = np.array((TRUTH.heated(seconds),) * 3)
+        return found
+
+    monkeypatch.setattr(attention, "call", lambda parts, asked: asked)
+    monkeypatch.setattr(made_up, "time", timed)
+    made_up.machine = replace(made_up.machine, gemm=TRUTH)
+    found = attention.attention(made_up)
+    assert (found.start, found.block) == pytest.approx((ATTENDS.start, ATTENDS.block))
+    assert dict(found.shares) == pytest.approx(dict(ATTENDS.shares))
+    assert found.provenance.note.startswith("36 calls of bfloat16, errors 0.0% median, 0.0% mean")
+    made_up.machine = replace(made_up.machine, attention=found)
+    points = {p.what: p for p in check._attention(made_up)}
+    assert all(point.ratio == pytest.approx(1) for point in points.values())
+    assert "8192 x 8192, size 128, causal" in points
 
 
 def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(made_up: Site) -> None:
@@ -838,8 +890,8 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         assert source.date and source.commit and source.source in ("measured", "fitted")
     points = ranks.run(2, check_file, machine)[0]
     assert {p.block for p in points} == {
-        "gemm", "copies", "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "memory",
-        "call",
+        "gemm", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all", "all_reduce",
+        "memory", "call",
     }  # fmt: skip
     assert sum(p.what.endswith(" in a row") for p in points) == 1
     assert " rows of products of up to " in machine.gemm.provenance.note
