@@ -31,7 +31,7 @@ from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import (
     SCALED_PRODUCTS,
-    Attention,
+    AttentionCalls,
     Collective,
     Contention,
     Copies,
@@ -165,7 +165,9 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
 
 
 #: A library's attention, slower with small heads, beside the products of a card.
-ATTENDS = Attention(7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted"))
+ATTENDS = AttentionCalls(
+    7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted")
+)
 
 
 def test_attention_is_taken_apart_exactly() -> None:

@@ -305,6 +305,16 @@ def test_simulation_and_choice() -> None:
         assert flops[0] / machine.gemm.peak < simulate(made, machine).stop_s
         slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
         assert BY_HEADS.seconds(problem, Schedule.parse("serial"), slow) > seconds["serial"]
+        # Never measured, it is that of an H100; what was measured counts, by the size of heads.
+        usual, stop_s = machine.attends(machine.gemm), simulate(made, machine).stop_s
+        assert simulate(made, replace(machine, attention=usual)).stop_s == stop_s
+        slower = replace(usual, shares=((64, 0.9), (128, 0.45)))
+        calls = [one for step in made[0].steps if step.applied for one in step.applied.calls]
+        later = sum(
+            slower.times(machine.gemm, 2, *one)[1] - usual.times(machine.gemm, 2, *one)[1]
+            for one in calls
+        )
+        assert simulate(made, replace(machine, attention=slower)).stop_s - stop_s > 0.9 * later > 0
     assert str(BY_HEADS.decide(problem).schedule) == "serial"
 
 

@@ -8,7 +8,7 @@ from ficco.machine.find import Fingerprint, configs, find, known, nearest, user_
 from ficco.machine.model import (
     COLLECTIVES,
     SCALED_PRODUCTS,
-    Attention,
+    AttentionCalls,
     Collective,
     Contention,
     Copies,
@@ -29,7 +29,7 @@ from ficco.machine.model import (
 __all__ = [
     "COLLECTIVES",
     "SCALED_PRODUCTS",
-    "Attention",
+    "AttentionCalls",
     "Collective",
     "Contention",
     "Copies",

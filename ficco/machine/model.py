@@ -545,7 +545,7 @@ def attention_loads(
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCalls:
     """Calls of a library's attention, as blocks of queries that processors share.
 
     Attributes:
@@ -620,7 +620,7 @@ class Machine:
     fp8_row: Gemm | None = None
     fp8_block: Gemm | None = None
     tiled: Gemm | None = None
-    attention: Attention | None = None
+    attention: AttentionCalls | None = None
     memory: Memory | None = None
     contention: Contention | None = None
     host: Host | None = None
@@ -635,10 +635,10 @@ class Machine:
         own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
         return own or self.gemm
 
-    def attends(self, gemm: Gemm) -> Attention:
+    def attends(self, gemm: Gemm) -> AttentionCalls:
         """The library's attention beside these products; :data:`ATTENTION` where it was never
         measured."""
-        assumed = Attention(gemm.start, BLOCK_S, ((128, ATTENTION),), Provenance("assumed"))
+        assumed = AttentionCalls(gemm.start, BLOCK_S, ((128, ATTENTION),), Provenance("assumed"))
         return self.attention or assumed
 
     def unmeasured(self, scaling: Scaling | None) -> str:

@@ -12,7 +12,7 @@ from ficco.attention.mask import FORWARD_PRODUCTS
 from ficco.bench.series import MeasuredCalls
 from ficco.dma.attention import Heads, by_heads
 from ficco.dma.attention import attention as attend
-from ficco.machine import Attention
+from ficco.machine import AttentionCalls
 from ficco.plan import LibraryCall
 from ficco.tune import fits
 from ficco.tune.effort import Attends
@@ -20,7 +20,7 @@ from ficco.tune.products import cold_seconds, reserve
 from ficco.tune.site import Site
 
 
-def attention(site: Site) -> Attention:
+def attention(site: Site) -> AttentionCalls:
     """The model of calls of attention.
 
     Raises:
@@ -34,7 +34,7 @@ def attention(site: Site) -> Attention:
     start, block, rates = fits.attention(gemm.units, counted, seconds)
     full = gemm.rate(site.itemsize)
     shares = tuple((float(size), rate / full) for size, rate in rates.items())
-    model = partial(Attention, start, block, shares)
+    model = partial(AttentionCalls, start, block, shares)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
     taken = zip(counted, seconds, strict=True)
     errors = [abs(times(*one)[0] / took - 1) for one, took in taken]
