@@ -166,7 +166,8 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
 
 #: A library's attention, slower with small heads, beside the products of a card.
 ATTENDS = AttentionCalls(
-    7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted")
+    *(7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted")),
+    backward=((64.0, 0.4), (128.0, 0.7), (256.0, 0.3)),
 )
 
 
@@ -177,8 +178,9 @@ def test_attention_is_taken_apart_exactly() -> None:
     seconds = [ATTENDS.times(gemm, 2, *one)[0] for one in counted]
     start, block, rates = fits.attention(gemm.units, counted, seconds)
     assert (start, block) == pytest.approx((7e-6, 4e-6))
-    shares = {size: rate / gemm.rate(2) for size, rate in rates.items()}
-    assert shares == pytest.approx(dict(ATTENDS.shares))
+    for back, curve in ((False, ATTENDS.shares), (True, ATTENDS.backward)):
+        for size, share in curve or ():
+            assert rates[back, int(size)] / gemm.rate(2) == pytest.approx(share)
 
 
 def test_attention_whose_larger_calls_take_no_longer_is_refused() -> None:
@@ -331,12 +333,16 @@ def test_attention_is_measured_cold_and_beside_the_products(
     made_up.machine = replace(made_up.machine, gemm=TRUTH)
     found = attention.attention(made_up)
     assert (found.start, found.block) == pytest.approx((ATTENDS.start, ATTENDS.block))
-    assert dict(found.shares) == pytest.approx(dict(ATTENDS.shares))
-    assert found.provenance.note.startswith("36 calls of bfloat16, errors 0.0% median, 0.0% mean")
+    for curve, true in ((found.shares, ATTENDS.shares), (found.backward, ATTENDS.backward)):
+        assert dict(curve or ()) == pytest.approx(dict(true or ()))
+    assert found.provenance.note.startswith("48 calls of bfloat16, errors 0.0% median, 0.0% mean")
     made_up.machine = replace(made_up.machine, attention=found)
     points = {p.what: p for p in check._attention(made_up)}
     assert all(point.ratio == pytest.approx(1) for point in points.values())
-    assert "8192 x 8192, size 128, causal" in points
+    assert {
+        "4096 x 4096, size 128, causal",
+        "1024 x 1024, size 64, causal, backward",
+    } <= points.keys()
 
 
 def test_dtypes_that_are_not_measured_are_as_in_a_file_of_such_a_device(made_up: Site) -> None:

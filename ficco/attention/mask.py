@@ -92,7 +92,8 @@ class Rectangle(NamedTuple):
         if self.left is not None:  # and those that the block's other queries reach
             keys = min(keys, self.left + (self.right or 0) + BLOCK)
         blocks, most = heads * -(-queries // BLOCK), min(queries, BLOCK) * keys
-        return LibraryCall(blocks, each * heads * self.pairs, each * most, size)
+        back = products == BACKWARD_PRODUCTS
+        return LibraryCall(blocks, each * heads * self.pairs, each * most, size, back)
 
     @property
     def pairs(self) -> int:

@@ -552,22 +552,32 @@ class AttentionCalls:
         start: seconds of a call before its first and after its last block.
         block: seconds that a block of queries takes beyond its operations.
         shares: (size of a head, rate as a share of that of full waves of products).
+        backward: the same of backwards; None: ``shares``.
     """
 
     start: Seconds
     block: Seconds
     shares: Annotated[Curve, Points("", "")]
     provenance: Provenance
+    backward: Annotated[Curve, Points("", "")] | None = None
 
     def times(
-        self, gemm: Gemm, itemsize: int, blocks: int, flops: float, longest: float, size: int
+        self,
+        gemm: Gemm,
+        itemsize: int,
+        blocks: int,
+        flops: float,
+        longest: float,
+        size: int,
+        back: bool,
     ) -> tuple[float, float]:
         """Seconds of a call on an otherwise idle rank, and if others fill the processors that are
-        done before the last. The blocks, their operations and those of the largest."""
+        done before the last. The call is given as :class:`ficco.plan.LibraryCall` has it."""
         if not flops:
             return 0.0, 0.0
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)
-        rate = interpolate(self.shares, size) * gemm.rate(itemsize) / gemm.units
+        shares = (back and self.backward) or self.shares
+        rate = interpolate(shares, size) * gemm.rate(itemsize) / gemm.units
         filled = self.start + waves * self.block + work / rate
         return filled + idle / rate, filled
 

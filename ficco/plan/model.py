@@ -190,12 +190,14 @@ class LibraryCall(NamedTuple):
         blocks: how many blocks of queries, each of which one processor attends with.
         flops: floating-point operations of all, and ``longest`` those of the largest.
         size: of a head.
+        back: whether it is the backward.
     """
 
     blocks: int
     flops: float
     longest: float
     size: int
+    back: bool
 
 
 class Attending(NamedTuple):

@@ -8,9 +8,9 @@ from statistics import mean, median
 from typing import Any
 
 from ficco.attention import Rectangle
-from ficco.attention.mask import FORWARD_PRODUCTS
+from ficco.attention.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from ficco.bench.series import MeasuredCalls
-from ficco.dma.attention import Heads, by_heads
+from ficco.dma.attention import Heads, Result, backward, by_heads
 from ficco.dma.attention import attention as attend
 from ficco.machine import AttentionCalls
 from ficco.plan import LibraryCall
@@ -33,8 +33,11 @@ def attention(site: Site) -> AttentionCalls:
     counted, seconds = list(map(call_of, asked)), call_seconds(site, asked)
     start, block, rates = fits.attention(gemm.units, counted, seconds)
     full = gemm.rate(site.itemsize)
-    shares = tuple((float(size), rate / full) for size, rate in rates.items())
-    model = partial(AttentionCalls, start, block, shares)
+    shares, backwards = (
+        tuple((float(size), rate / full) for (back, size), rate in rates.items() if back == one)
+        for one in (False, True)
+    )
+    model = partial(AttentionCalls, start, block, shares, backward=backwards)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
     taken = zip(counted, seconds, strict=True)
     errors = [abs(times(*one)[0] / took - 1) for one, took in taken]
@@ -45,7 +48,8 @@ def attention(site: Site) -> AttentionCalls:
 
 def call_of(asked: Attends) -> LibraryCall:
     """As plans count it."""
-    return rectangle_of(asked).call(asked.heads, asked.size, FORWARD_PRODUCTS)
+    products = BACKWARD_PRODUCTS if asked.back else FORWARD_PRODUCTS
+    return rectangle_of(asked).call(asked.heads, asked.size, products)
 
 
 def rectangle_of(asked: Attends) -> Rectangle:
@@ -75,4 +79,8 @@ def call(parts: MeasuredCalls, asked: Attends) -> Callable[[], Any]:
         by_heads(kv[:, 0]),
         by_heads(kv[:, 1]),
     )
-    return partial(attend, heads, rectangle_of(asked), asked.size**-0.5)
+    rectangle, scale = rectangle_of(asked), asked.size**-0.5
+    if not asked.back:
+        return partial(attend, heads, rectangle, scale)
+    given = Result(*attend(heads, rectangle, scale), grad=heads.q)
+    return partial(backward, heads, given, rectangle, scale)

@@ -86,10 +86,11 @@ def _attention(site: Site) -> Iterator[Point]:
     model, gemm = site.machine.attention, site.machine.gemm
     if model is None or gemm is None:
         return
-    chosen = site.effort.attends[2::3]
+    chosen = site.effort.attends[2::4]
     for asked, seconds in zip(chosen, attention.call_seconds(site, chosen), strict=True):
         stored, _ = model.times(gemm, site.itemsize, *attention.call_of(asked))
         what = f"{asked.queries} x {asked.keys}, size {asked.size}" + ", causal" * asked.causal
+        what += ", backward" * asked.back
         yield Point("attention", what, stored, seconds)
 
 

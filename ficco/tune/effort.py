@@ -42,6 +42,7 @@ class Attends(NamedTuple):
     kv_heads: int
     size: int
     causal: bool = False
+    back: bool = False
 
 
 def attends(
@@ -49,14 +50,17 @@ def attends(
     keys: tuple[int, ...],
     heads: tuple[tuple[int, int, int], ...],
 ) -> tuple[Attends, ...]:
-    """Whole rectangles, and squares under a causal mask, of heads: their number, that of keys, and
-    their size."""
+    """Whole rectangles, squares under a causal mask, and backwards of the two smaller squares with
+    and without it, of heads: their number, that of keys, and their size."""
+    squares = [(k, k) for k in keys]
     return tuple(
-        Attends(*rows, *one, causal)
+        Attends(*rows, *one, causal, back)
         for one in heads
-        for causal, some in (
-            (False, [(q, k) for q in queries for k in keys]),
-            (True, [(k, k) for k in keys]),
+        for causal, back, some in (
+            (False, False, [(q, k) for q in queries for k in keys]),
+            (True, False, squares),
+            (False, True, squares[:2]),
+            (True, True, squares[:2]),
         )
         for rows in some
     )

@@ -185,23 +185,23 @@ def host(times: Sequence[Enqueued]) -> dict[str, float]:
 
 def attention(
     units: int, calls: Sequence[LibraryCall], seconds: Sequence[float]
-) -> tuple[float, float, dict[int, float]]:
+) -> tuple[float, float, dict[tuple[bool, int], float]]:
     """Seconds of a call and of a block of queries, and the operations per second of all processors
-    by the size of heads.
+    of forwards and of backwards (True), by the size of heads.
 
     Raises:
         ValueError: larger calls of a size do not take longer.
     """
-    sizes = sorted({call.size for call in calls})
-    matrix = np.zeros((len(calls), 2 + len(sizes)))
-    for row, (*shared, size) in zip(matrix, calls, strict=True):
+    kinds = sorted({(call.back, call.size) for call in calls})
+    matrix = np.zeros((len(calls), 2 + len(kinds)))
+    for row, (*shared, size, back) in zip(matrix, calls, strict=True):
         waves, work, idle = attention_loads(units, *shared)
         row[:2] = 1.0, waves
-        row[2 + sizes.index(size)] = work + idle
+        row[2 + kinds.index((back, size))] = work + idle
     start, block, *each = least_squares(matrix, np.array(seconds))
     if min(each) <= 0:
         raise ValueError("attention: required larger calls to take longer, got no difference")
-    return start, block, {size: units / one for size, one in zip(sizes, each, strict=True)}
+    return start, block, {kind: units / one for kind, one in zip(kinds, each, strict=True)}
 
 
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
