@@ -168,6 +168,7 @@ def test_links_of_their_own_show_in_copies_at_once(at_once: float, found: Any) -
 ATTENDS = AttentionCalls(
     *(7e-6, 4e-6, ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), Provenance("fitted")),
     backward=((64.0, 0.4), (128.0, 0.7), (256.0, 0.3)),
+    backward_start=3e-5,
 )
 
 
@@ -176,8 +177,8 @@ def test_attention_is_taken_apart_exactly() -> None:
     assert gemm
     counted = [attention.call_of(one) for one in effort.GPU.attends]
     seconds = [ATTENDS.times(gemm, 2, *one)[0] for one in counted]
-    start, block, rates = fits.attention(gemm.units, counted, seconds)
-    assert (start, block) == pytest.approx((7e-6, 4e-6))
+    start, block, more, rates = fits.attention(gemm.units, counted, seconds)
+    assert (start, block, more) == pytest.approx((7e-6, 4e-6, 3e-5))
     for back, curve in ((False, ATTENDS.shares), (True, ATTENDS.backward)):
         for size, share in curve or ():
             assert rates[back, int(size)] / gemm.rate(2) == pytest.approx(share)
@@ -332,7 +333,10 @@ def test_attention_is_measured_cold_and_beside_the_products(
     monkeypatch.setattr(made_up, "time", timed)
     made_up.machine = replace(made_up.machine, gemm=TRUTH)
     found = attention.attention(made_up)
-    assert (found.start, found.block) == pytest.approx((ATTENDS.start, ATTENDS.block))
+    fixed = ("start", "block", "backward_start")
+    assert [getattr(found, name) for name in fixed] == pytest.approx(
+        [getattr(ATTENDS, name) for name in fixed]
+    )
     for curve, true in ((found.shares, ATTENDS.shares), (found.backward, ATTENDS.backward)):
         assert dict(curve or ()) == pytest.approx(dict(true or ()))
     assert found.provenance.note.startswith("48 calls of bfloat16, errors 0.0% median, 0.0% mean")

@@ -35,7 +35,7 @@ FROM: dict[str, dict[str, str]] = {
         "fixed": "launch tile_rows tile_cols splits",
         "fitted": "efficiency start bandwidth prologue step write join shares burst sustained",
     },
-    "AttentionCalls": {"fitted": "start block shares backward"},
+    "AttentionCalls": {"fitted": "start block shares backward backward_start"},
     "Memory": {"asked": "capacity", "measured": "bandwidth latency"},
     "Contention": {
         "measured": "gemm_under_copies copies_under_gemm gemm_under_collective "

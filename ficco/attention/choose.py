@@ -23,8 +23,8 @@ GATHERED = Family(
     rings=True,
 )
 
-#: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 two groups on
-#: one lane lost 3 % to serial, simulated 1 %; two groups on two lanes gained 6 %, simulated 4 %
+#: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 two groups
+#: on one lane lost 3 % to serial, simulated 1 %; two groups on two lanes gained 6 %, simulated 4 %
 #: (docs/results/attention-h100-2.csv).
 BY_HEADS = Family(
     heads_plans,

@@ -553,6 +553,7 @@ class AttentionCalls:
         block: seconds that a block of queries takes beyond its operations.
         shares: (size of a head, rate as a share of that of full waves of products).
         backward: the same of backwards; None: ``shares``.
+        backward_start: seconds that a backward takes beyond ``start``, for its further kernels.
     """
 
     start: Seconds
@@ -560,6 +561,7 @@ class AttentionCalls:
     shares: Annotated[Curve, Points("", "")]
     provenance: Provenance
     backward: Annotated[Curve, Points("", "")] | None = None
+    backward_start: Seconds = 0.0
 
     def times(
         self,
@@ -578,7 +580,8 @@ class AttentionCalls:
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)
         shares = (back and self.backward) or self.shares
         rate = interpolate(shares, size) * gemm.rate(itemsize) / gemm.units
-        filled = self.start + waves * self.block + work / rate
+        start = self.start + back * self.backward_start
+        filled = start + waves * self.block + work / rate
         return filled + idle / rate, filled
 
 

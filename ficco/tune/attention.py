@@ -31,13 +31,14 @@ def attention(site: Site) -> AttentionCalls:
         raise ValueError("attention: required the block 'gemm', whose rate it is a share of")
     asked = site.effort.attends
     counted, seconds = list(map(call_of, asked)), call_seconds(site, asked)
-    start, block, rates = fits.attention(gemm.units, counted, seconds)
+    start, block, more, rates = fits.attention(gemm.units, counted, seconds)
     full = gemm.rate(site.itemsize)
     shares, backwards = (
         tuple((float(size), rate / full) for (back, size), rate in rates.items() if back == one)
         for one in (False, True)
     )
-    model = partial(AttentionCalls, start, block, shares, backward=backwards)
+    kept = {"backward": backwards, "backward_start": more}
+    model = partial(AttentionCalls, start, block, shares, **kept)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
     taken = zip(counted, seconds, strict=True)
     errors = [abs(times(*one)[0] / took - 1) for one, took in taken]

@@ -185,23 +185,23 @@ def host(times: Sequence[Enqueued]) -> dict[str, float]:
 
 def attention(
     units: int, calls: Sequence[LibraryCall], seconds: Sequence[float]
-) -> tuple[float, float, dict[tuple[bool, int], float]]:
-    """Seconds of a call and of a block of queries, and the operations per second of all processors
-    of forwards and of backwards (True), by the size of heads.
+) -> tuple[float, float, float, dict[tuple[bool, int], float]]:
+    """Seconds of a call, of a block of queries and, more, of a backward, and the operations per
+    second of all processors of forwards and of backwards (True), by the size of heads.
 
     Raises:
         ValueError: larger calls of a size do not take longer.
     """
     kinds = sorted({(call.back, call.size) for call in calls})
-    matrix = np.zeros((len(calls), 2 + len(kinds)))
+    matrix = np.zeros((len(calls), 3 + len(kinds)))
     for row, (*shared, size, back) in zip(matrix, calls, strict=True):
         waves, work, idle = attention_loads(units, *shared)
-        row[:2] = 1.0, waves
-        row[2 + kinds.index((back, size))] = work + idle
-    start, block, *each = least_squares(matrix, np.array(seconds))
+        row[:3] = 1.0, waves, back
+        row[3 + kinds.index((back, size))] = work + idle
+    start, block, more, *each = least_squares(matrix, np.array(seconds))
     if min(each) <= 0:
         raise ValueError("attention: required larger calls to take longer, got no difference")
-    return start, block, {kind: units / one for kind, one in zip(kinds, each, strict=True)}
+    return start, block, more, {kind: units / one for kind, one in zip(kinds, each, strict=True)}
 
 
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
