@@ -22,7 +22,7 @@ from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import check_eager
+from ficco.ops.operate import check_traced
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -30,6 +30,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
+from ficco.ops.traced import AttentionCalls, define, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.schedules import Schedule
@@ -91,19 +92,21 @@ def all_gather_attention(
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        NotImplementedError: the dtype, or a group over several hosts.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    check_eager(NAME, q=q, k_shard=k_shard, v_shard=v_shard)
+    traced = check_traced(q=q, k_shard=k_shard, v_shard=v_shard)
     asked = {
         "causal": causal,
         "scale": scale,
         "placement": placement,
         "window": window,
-        "cu_seqlens": frozen(cu_seqlens) or (),
+        "cu_seqlens": cu_seqlens if traced else frozen(cu_seqlens) or (),
     }
     given = process_group(group), schedule, asked
+    if traced:
+        return trace(_OP, q, k_shard, v_shard, *given)
     if torch.is_grad_enabled() and any(one.requires_grad for one in (q, k_shard, v_shard)):
         out: torch.Tensor = _Attention.apply(q, k_shard, v_shard, *given)
         return out
@@ -124,7 +127,7 @@ def run_attention(
     """One call: its result and, if it ``keeps`` what a backward needs, the log-sum-exp [batch,
     heads, S/W] and, by the options, the keys and values that it has got, as rows. With the result
     of such a call and its gradient, ``of``, and what it has ``kept`` of keys and values, the
-    gradients of q, k and v."""
+    gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
     workspace = workspace_for(group, q, "q", NAME)
     try:
         options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
@@ -193,7 +196,7 @@ class _Attention(torch.autograd.Function):
         (k, v), (group, schedule, asked) = keys, ctx.given
         with carried(ctx.options):
             found = run_attention(q, k, v, group, schedule, asked, of, kept=kept)
-        return *found, None, None, None
+        return *_gradients(found), None, None, None
 
 
 def check_operands(
@@ -204,12 +207,20 @@ def check_operands(
     asked: dict[str, Any],
 ) -> None:
     """Refuse queries, keys and values, by name, that do not fit together."""
-    engine, (q, k, _) = workspace.engine, operands.values()
+    engine = workspace.engine
     if engine.hosts.count > 1:
         raise NotImplementedError(
             f"ficco.{operator}: the ranks of this group are on {engine.hosts.count} hosts, and "
             "keys travel within one only; pass a group of ranks of one host"
         )
+    check_together(operands, schedule, asked)
+
+
+def check_together(
+    operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
+) -> None:
+    """The same without what depends on the ranks."""
+    q, k, _ = operands.values()
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
@@ -345,8 +356,13 @@ def _backward(
         if name not in tensors:
             tensors[name] = q.new_empty(shape, dtype=dtype)
     dkv = tensors["dkv"].view(rows, 2, batch, k.shape[1], size)
-    dk, dv = (dkv[:, i].permute(1, 2, 0, 3) for i in range(2))
-    return Call(tensors), (dq.transpose(1, 2), dk, dv)
+    return Call(tensors), (dq.transpose(1, 2), dkv)
+
+
+def _gradients(made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Those of q, k and v, of which the last two lie side by side."""
+    dq, dkv = made
+    return dq, *(one.permute(1, 2, 0, 3) for one in dkv.unbind(1))
 
 
 def _by_rows(heads: torch.Tensor) -> torch.Tensor:
@@ -356,3 +372,59 @@ def _by_rows(heads: torch.Tensor) -> torch.Tensor:
 
 def _wide(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
+
+
+# What compilers see.
+
+
+def _traced_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keeps: bool,
+    group: ProcessGroup,
+    schedule: str,
+    asked: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    return run_attention(q, k, v, group, schedule, asked, keeps=keeps)
+
+
+def _traced_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: ProcessGroup,
+    schedule: str,
+    asked: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    return run_attention(q, k, v, group, schedule, asked, of=Result(out, lse, _heads(grad)))
+
+
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, world: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, size = q.shape
+    lse = q.new_empty(batch, heads, rows, dtype=_wide(q))
+    return q.new_empty(batch, rows, heads, size).transpose(1, 2), lse
+
+
+def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    batch, heads, rows, size = q.shape
+    dq = q.new_empty(batch, rows, heads, size).transpose(1, 2)
+    return [dq, q.new_empty(rows, 2, batch, k.shape[1], size)]
+
+
+_OP = define(
+    NAME,
+    AttentionCalls(
+        _traced_forward,
+        _traced_backward,
+        _fake_forward,
+        _fake_backward,
+        _gradients,
+        check_together,
+    ),
+)

@@ -274,9 +274,10 @@ def _fake_backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tenso
     return grads
 
 
-def _register(
+def register(
     name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]
 ) -> OpOverload:
+    """Define an operator of the namespace ``ficco``, and how it is carried out and faked."""
     torch.library.define(f"ficco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"ficco::{name}", "CompositeExplicitAutograd", real)
     torch.library.register_fake(f"ficco::{name}", fake)
@@ -293,7 +294,7 @@ def _operator(operator: str) -> Registered:
         if gathered and operator not in GATHERS or scaled and OPERATORS[operator].inner:
             continue
         name = operator + "_scaled" * scaled + "_gathered" * gathered
-        forwards[scaled, gathered] = _register(
+        forwards[scaled, gathered] = register(
             name,
             (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor"),
             partial(_forward, operator, gathered, form),
@@ -303,7 +304,7 @@ def _operator(operator: str) -> Registered:
             torch.library.register_autograd(
                 f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
             )
-    back = _register(
+    back = register(
         f"{operator}_backward",
         _BACKWARD,
         partial(_backward, operator),

@@ -116,14 +116,22 @@ def watched(*operands: torch.Tensor) -> Any:
     )
 
 
-def check_eager(operator: str, **operands: torch.Tensor) -> None:
-    """Refuse operands of an operator that is not traced: ``ValueError`` if one is no tensor, or a
-    DTensor, ``NotImplementedError`` if the call is traced or watched."""
+def check_traced(**operands: torch.Tensor) -> bool:
+    """Whether a call is traced or watched. ``ValueError`` if an operand is no tensor or, of such a
+    call, a DTensor."""
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if watched(*operands.values()):
+    traced = bool(watched(*operands.values()))
+    if traced:
         refuse_sharded(**operands)
+    return traced
+
+
+def check_eager(operator: str, **operands: torch.Tensor) -> None:
+    """Refuse operands of an operator that is not traced: ``ValueError`` if one is no tensor, or a
+    DTensor, ``NotImplementedError`` if the call is traced or watched."""
+    if check_traced(**operands):
         raise NotImplementedError(
             f"ficco.{operator} is not traced; keep it out of compiled functions, or decorate its "
             "function with torch.compiler.disable"

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
 from ficco.ops import problem_log
-from ficco.ops.attention import check_operands
+from ficco.ops.attention import check_operands, check_together
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import check_eager
+from ficco.ops.operate import check_traced
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -24,6 +24,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
+from ficco.ops.traced import AttentionCalls, define, trace
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
 from ficco.workspace import CachedCall, Workspace
@@ -81,18 +82,20 @@ def ulysses_attention(
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        NotImplementedError: the dtype, or a group over several hosts.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    check_eager(NAME, q=q, k=k, v=v)
+    traced = check_traced(q=q, k=k, v=v)
     asked = {
         "causal": causal,
         "scale": scale,
         "window": window,
-        "cu_seqlens": frozen(cu_seqlens) or (),
+        "cu_seqlens": cu_seqlens if traced else frozen(cu_seqlens) or (),
     }
     call = HeadsCall(process_group(group), schedule, asked)
+    if traced:
+        return trace(_OP, q, k, v, *call)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out: torch.Tensor = HeadsFunction.apply(q, k, v, call)
         return out
@@ -254,3 +257,66 @@ def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Rows of heads as [batch, heads, S/W, size]."""
     batch, heads, rows, size = shape
     return matrix.view(heads, rows, batch, size).permute(2, 0, 1, 3)
+
+
+# What compilers see.
+
+
+def _traced_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keeps: bool,
+    group: ProcessGroup,
+    schedule: str,
+    asked: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    call = HeadsCall(group, schedule, _by_heads_asked(asked))
+    made = _forward(call, q, k, v, "shards" if keeps else "")
+    return (made["out"], made["kept lse"]) if keeps else (made["out"],)
+
+
+def _traced_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    group: ProcessGroup,
+    schedule: str,
+    asked: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    call = HeadsCall(group, schedule, _by_heads_asked(asked))
+    operands = {"grad": grad, "kept lse": lse, "q": q, "k": k, "v": v, "out": out}
+    return _backward(call, operands, q.shape, k.shape)
+
+
+def _by_heads_asked(asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of attention by heads, whose ranks hold positions in their order."""
+    return {name: value for name, value in asked.items() if name != "placement"}
+
+
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    batch, heads, rows, size = tensor.shape
+    return tensor.new_empty(heads, rows, batch, size).permute(2, 0, 1, 3)
+
+
+def _fake_forward(
+    q: torch.Tensor, k: torch.Tensor, world: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return _fake_like(q), q.new_empty(heads // world, world * rows * batch, dtype=wide)
+
+
+def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    return [_fake_like(q), _fake_like(k), _fake_like(k)]
+
+
+_OP = define(
+    NAME,
+    AttentionCalls(
+        _traced_forward, _traced_backward, _fake_forward, _fake_backward, tuple, check_together
+    ),
+)

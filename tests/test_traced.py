@@ -1,0 +1,147 @@
+"""Attention as operators of ``torch.library``: opcheck, fake operands, ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+from ranks import Rank, caught, run
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+
+import ficco
+
+OPERATORS = "all_gather_attention", "ulysses_attention"
+#: Whole sequences and packed ones, masks, and one head of keys for all.
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True, "window": 3, "scale": 0.5},
+    {"causal": True, "cu_seqlens": [0, 5, 12]},
+)
+
+
+def operands(at: Rank, rows: int = 6, batch: int = 1, kv_heads: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(at.rank)
+    shapes = [(batch, heads, rows, 8) for heads in (4, kv_heads, kv_heads)]
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+def trained(function: Callable[..., torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = function(*given)
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad((out * weights.cos()).sum(), given)]
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+def _compiled(at: Rank, operator: str, backend: str) -> None:
+    for kind in KINDS:
+        torch._dynamo.reset()
+
+        def layer(*given: torch.Tensor, kind: dict[str, Any] = kind) -> torch.Tensor:
+            return 2 * getattr(ficco, operator)(*given, **kind)
+
+        wanted = trained(layer, operands(at))
+        same(trained(torch.compile(layer, fullgraph=True, backend=backend), operands(at)), wanted)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiled(operator: str) -> None:
+    run(2, _compiled, operator, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiled_by_inductor(operator: str) -> None:
+    run(2, _compiled, operator, "inductor")
+
+
+def _opcheck(at: Rank, operator: str) -> None:
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    asked = True, None, "ranks", None, [], name, "auto", ""
+    ops, given = torch.ops.ficco, operands(at, batch=2)
+    torch.library.opcheck(getattr(ops, operator).default, (*given, True, *asked))
+    plain = [one.detach() for one in given]
+    out, lse = getattr(ops, operator)(*plain, True, *asked)
+    args = torch.ones_like(out), *plain, out, lse, *asked
+    torch.library.opcheck(getattr(ops, f"{operator}_backward").default, args)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_opcheck(operator: str) -> None:
+    run(2, _opcheck, operator)
+
+
+def _strides(at: Rank, operator: str) -> None:
+    for kv_heads in (1, 4):
+        given = operands(at, batch=2, kv_heads=kv_heads)
+        real = trained(getattr(ficco, operator), given)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(one).requires_grad_() for one in given]
+            fake = trained(getattr(ficco, operator), fakes)
+        for one, other in zip(real, fake, strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (
+                other.shape,
+                other.stride(),
+                other.dtype,
+            )
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_fake_operands(operator: str) -> None:
+    run(2, _strides, operator)
+
+
+def _dynamic(at: Rank, operator: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = getattr(ficco, operator)
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (6, 8, 10):
+        same(*(trained(one, operands(at, rows, batch=2)) for one in (compiled, function)))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_dynamic_sizes_compile_once(operator: str) -> None:
+    run(2, _dynamic, operator)
+
+
+def _behind(at: Rank) -> None:
+    q, k, v = operands(at)
+
+    def model(*given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            *given, is_causal=True, enable_gqa=True
+        )
+
+    with ficco.behind_sdpa(placement="ranks"):
+        wanted = trained(model, [q, k, v])
+        same(trained(torch.compile(model, fullgraph=True, backend="aot_eager"), [q, k, v]), wanted)
+    assert not torch.equal(wanted[0], scaled_dot_product_attention(q, k, v, enable_gqa=True))
+
+
+def test_models_behind_sdpa_compile() -> None:
+    run(2, _behind)
+
+
+def _refused(at: Rank) -> list[str]:
+    q, k, v = operands(at)
+    texts = []
+    for given in ((q[0], k, v), (q, k, v[:, :1])):
+        torch._dynamo.reset()
+        compiled = torch.compile(ficco.all_gather_attention, fullgraph=True, backend="eager")
+        texts.append(caught(lambda one=given, function=compiled: function(*one)).text)
+    return texts
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    for dims, alike in run(2, _refused):
+        assert "q: required a dense [batch, heads, S/W, size]" in dims
+        assert "v: required [batch, kv_heads, S/W, size]" in alike
