@@ -30,7 +30,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
-from ficco.ops.traced import AttentionCalls, define, trace
+from ficco.ops.traced import TracedAttention, define, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.schedules import Schedule
@@ -419,7 +419,7 @@ def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
 
 _OP = define(
     NAME,
-    AttentionCalls(
+    TracedAttention(
         _traced_forward,
         _traced_backward,
         _fake_forward,

@@ -38,7 +38,7 @@ _FORWARD = f"({_QKV}, bool keeps, {_ASKED}) -> (Tensor, Tensor)"
 _BACKWARD = f"(Tensor grad, {_QKV}, Tensor out, Tensor lse, {_ASKED}) -> Tensor[]"
 
 
-class AttentionCalls(NamedTuple):
+class TracedAttention(NamedTuple):
     """How a kind of attention is carried out, and what it makes.
 
     Attributes:
@@ -111,7 +111,7 @@ def trace(
     return out
 
 
-def define(name: str, calls: AttentionCalls) -> OpOverload:
+def define(name: str, calls: TracedAttention) -> OpOverload:
     """Define and register the operators of a kind of attention; the forward one."""
     forward = register(name, _FORWARD, partial(_forward, calls), partial(_fake_forward, calls))
     backward = register(
@@ -125,7 +125,7 @@ def define(name: str, calls: AttentionCalls) -> OpOverload:
 
 
 def _forward(
-    calls: AttentionCalls,
+    calls: TracedAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -139,7 +139,7 @@ def _forward(
 
 
 def _fake_forward(
-    calls: AttentionCalls,
+    calls: TracedAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -152,13 +152,13 @@ def _fake_forward(
     return out, lse if keeps else q.new_empty(0)
 
 
-def _backward(calls: AttentionCalls, *args: Any) -> list[torch.Tensor]:
+def _backward(calls: TracedAttention, *args: Any) -> list[torch.Tensor]:
     asked = _Asked(*args[6:])
     with asked.in_force():
         return list(calls.backward(*args[:6], *asked.given()))
 
 
-def _fake_backward(calls: AttentionCalls, *args: Any) -> list[torch.Tensor]:
+def _fake_backward(calls: TracedAttention, *args: Any) -> list[torch.Tensor]:
     return calls.fake_backward(args[1], args[2])
 
 
@@ -170,7 +170,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 
 def _autograd(
-    op: OpOverload, calls: AttentionCalls, ctx: Any, grad: torch.Tensor, _: Any
+    op: OpOverload, calls: TracedAttention, ctx: Any, grad: torch.Tensor, _: Any
 ) -> tuple[torch.Tensor | None, ...]:
     made = calls.gradients(op(grad, *ctx.saved_tensors, *ctx.asked))
     needed = zip(made, ctx.needs_input_grad, strict=False)

@@ -24,7 +24,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
-from ficco.ops.traced import AttentionCalls, define, trace
+from ficco.ops.traced import TracedAttention, define, trace
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
 from ficco.workspace import CachedCall, Workspace
@@ -316,7 +316,7 @@ def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
 
 _OP = define(
     NAME,
-    AttentionCalls(
+    TracedAttention(
         _traced_forward, _traced_backward, _fake_forward, _fake_backward, tuple, check_together
     ),
 )
