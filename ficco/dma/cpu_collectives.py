@@ -86,14 +86,15 @@ def collect(
             except RuntimeError as error:
                 state.check()
                 engine.interrupt()  # ranks that disagree also fail here
-                while failed and missing()[0] is None:
+                # The connection is lost a little before the peer's process is gone.
+                lost = time.monotonic()
+                while failed and not missing()[1] and time.monotonic() - lost < DEATH_S:
                     engine.interrupt()
-                    # The connection is lost a little before the peer's process is gone.
-                    if time.monotonic() - begin > DEATH_S:
-                        library = str(dist.get_backend(engine.group))
-                        text = str(error)
-                        raise BackendError(f"collective of {library}", "error", text) from error
                     time.sleep(SLICE_S)
+                if failed and missing()[0] is None:
+                    library = str(dist.get_backend(engine.group))
+                    text = str(error)
+                    raise BackendError(f"collective of {library}", "error", text) from error
                 seconds = time.monotonic() - begin
                 late = work is not None and not work.is_completed()
                 if failed or (late and seconds > state.timeout_s):
