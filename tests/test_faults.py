@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,9 +28,12 @@ from test_all_gather_matmul import end_of, start_ranks
 import ficco
 from ficco.board import LATE_S
 from ficco.dma import collectives, products
-from ficco.errors import BackendError
+from ficco.dma.cpu_collectives import collect
+from ficco.errors import BackendError, SignalTimeout
+from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
 from ficco.ops import planned
+from ficco.schedules import Schedule, plans
 from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
@@ -117,6 +121,30 @@ def assert_unusable(found: dict[str, Any]) -> None:
 
 
 # Ranks that die.
+
+
+def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
+    """Though another one is behind, and the process is gone only a moment later."""
+    (plan,) = plans(
+        problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3),
+        Schedule.parse("serial:collective"),
+        ranks=[1],
+    )
+    step = next(i for i, one in enumerate(plan.steps) if one.op == "collective")
+    looks = iter([(2, False)] * 3)
+    engine: Any = SimpleNamespace(
+        interrupt=lambda: None, group=None, hosts=SimpleNamespace(named=lambda rank: "")
+    )
+    state = SimpleNamespace(check=lambda: None, timeout_s=LONG_S)
+
+    def lost() -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(SignalTimeout) as raised:
+        program: Any = SimpleNamespace(plan=plan)
+        call: Any = SimpleNamespace(state=state)
+        collect(engine, program, call, step, lambda: next(looks, (0, True)), lost)
+    assert (raised.value.peer, raised.value.ended) == (0, True)
 
 
 def _with_a_casualty(

@@ -28,7 +28,9 @@ from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.bench.replay import (
+    APART,
     KINDS_OF_COPIES,
+    ROOM,
     Courier,
     Pace,
     Piece,
@@ -41,6 +43,7 @@ from ficco.bench.replay_run import ReplayOperands, proven
 from ficco.bench.report import report, show_best
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
+from ficco.dma.driver import WORD
 from ficco.dma.engine import Capabilities
 from ficco.families import family_of
 from ficco.heuristics import problem_of_sizes
@@ -214,6 +217,27 @@ def test_a_layer_of_experts_is_replayed() -> None:
             assert [one.signal.kind for one in coming].count("returned") == 2
             assert seconds > coming[-1].at > 5e-3
             assert min(engine.courier.errors()) > -1e-3
+
+
+@pytest.mark.parametrize(("inward", "most"), [(True, ROOM // APART * WORD), (False, ROOM)])
+def test_long_copies_of_the_courier_stay_within_its_room(
+    inward: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def note(driver: Any, dst: int, src: int, nbytes: int, stream: Any, apart: int = 0) -> None:
+        assert apart == APART * (inward and nbytes > WORD)
+        sizes.append(nbytes)
+
+    for name in ("copy_from_host", "copy_to_host"):
+        monkeypatch.setattr(PacedDriver, name, note)
+    with played(0, 3) as (_, workspace):
+        engine: Any = workspace.engine
+        engine.courier.passage(2.5 * most / RATE + 3e-9, inward)(None)
+        assert max(sizes) == most and sum(sizes) == 2.5 * most
+        sizes.clear()
+        engine.courier.passage(0.0, inward)(None)
+        assert sizes == [WORD]
 
 
 def test_the_courier_learns_what_delays_it() -> None:

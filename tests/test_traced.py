@@ -138,10 +138,15 @@ def _refused(at: Rank) -> list[str]:
         torch._dynamo.reset()
         compiled = torch.compile(ficco.all_gather_attention, fullgraph=True, backend="eager")
         texts.append(caught(lambda one=given, function=compiled: function(*one)).text)
+    torch._dynamo.reset()
+    packed = torch.compile(ficco.all_gather_attention, fullgraph=True, backend="eager")
+    bounds = torch.tensor([0, 12])
+    texts.append(caught(lambda: packed(q, k, v, cu_seqlens=bounds)).text)
     return texts
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    for dims, alike in run(2, _refused):
+    for dims, alike, bounds in run(2, _refused):
+        assert "cu_seqlens: required a list in a compiled function, got a tensor" in bounds
         assert "q: required a dense [batch, heads, S/W, size]" in dims
         assert "v: required [batch, kv_heads, S/W, size]" in alike

@@ -377,29 +377,13 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 # What compilers see.
 
 
-def _traced_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keeps: bool,
-    group: ProcessGroup,
-    schedule: str,
-    asked: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
+def _traced_forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, keeps, group, schedule, asked = args
     return run_attention(q, k, v, group, schedule, asked, keeps=keeps)
 
 
-def _traced_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    group: ProcessGroup,
-    schedule: str,
-    asked: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
+def _traced_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    grad, q, k, v, out, lse, group, schedule, asked = args
     return run_attention(q, k, v, group, schedule, asked, of=Result(out, lse, _heads(grad)))
 
 

@@ -124,29 +124,17 @@ def define(name: str, calls: TracedAttention) -> OpOverload:
     return forward
 
 
-def _forward(
-    calls: TracedAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keeps: bool,
-    *rest: Any,
-) -> Tensors:
-    asked = _Asked(*rest)
+def _forward(calls: TracedAttention, *args: Any) -> Tensors:
+    *qkv, keeps = args[:4]
+    asked = _Asked(*args[4:])
     with asked.in_force():
-        out, *lse = calls.forward(q, k, v, keeps, *asked.given())
-    return out, lse[0] if keeps else q.new_empty(0)
+        out, *lse = calls.forward(*qkv, keeps, *asked.given())
+    return out, lse[0] if keeps else out.new_empty(0)
 
 
-def _fake_forward(
-    calls: TracedAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keeps: bool,
-    *rest: Any,
-) -> Tensors:
-    group, schedule, asked = _Asked(*rest).given()
+def _fake_forward(calls: TracedAttention, *args: Any) -> Tensors:
+    q, k, v, keeps = args[:4]
+    group, schedule, asked = _Asked(*args[4:]).given()
     calls.check({"q": q, "k": k, "v": v}, schedule, asked)
     out, lse = calls.fake_forward(q, k, group.size())
     return out, lse if keeps else q.new_empty(0)

@@ -262,39 +262,21 @@ def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # What compilers see.
 
 
-def _traced_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    keeps: bool,
-    group: ProcessGroup,
-    schedule: str,
-    asked: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    call = HeadsCall(group, schedule, _by_heads_asked(asked))
-    made = _forward(call, q, k, v, "shards" if keeps else "")
+def _traced_forward(*args: Any) -> tuple[torch.Tensor, ...]:
+    q, k, v, keeps, *given = args
+    made = _forward(_call_of(*given), q, k, v, "shards" if keeps else "")
     return (made["out"], made["kept lse"]) if keeps else (made["out"],)
 
 
-def _traced_backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    group: ProcessGroup,
-    schedule: str,
-    asked: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    call = HeadsCall(group, schedule, _by_heads_asked(asked))
+def _traced_backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    grad, q, k, v, out, lse, *given = args
     operands = {"grad": grad, "kept lse": lse, "q": q, "k": k, "v": v, "out": out}
-    return _backward(call, operands, q.shape, k.shape)
+    return _backward(_call_of(*given), operands, q.shape, k.shape)
 
 
-def _by_heads_asked(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is asked of attention by heads, whose ranks hold positions in their order."""
-    return {name: value for name, value in asked.items() if name != "placement"}
+def _call_of(group: ProcessGroup, schedule: str, asked: dict[str, Any]) -> HeadsCall:
+    """Of what the operator was given: attention by heads has no placement."""
+    return HeadsCall(group, schedule, {n: one for n, one in asked.items() if n != "placement"})
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
