@@ -45,8 +45,9 @@ from ficco.workspace import SLOTS
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
 #: Copies from the host take words that lie so many bytes apart. Dense ones keep the bus so busy
-#: that a GPU gets its own commands late: on an H100 a kernel begins 3 us later and, after a wait, 8
-#: us later; beside these 0.5 and 1.5 us (2026-11-26). Dense copies to the host cost nothing.
+#: that a GPU gets its own commands late: on an H100 kernels of 56 us begin 3 us later and, after a
+#: wait, 6 us later; beside words 512 bytes apart 0.5 and 1.4 us (2026-11-26). Dense copies to the
+#: host cost nothing.
 APART = 64
 #: Bytes of a copy that is to take no time.
 LEAST_BYTES = WORD

@@ -71,7 +71,7 @@ def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
         ValueError: the function does not serve the problem, or its Plans are wrong: the text is
             that of the proof.
     """
-    from ficco.plan import PlanError, check  # costs what importing ficco should not
+    from ficco.plan import PlanError, check  # importing ficco need not load the proof
 
     name, made = schedule.own, []
     for rank in range(problem.world):
