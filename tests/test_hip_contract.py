@@ -18,7 +18,8 @@ dtypes. What stays out, by names without ``test_``, and why:
   slices_of_symmetric_memory_are_none_on_every_rank.
 * It disturbs the CPU engine by that engine's own means: jittered_calls, jittered_backwards,
   limited_bandwidth, stalled_rank, a_stuck_rank_is_named, rank_killed_in_the_middle_of_a_call,
-  a_rank_that_fails_alone_is_named_at_once, a_rank_that_fails_between_parts_of_a_call_is_named.
+  a_rank_that_fails_alone_is_named_at_once, a_rank_that_fails_between_parts_of_a_call_is_named,
+  of_a_lost_connection_the_rank_whose_process_ends_is_named.
 * Processes that die or stop, as ``test_killed_peer`` of ``test_hip.py`` has them: killed_rank,
   rank_killed_before_the_call_began, stopped_rank, survivors_end_by_themselves.
 * Threads, files and copies of the CPU engine's making: close_ends_threads, exit_leaves_nothing,
