@@ -31,6 +31,7 @@ import ficco
 from ficco.dma.gloo import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
+from ficco.heuristics.decide import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Plan, PlanError, Region, Signal, Step, check, render
 from ficco.problem import OPERATORS, Problem
@@ -147,6 +148,21 @@ def test_each_byte_crosses_the_network_once_per_host() -> None:
                 if move.src.rank == plan.rank
             ]
             assert sum(sent) == 2 * problem.rows[0]  # to the rail of two other hosts
+
+
+@pytest.mark.parametrize("name", ["shard-overlap:pieces=4", "hetero-unfused-2d:pieces=4,tail=2"])
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_sums_over_hosts_wait_for_their_own_piece(operator: str, name: str) -> None:
+    problem = Problem(operator, (64,) * 2, 64, 8, "float32", hosts=2)
+    steps = plans(problem, Schedule.parse(name))[0].steps
+    sums = [i for i, step in enumerate(steps) if step.reduction]
+    assert [steps[i].label for i in sums] == [f"sum {turn}" for turn in range(4)]
+    arrivals = [[before for before in steps[i].after if steps[before].moves] for i in sums]
+    assert [len(some) for some in arrivals] == [1] * 4
+    assert arrivals == sorted(arrivals) and len({*map(tuple, arrivals)}) == 4
+    if problem.kind.returns:  # the first sum leaves before the last one is made
+        sent = next(i for i, step in enumerate(steps) if sums[0] in step.after)
+        assert steps[sent].moves and sums[-1] not in steps[sent].after
 
 
 def test_steps_between_hosts_are_drawn() -> None:
@@ -746,7 +762,10 @@ def test_without_a_network_the_model_says_what_it_lacks() -> None:
     problem = Problem("all_gather_matmul", (64,) * 16, 64, 64, "bfloat16", hosts=2)
     decision = decide(problem, machine=on, mode="queued")
     assert decision.source in ("rule", "fallback") and "lacks network" in decision.reason
-    assert str(decide(problem, mode="idle").schedule) == "shard-overlap:pieces=8"
+    assert str(decide(problem, mode="idle").schedule) == IN_ROWS
+    for n, expected in ((64, IN_ROWS), (65, IN_COLUMNS)):
+        scatters = Problem("matmul_reduce_scatter", (64,) * 16, n, 64, "float32", hosts=2)
+        assert str(decide(scatters, mode="idle").schedule) == expected
     with pytest.raises(ValueError, match="required the block 'network'"):
         predict(problem, Schedule.parse("growing"), on, "queued")
 

@@ -50,9 +50,9 @@ REMEDY = "`ficco tune` measures this machine"
 #: What a call takes on a machine that nobody described: on a GPU the vendor's collective, then the
 #: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
-#: On CPUs over several hosts: what crosses goes in pieces, so that products begin with the first, or
-#: the first is sent early. Wide blocks of a product are cut by columns: of few rows a library's
-#: product can take twice as long (docs/results/hosts-cpu-2.md).
+#: On CPUs over several hosts what crosses goes in pieces, so that products begin with the first, or
+#: the first is sent early. Wide blocks of a product are cut by columns: a library's product of few
+#: rows can take twice as long (docs/results/hosts-cpu-16.md).
 IN_ROWS, IN_COLUMNS = "shard-overlap:pieces=8", "hetero-unfused-2d:pieces=8,order=peer"
 
 #: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This

@@ -291,13 +291,9 @@ class Departures(Groups):
         as a block has pieces, so that only the last one waits for the last arrival."""
         if self.schedule.uniform or self.problem.hosts == 1 or not self.problem.kind.sums:
             return self.own
-        parts = -(-self.rounds // max(len(self.own), 1))
-        bounds = [
-            (own.start + start, own.start + stop)
-            for own in self.own
-            for start, stop in cut(own.stop - own.start, parts, self.least) or [(0, 0)]
-        ]
-        return [Unit(self.rank, i, *ends, self.group_count) for i, ends in enumerate(bounds)]
+        parts = -(-self.rounds // max(len(self.own), 1)) or 1
+        finest = [part for unit in self.own for part in finer(unit, parts, self.least)]
+        return [one._replace(ordinal=i, group=self.group_count) for i, one in enumerate(finest)]
 
     def of(self, peer: int) -> list[Unit]:
         """The units for a rank, in order."""

@@ -495,7 +495,7 @@ class ScatterStage(Stage):
                 waits += signals
                 after += copies
             elif own is not None:
-                parts.append(self._made(unit))
+                parts.append(self._multiplied(unit))
             else:
                 continue
             terms.append(holds)
@@ -514,7 +514,7 @@ class ScatterStage(Stage):
             found |= {source: self.world.host_terms(source) for _, source in legs(problem, me)}
         return dict(sorted(found.items()))
 
-    def _made(self, unit: Unit) -> Region:
+    def _multiplied(self, unit: Unit) -> Region:
         """Where this rank's product of a unit, or of a part of its own, is before it is summed."""
         row = self.problem.leaves(self.me, unit.peer)
         return self.mine.region(self.world.product.name, self.me, row, unit)
