@@ -40,6 +40,8 @@ SCHEDULES = (
     "hetero-fused-1d",
     "hetero-unfused-1d:pieces=3,pull",
     "growing:tail=3,compute=2",
+    "growing:compute=2",
+    "shard-overlap:pull,compute=2",
     "shard-overlap:tail=2",
     "serial",
     "serial:pull",
@@ -372,8 +374,7 @@ def shorter(field: str) -> Any:
     [
         (1, "first", lambda one: one.first + 1, "another piece|twice|adds rows|leaves"),
         (1, "kv", shorter("kv"), "leaves out rows .* of the keys"),
-        (1, "accumulate", False, "written twice|leaves out"),
-        (0, "accumulate", True, "what nobody has written"),
+        (1, "accumulate", True, "adds to what is no sum"),
         (1, "q", shorter("q"), "regions that do not fit"),
         (0, "first", 0, "other rows than it says"),
         (1, "out", lambda one: one.out._replace(buffer="out"), "attends in the wrong buffers"),

@@ -176,6 +176,9 @@ class GradientStage(AttentionStage):
         back = Region(buffer, self.me, row, row + rows, 0, self.asked.kv_cols)
         return super()._attending(run, adds)._replace(back=back)
 
+    def _lane(self, group: int, number: int = 0) -> str:
+        return self.compute_lanes[0]  # they add to sums
+
     def _consume(self, group: int) -> None:
         before = len(self.steps)
         super()._consume(group)

@@ -73,7 +73,8 @@ class AttentionStage(GatherStage):
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.asked = world.asked
-        self.compute_lanes = ["compute0", "compute1"][: self.schedule.compute]
+        lanes = min(self.schedule.compute, 2, len(self.groups) + self._own_is_separate())
+        self.compute_lanes = ["compute0", "compute1"][: max(lanes, 1)]
         self.passed: dict[Signal, tuple[int, int]] = {}  # in a ring, for the lane of copies
 
     # A ring: the own rows go to the next rank, and what comes from the one before goes on to it.
@@ -137,25 +138,35 @@ class AttentionStage(GatherStage):
         return not self.schedule.uniform and self.asked.rows > 0
 
     def _multiply_own(self) -> None:
-        super()._multiply_own()
-        self._round("compute0", OWN)
-
-    def _consume(self, group: int) -> None:
-        super()._consume(group)
-        for queries in self.slices(group)[1:]:
-            attends, label = self.attends_of(group, queries), f"queries {queries[0]}"
-            self.add(Step("attend", "compute0", label, attends=attends))
-            self._merge(group, queries)
+        lane = self._lane(OWN)
+        self.add(self._work(OWN, lane, "own"))
+        self._keep_own()
+        self._round(lane, OWN)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
-        return self.compute_lanes[0]
+        return self._lane(group)
+
+    def _lane(self, group: int, number: int = 0) -> str:
+        """Groups take turns, and so do the slices of the last one, which begins on the lane that
+        merges: no slice waits there for another's merge."""
+        turn = len(self.groups) - group + number
+        return self.compute_lanes[-turn % len(self.compute_lanes)]
 
     def _work(self, group: int, lane: str, label: str) -> Step:
-        attends = self.attends_of(group, self.slices(group)[0])
+        """What is done once a group is there; of several slices each is a step of its own."""
+        slices = self.slices(group)
+        attends = self.attends_of(group, slices[0]) if len(slices) == 1 else ()
         return Step("attend" if attends else "sync", lane, label, attends=attends)
 
     def _round(self, lane: str, group: int) -> None:
-        self._merge(group, self.slices(group)[0])
+        slices, there = self.slices(group), len(self.steps) - 1
+        for number, queries in enumerate(slices):
+            if len(slices) > 1:
+                turn, label = self._lane(group, number), f"queries {queries[0]}"
+                after = (there,) if turn != lane else ()
+                attends = self.attends_of(group, queries)
+                self.add(Step("attend", turn, label, after=after, attends=attends))
+            self._merge(group, queries)
 
     def slices(self, group: int) -> list[Span]:
         """The queries that attend to a group, as they are cut."""
@@ -167,10 +178,15 @@ class AttentionStage(GatherStage):
         return [(first + a, first + b) for a, b in parts]
 
     def _merge(self, group: int, queries: Span) -> None:
-        """Merge, after the latest step, what of some queries a group completes."""
-        made, lane = len(self.steps) - 1, self.compute_lanes[-1]
-        after = (made,) if self.steps[made].lane != lane else ()
+        """Merge what of some queries a group completes, after all that attended for them."""
+        lane = self.compute_lanes[-1]
         for first, last in both(self.last[group], queries):
+            made = {
+                step.lane: index
+                for index, step in enumerate(self.steps)
+                if any(one.out.row < last and first < one.out.row_stop for one in step.attends)
+            }
+            after = tuple(index for other, index in made.items() if other != lane)
             src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
@@ -228,7 +244,8 @@ class AttentionStage(GatherStage):
                 keys = run.first, run.first + run.kv.rows
                 calls = self.asked.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
-            found.append(self._attending(run, group != begun or number > 0))
+            sums = not self.world.function  # parts stay beside each other
+            found.append(self._attending(run, sums and (group != begun or number > 0)))
         return tuple(found)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:

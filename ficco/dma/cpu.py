@@ -213,7 +213,7 @@ class CpuEngine(Engine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
-            return merge_op(program, transfer, merge)
+            return merge_op(program, step, transfer, merge)
         return place_op(program, transfer)
 
     def network(self, program: Program, step: int) -> Op:
@@ -231,7 +231,7 @@ class CpuEngine(Engine):
         return matmul_op(program, products)
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
-        return attend_op(program, attends)
+        return attend_op(program, step, attends)
 
     def apply(self, program: Program, step: int, applied: Applied) -> Op:
         return apply_op(program, applied)

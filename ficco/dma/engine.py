@@ -175,13 +175,13 @@ class Call:
     duration.
 
     Attributes:
-        parts: of attention, what is there so far.
+        parts: of attention, what each step has made.
         filled: what it has of blocks; None where it has all rows of all buffers.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Any = None
-    parts: list[Part] = field(default_factory=list)
+    parts: dict[int, list[Part]] = field(default_factory=dict)
     filled: Filled | None = None
 
 

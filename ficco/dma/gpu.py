@@ -529,7 +529,7 @@ class GpuEngine(StreamEngine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
-            return self._on_lane(program, step, merge_op(program, transfer, self.merge))
+            return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -562,7 +562,7 @@ class GpuEngine(StreamEngine):
         return self._on_lane(program, step, made)
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
-        return self._on_lane(program, step, attend_op(program, attends))
+        return self._on_lane(program, step, attend_op(program, step, attends))
 
     def apply(self, program: Program, step: int, applied: Applied) -> Op:
         return self._on_lane(program, step, apply_op(program, applied))
