@@ -151,6 +151,7 @@ class GradientStage(AttentionStage):
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
+        self.compute_lanes = ["compute0"]  # all add to the same sums
         self.return_lane = f"copy{self.schedule.copy}"
 
     def run(self) -> None:
@@ -175,9 +176,6 @@ class GradientStage(AttentionStage):
             row, buffer = 0, "own"
         back = Region(buffer, self.me, row, row + rows, 0, self.asked.kv_cols)
         return super()._attending(run, adds)._replace(back=back)
-
-    def _lane(self, group: int, number: int = 0) -> str:
-        return self.compute_lanes[0]  # they add to sums
 
     def _consume(self, group: int) -> None:
         before = len(self.steps)

@@ -58,9 +58,10 @@ class AttentionWorld(GatherWorld):
 
 
 class AttentionStage(GatherStage):
-    """One rank's steps. Those that attend are on one lane; what they give is merged on another, if
-    there are two. The queries of the last group are cut as ``tail`` says, so that little is left to
-    merge after its last step (query-split attention, FlashOverlap)."""
+    """One rank's steps. The own rows, each group and the slices of the last one take turns on the
+    compute lanes; rows are merged on the lane of what completes them. The queries of the last group
+    are cut as ``tail`` says, so that little is left to merge after its last step (query-split
+    attention, FlashOverlap)."""
 
     world: AttentionWorld
     problem: KeyGather
@@ -73,8 +74,6 @@ class AttentionStage(GatherStage):
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.asked = world.asked
-        lanes = min(self.schedule.compute, 2, len(self.groups) + self._own_is_separate())
-        self.compute_lanes = ["compute0", "compute1"][: max(lanes, 1)]
         self.passed: dict[Signal, tuple[int, int]] = {}  # in a ring, for the lane of copies
 
     # A ring: the own rows go to the next rank, and what comes from the one before goes on to it.
@@ -138,19 +137,16 @@ class AttentionStage(GatherStage):
         return not self.schedule.uniform and self.asked.rows > 0
 
     def _multiply_own(self) -> None:
-        lane = self._lane(OWN)
-        self.add(self._work(OWN, lane, "own"))
-        self._keep_own()
-        self._round(lane, OWN)
+        super()._multiply_own()
+        self._round("compute0", OWN)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
         return self._lane(group)
 
     def _lane(self, group: int, number: int = 0) -> str:
-        """Groups take turns, and so do the slices of the last one, which begins on the lane that
-        merges: no slice waits there for another's merge."""
-        turn = len(self.groups) - group + number
-        return self.compute_lanes[-turn % len(self.compute_lanes)]
+        """Groups take turns, the own rows first, and so do slices of queries."""
+        turn = group + self._own_is_separate() + number
+        return self.compute_lanes[turn % len(self.compute_lanes)]
 
     def _work(self, group: int, lane: str, label: str) -> Step:
         """What is done once a group is there; of several slices each is a step of its own."""
@@ -166,7 +162,8 @@ class AttentionStage(GatherStage):
                 after = (there,) if turn != lane else ()
                 attends = self.attends_of(group, queries)
                 self.add(Step("attend", turn, label, after=after, attends=attends))
-            self._merge(group, queries)
+                lane = turn
+            self._merge(lane, group, queries)
 
     def slices(self, group: int) -> list[Span]:
         """The queries that attend to a group, as they are cut."""
@@ -177,9 +174,8 @@ class AttentionStage(GatherStage):
         parts = cut(last - first, self.schedule.tail) or [(0, 0)]
         return [(first + a, first + b) for a, b in parts]
 
-    def _merge(self, group: int, queries: Span) -> None:
+    def _merge(self, lane: str, group: int, queries: Span) -> None:
         """Merge what of some queries a group completes, after all that attended for them."""
-        lane = self.compute_lanes[-1]
         for first, last in both(self.last[group], queries):
             made = {
                 step.lane: index

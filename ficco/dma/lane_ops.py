@@ -223,6 +223,11 @@ def _end(run: Run, call: Call) -> None:
         event = lanes.joins[lane]
         event.record(lanes[lane])
         event.hold(lanes["compute0"])
+    if call.parts:  # allocated on a lane, which must not use their memory again too soon
+        lanes.fork.record(lanes["compute0"])
+        for lane in run.lanes:
+            if lane.startswith("compute"):
+                lanes.fork.hold(lanes[lane])
 
 
 MakeBatch = Callable[[Sequence[MemOp]], Batch]
