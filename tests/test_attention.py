@@ -418,6 +418,31 @@ def test_keys_that_are_left_out_or_come_early_are_found() -> None:
             check(without(change))
 
 
+@pytest.mark.parametrize("schedule", ["growing:compute=2", "shard-overlap:compute=2"])
+def test_merging_waits_for_the_other_lane(schedule: str) -> None:
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(4)
+    made = attention_plans(problem, Schedule.parse(schedule))
+    check(made)
+    merges = [index for index, step in enumerate(made[1].steps) if step.label == "merge"]
+    waiting = [index for index in merges if made[1].steps[index].after]
+    assert waiting
+    for index in waiting:
+        steps = list(made[1].steps)
+        steps[index] = steps[index]._replace(after=())
+        with pytest.raises(PlanError, match="may read before it is written"):
+            check([made[0], replace(made[1], steps=tuple(steps)), *made[2:]])
+
+
+def test_groups_of_one_lane_do_not_wait_for_the_other() -> None:
+    """What attends comes after nothing but its keys, so that kernels of both lanes run at once."""
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(8)
+    for name in ("growing:compute=2", "shard-overlap:compute=2"):
+        for plan in attention_plans(problem, Schedule.parse(name)):
+            steps = [step for step in plan.steps if step.attends]
+            assert [step.lane for step in steps[:4]] == ["compute0", "compute1"] * 2
+            assert not any(step.after for step in steps)
+
+
 def test_other_schedules_are_refused() -> None:
     problem = AttentionCase(8).problem(4)
     for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "one-shot", "serial:collective"):

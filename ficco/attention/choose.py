@@ -12,8 +12,11 @@ GATHERED = Family(
     attention_plans,
     compared=(
         "growing",
+        "growing:compute=2",
+        "growing:tail=2,compute=2",
         "growing:pull",
         "shard-overlap",
+        "shard-overlap:compute=2",
         "shard-overlap:pull",
         "hetero-fused-1d:pieces=2",
         "hetero-fused-1d:pieces=2,copy=4",

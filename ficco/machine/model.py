@@ -581,8 +581,8 @@ class AttentionCalls:
         shares = (back and self.backward) or self.shares
         rate = interpolate(shares, size) * gemm.rate(itemsize) / gemm.units
         start = self.start + back * self.backward_start
-        filled = start + waves * self.block + work / rate
-        return filled + idle / rate, filled
+        filled = waves * self.block + work / rate
+        return start + filled + idle / rate, filled
 
 
 @dataclass(frozen=True)
