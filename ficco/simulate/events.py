@@ -25,7 +25,7 @@ What is modelled, and how:
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
 - *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
-  with these.
+  with these; calls on several lanes fill each other's start and last blocks as products do.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -625,8 +625,8 @@ class Simulation:
     def _attention_seconds(
         self, calls: Iterable[LibraryCall], itemsize: int
     ) -> tuple[float, float]:
-        """Seconds of calls of a library's attention if nothing else runs, and if others fill the
-        processors that are done before the last."""
+        """Seconds of calls of a library's attention if nothing else runs, and with their starts and
+        last blocks filled by others."""
         times = [self.attention.times(self.gemm, itemsize, *call) for call in calls]
         return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
