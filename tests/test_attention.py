@@ -518,6 +518,20 @@ def test_simulation_and_choice() -> None:
     assert str(GATHERED.decide(problem).schedule) == "growing"
 
 
+def test_two_lanes_fill_each_others_starts() -> None:
+    machine = find("h200-4", None)
+    assert machine is not None and machine.gemm is not None
+    calls, units = machine.attends(machine.gemm), machine.gemm.units
+    whole, filled = calls.times(machine.gemm, 2, 2 * units, 2e12, 1e12 / units, 128, False)
+    assert whole - filled == pytest.approx(calls.start)  # whole waves have nothing else to fill
+    asked = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", True, placement="head-tail")
+    one, two, cut = (
+        GATHERED.seconds(asked, Schedule.parse(f"growing{knobs}"), machine)
+        for knobs in ("", ":compute=2", ":tail=2,compute=2")
+    )
+    assert cut < two < one  # as measured
+
+
 # Calls on CPUs.
 
 
@@ -747,8 +761,13 @@ def test_wrong_plans_of_gradients_are_found() -> None:
     def early(step: Any) -> Any:
         return step._replace(after=step.after[1:]) if step.label.startswith("d") else step
 
+    def beside(step: Any) -> Any:
+        return step._replace(lane="compute1") if step.attends and step.waits else step
+
     for change, message in (
         (lambda step: attend(step, back=None), "leaves out a gradient"),
+        (lambda step: attend(step, accumulate=False), "is written twice"),
+        (beside, "before it is written|by an unordered step"),
         (elsewhere, "gradient in the wrong place|leaves the buffer"),
         (fewer, "leaves out the product of a rank"),
         (early, "before it is written"),

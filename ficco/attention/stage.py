@@ -156,14 +156,15 @@ class AttentionStage(GatherStage):
 
     def _round(self, lane: str, group: int) -> None:
         slices, there = self.slices(group), len(self.steps) - 1
+        if len(slices) == 1:
+            self._merge(lane, group, slices[0])
+            return
         for number, queries in enumerate(slices):
-            if len(slices) > 1:
-                turn, label = self._lane(group, number), f"queries {queries[0]}"
-                after = (there,) if turn != lane else ()
-                attends = self.attends_of(group, queries)
-                self.add(Step("attend", turn, label, after=after, attends=attends))
-                lane = turn
-            self._merge(lane, group, queries)
+            turn, label = self._lane(group, number), f"queries {queries[0]}"
+            after = (there,) if turn != lane else ()
+            attends = self.attends_of(group, queries)
+            self.add(Step("attend", turn, label, after=after, attends=attends))
+            self._merge(turn, group, queries)
 
     def slices(self, group: int) -> list[Span]:
         """The queries that attend to a group, as they are cut."""
@@ -231,17 +232,17 @@ class AttentionStage(GatherStage):
 
     def attends_of(self, group: int, queries: Span) -> tuple[Attending, ...]:
         """What some queries do with a group."""
-        # All queries attend to the first rows: to the own ones, or to all rows at once.
+        # Of a sum all queries attend to the first rows: to the own ones, or to all rows at once.
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
-        found = []
+        sums, found = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
             (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
                 calls = self.asked.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
-            sums = not self.world.function  # parts stay beside each other
-            found.append(self._attending(run, sums and (group != begun or number > 0)))
+            adds = sums and (group != begun or number > 0)
+            found.append(self._attending(run, adds))
         return tuple(found)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
