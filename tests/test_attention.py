@@ -562,7 +562,8 @@ def test_no_further_from_float64_than_the_library(world: int) -> None:
 def _exact(at: Rank) -> None:
     """Equal scores make means of values; of integers over powers of two they are exact."""
     world, rows = at.world, 16
-    for iteration, schedule in enumerate(("growing", "shard-overlap:pull", "serial", "auto")):
+    schedules = "growing", "shard-overlap:pull", "growing:tail=2,compute=2", "serial", "auto"
+    for iteration, schedule in enumerate(schedules):
         for dtype in (torch.float32, torch.bfloat16):
             made = torch.Generator().manual_seed(iteration)
             v = torch.randint(-4, 5, (1, 2, world * rows, 8), generator=made).to(dtype)
