@@ -26,6 +26,7 @@ from ficco.bench.frames import LOSSES, append, read_description
 from ficco.bench.inputs import GAIN
 from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
 from ficco.errors import ConfigError
+from ficco.options import current
 from ficco.scaling import SCALED, operands_of
 
 CPU = torch.device("cpu")
@@ -59,6 +60,14 @@ def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
     with runner.context():
         assert runner.run() < 3
     assert len(done) == 3, "nothing runs on once its context is left"
+
+
+def test_what_is_behind_has_the_options_in_force() -> None:
+    limits: list[float] = []
+    runner = contended(lambda: None, lambda: limits.append(current().timeout_s), 1, CPU)
+    with ficco.options(timeout_s=7), runner.context():
+        runner.run()
+    assert limits == [7.0]
 
 
 def test_an_error_behind_is_not_lost() -> None:

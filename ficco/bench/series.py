@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -65,7 +66,7 @@ class Stopwatch:
 
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
-        hosts: where the ranks are; found out unless told.
+        hosts: where the ranks are; found out unless told, which one Stopwatch may be.
         meets: whether the peers are there.
         note: what has to be said of its times.
     """
@@ -231,7 +232,7 @@ def _on_thread(front: Call, back: Call, count: int) -> Runner:
 
     def run() -> Any:
         join()
-        running.append(pool.submit(work))
+        running.append(pool.submit(copy_context().run, work))  # with the options in force
         return front()
 
     @contextmanager
