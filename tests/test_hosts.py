@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import slow_wire
@@ -28,6 +29,7 @@ from disturbance import Disturbance, disturb, install
 from ranks import Failure, Rank, caught, run
 
 import ficco
+from ficco.dma.cpu import CpuEngine
 from ficco.dma.gloo import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
@@ -505,6 +507,34 @@ def test_an_engine_that_cannot_be_made_leaves_nothing() -> None:
     for kind, threads in run(2, _without_an_engine, fresh=True):
         assert kind in ("ImportError", "BackendError", "NotImplementedError")
         assert threads == []
+
+
+def _one_host_without(at: Rank) -> tuple[Failure, float]:
+    """The last host has no engine."""
+    begin = time.monotonic()
+    with host_of(at, 2), ficco.options(engine="hip" if at.rank > 1 else None):
+        failure = caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+    return failure, time.monotonic() - begin
+
+
+def test_one_host_that_cannot_have_an_engine_is_named_on_all() -> None:
+    (first, one), (second, two), *rest = run(4, _one_host_without, fresh=True)
+    assert {failure.type for failure, _ in rest} <= {"ImportError", "BackendError"}
+    for failure, seconds in ((first, one), (second, two)):
+        assert failure.type == "PeerFailed" and seconds < 30  # not the 60 s of a timeout
+        assert f"rank 2 failed: {rest[0][0].type}: " in failure.text and "host-1" in failure.text
+
+
+def _other_kinds(at: Rank) -> Failure | None:
+    with host_of(at, 2), mock.patch.object(CpuEngine, "packs_columns", at.rank > 1):
+        return caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+
+
+def test_engines_of_different_hosts_that_differ() -> None:
+    for failure in run(4, _other_kinds, fresh=True):
+        assert failure is not None and failure.type == "RankMismatch"
+        assert "ranks 0, 1: the cpu engine" in failure.text
+        assert "ranks 2, 3: the cpu engine, which packs columns" in failure.text
 
 
 @pytest.mark.parametrize("names", ["aabb", "abcd", "aaaa"])

@@ -82,8 +82,11 @@ class CpuEngine(Engine):
         self._lanes: dict[str, Lane] = {}
         self._counts: CpuMemory | None = None  # of collectives that were started
         self._in_flight = 0
-        # Now, since not every rank has something to send in every call.
-        self._network = GlooNetwork(self) if self.hosts.count > 1 else None
+        self._network: GlooNetwork | None = None
+
+    def connect(self) -> None:
+        if self.hosts.count > 1:
+            self._network = GlooNetwork(self)
 
     @property
     def out_of_step(self) -> bool:

@@ -284,6 +284,16 @@ class Engine(ABC):
         self.interrupt = lambda: None
 
     @property
+    def kind(self) -> str:
+        """What has to be the same on all ranks, in words: Plans follow from it."""
+        return f"the {self.name} engine" + ", which packs columns" * self.packs_columns
+
+    def connect(self) -> None:
+        """Connect with the ranks of other hosts, once all ranks have an engine of the same kind.
+        Collective."""
+        return None
+
+    @property
     def out_of_step(self) -> bool:
         """Whether a collective of the library was broken off: what a rank still sends for it would
         be taken for data of the next one."""

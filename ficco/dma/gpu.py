@@ -203,8 +203,11 @@ class GpuEngine(StreamEngine):
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
+
+    def connect(self) -> None:
         if self.hosts.count > 1:
-            self._network = network_of(self, self._batch)
+            with self.driver.aside():
+                self._network = network_of(self, self._batch)
             uncaptured = self.means.uncaptured or self._network.uncaptured
             self.means = replace(self.means, uncaptured=uncaptured)
 
