@@ -21,7 +21,15 @@ from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.dma.hosts import hosts_of
-from ficco.errors import REVIVE, BackendError, FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
+from ficco.errors import (
+    REVIVE,
+    BackendError,
+    FiccoError,
+    PeerFailed,
+    RankMismatch,
+    SignalTimeout,
+    carry_out,
+)
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
