@@ -100,6 +100,8 @@ def test_a_bench_over_hosts(tmp_path: Path) -> None:
     timed = set(rows["candidate"][rows["status"] == "ok"])
     assert timed >= {"gemm", "collective", "copies", "serial-collective", "serial", "auto"}
     assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
+    others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
+    assert set(others["note"]) == {"it copies through memory that ranks of one host share"}
 
 
 def _characterized(at: Rank, path: str) -> None:
