@@ -313,8 +313,8 @@ class NcclNetwork(GpuNetwork):
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
-            # In a graph NCCL registers by itself what it can. Between ranks of one machine it hangs
-            # unless it can on both sides: both are PyTorch's memory of the graph there.
+            # In a graph NCCL registers by itself what it can. Replays of long messages hung where
+            # that was one side only, as it seems: both are PyTorch's memory of the graph there.
             parts, lands, own = [], [], bool(self._engine.capturing())
             for one, mine in moves:
                 data = part = mine(call)
