@@ -1,9 +1,11 @@
-"""Attention as operators of ``torch.library``: opcheck, fake operands, ``torch.compile``."""
+"""Attention, its projections and experts as operators of ``torch.library``: opcheck, fake operands,
+``torch.compile``."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,6 +219,151 @@ def test_dynamic_positions_compile_once() -> None:
     run(2, _dynamic_projections)
 
 
+# Experts.
+
+#: With a capacity that pairs exceed, of ranks that have experts or columns; and all pairs, in
+#: further rounds, or in exactly the rows that there are.
+WAYS: tuple[dict[str, Any], ...] = (
+    {"capacity": 3},
+    {"capacity": 2, "split": "columns", "activation": "gelu"},
+    {"capacity": 2, "on_overflow": "again", "activation": "relu"},
+    {},
+    {"split": "columns"},
+)
+
+
+def experts(at: Rank, count: int = 7, way: dict[str, Any] | None = None) -> list[torch.Tensor]:
+    """Tokens, weights, up, down and indices, for 4 experts; gated, columns of 6."""
+    torch.manual_seed(7 + at.rank)
+    each, wide = (4, 6 // at.world) if way and "split" in way else (4 // at.world, 6)
+    gates = 1 if way and way.get("activation") == "relu" else 2
+    shapes = (count, 8), (count, 2), (each, 8, gates * wide), (each, wide, 8)
+    made = [torch.randn(shape).requires_grad_() for shape in shapes]
+    indices = torch.rand(count, 4).argsort(1)[:, :2]
+    indices[:4] = torch.tensor([0, 1])  # more than a small capacity
+    return [*made, indices]
+
+
+def expert_layer(**way: Any) -> Callable[..., torch.Tensor]:
+    def layer(
+        tokens: torch.Tensor,
+        weights: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        indices: torch.Tensor,
+    ) -> torch.Tensor:
+        return 2 * ficco.experts(2 * tokens, indices, weights, up, down, **way)
+
+    return layer
+
+
+def _experts_compiled(at: Rank, way: dict[str, Any], backend: str) -> None:
+    torch._dynamo.reset()
+    layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
+    wanted = trained(layer, first, 4)
+    same(trained(torch.compile(layer, fullgraph=True, backend=backend), second, 4), wanted)
+    with torch.no_grad():
+        same([torch.compile(layer, fullgraph=True, backend=backend)(*first)], wanted[:1])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_experts_compiled(way: dict[str, Any]) -> None:
+    run(2, _experts_compiled, way, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_experts_compiled_by_inductor(way: dict[str, Any]) -> None:
+    run(2, _experts_compiled, way, "inductor")
+
+
+def _some_of_experts(at: Rank) -> None:
+    """Gradients of one operand, and of tokens that nobody weighs."""
+    for way in ({"capacity": 3}, {}):
+        for only in range(4):
+            torch._dynamo.reset()
+            layer, found = expert_layer(**way), []
+            for function in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+                given = experts(at)
+                for i, one in enumerate(given[:4]):
+                    one.requires_grad_(i == only)
+                y = function(*given)
+                found.append([y, *torch.autograd.grad(y.square().sum(), given[only])])
+            same(*found)
+
+
+def test_experts_that_need_some_gradients() -> None:
+    run(2, _some_of_experts)
+
+
+def _routed(at: Rank) -> None:
+    """Routings that are made in the graph and leave it, and those that come into it."""
+
+    def layer(*given: Any) -> tuple[torch.Tensor, ficco.Routing]:
+        *operands, indices = given
+        routing = indices
+        if isinstance(indices, torch.Tensor):
+            routing = ficco.route(indices, 4, capacity=3)
+        tokens, weights, up, down = operands
+        return ficco.experts(tokens, routing, weights, up, down), routing
+
+    *operands, indices = experts(at)
+    wanted, routing = layer(*operands, indices)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, made = compiled(*operands, indices)
+    assert isinstance(made, ficco.Routing) and made.dropped.sum() > 0
+    same([found, made.counts, made.dropped], [wanted, routing.counts, routing.dropped])
+    same([compiled(*operands, routing)[0]], [wanted])
+    every = ficco.route(indices, 4)
+    same([compiled(*operands, every)[0]], [layer(*operands, every)[0]])
+
+
+def test_routings_in_a_graph() -> None:
+    run(2, _routed)
+
+
+def _dynamic_experts(at: Rank) -> None:
+    for way in ({"capacity": 3}, {}):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        layer = expert_layer(**way)
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        for count in (5, 9, 11):
+            given = experts(at, count + 2 * at.rank)
+            same(*(trained(one, given, 4) for one in (compiled, layer)))
+        assert counter.frame_count == 1
+
+
+def test_numbers_of_tokens_compile_once() -> None:
+    run(2, _dynamic_experts)
+
+
+def _opcheck_experts(at: Rank) -> None:
+    where, ops = (dist.group.WORLD.group_name, "auto", ""), torch.ops.ficco  # type: ignore[union-attr]
+    *given, indices = experts(at)
+    torch.library.opcheck(ops.route.default, (indices, 4, 3, where[0]), test_utils=CHECKS)
+    slots = ops.route(indices, 4, 3, where[0])[1]
+    plain = [one.detach() for one in given]
+    for name, last, capacity in (("experts", slots, 3), ("experts_all", indices, None)):
+        op, back = (getattr(ops, name + end).default for end in ("", "_backward"))
+        for of_tokens, of_weights, of_up in itertools.product((True, False), repeat=3):
+            needs = [of_tokens, of_weights, of_up, of_up, False]
+            if not any(needs):
+                continue
+            asked = needs, capacity, "silu gated", False, *where
+            mine = [one.clone().requires_grad_(n) for one, n in zip(plain, needs, strict=False)]
+            checks = CHECKS if not all(needs[:4]) else (*CHECKS, "test_autograd_registration")
+            torch.library.opcheck(op, (*mine, last, *asked), test_utils=checks)
+            made = op(*plain, last, *asked)
+            y, *kept = made if name == "experts" else (made,)
+            args = torch.ones_like(y), *plain, last, None, *kept, *asked
+            torch.library.opcheck(back, args, test_utils=CHECKS)
+
+
+def test_opcheck_of_experts() -> None:
+    run(2, _opcheck_experts)
+
+
 def _behind(at: Rank) -> None:
     q, k, v = operands(at)
 
@@ -237,20 +384,48 @@ def test_models_behind_sdpa_compile() -> None:
 
 def _refused(at: Rank) -> list[str]:
     q, k, v = operands(at)
+    x, *weights = projections(at)
+    tokens, factors, up, down, indices = experts(at)
+
+    def project(*given: torch.Tensor) -> Any:
+        return ficco.ulysses_project(*given, size=4)  # type: ignore[call-arg]
+
     texts = []
-    for given in ((q[0], k, v), (q, k, v[:, :1])):
+    for function, given in (
+        (ficco.all_gather_attention, (q[0], k, v)),
+        (ficco.all_gather_attention, (q, k, v[:, :1])),
+        (partial(ficco.all_gather_attention, cu_seqlens=torch.tensor([0, 12])), (q, k, v)),
+        (project, (x[0], *weights[:3])),
+        (project, (x, *weights[:2], weights[2][:4])),
+        (ficco.ulysses_output, (q[0], weights[3])),
+        (ficco.ulysses_output, (q, weights[0])),
+        (expert_layer(capacity=3), (tokens[0], factors, up, down, indices)),
+        (expert_layer(), (tokens, factors, up, down[:1], indices)),
+        (expert_layer(capacity=3), (tokens, factors, up, down, indices[:2])),
+        (expert_layer(capacity=0), (tokens, factors, up, down, indices)),
+        (expert_layer(split="rows"), (tokens, factors, up, down, indices)),
+    ):
         torch._dynamo.reset()
-        compiled = torch.compile(ficco.all_gather_attention, fullgraph=True, backend="eager")
-        texts.append(caught(lambda one=given, function=compiled: function(*one)).text)
-    torch._dynamo.reset()
-    packed = torch.compile(ficco.all_gather_attention, fullgraph=True, backend="eager")
-    bounds = torch.tensor([0, 12])
-    texts.append(caught(lambda: packed(q, k, v, cu_seqlens=bounds)).text)
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        texts.append(caught(lambda given=given, compiled=compiled: compiled(*given)).text)
     return texts
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
-    for dims, alike, bounds in run(2, _refused):
-        assert "cu_seqlens: required a list in a compiled function, got a tensor" in bounds
-        assert "q: required a dense [batch, heads, S/W, size]" in dims
-        assert "v_shard: required [batch, kv_heads, S/W, size]" in alike
+    wanted = (
+        "q: required a dense [batch, heads, S/W, size]",
+        "v_shard: required [batch, kv_heads, S/W, size]",
+        "cu_seqlens: required a list in a compiled function, got a tensor",
+        "x: required [batch, S/W, features]",
+        "k_weight, v_weight: required as many heads of both",
+        "out: required [batch, heads/W, S, size]",
+        "weight: required [features, 64]",
+        "required tokens [t, k], up [E/W, k, h]",
+        "with one k, h and number of experts",
+        "required indices and weights [t, top_k] for 7 tokens",
+        "capacity: required at least 1 row",
+        "split: required one of experts, columns",
+    )
+    for texts in run(2, _refused):
+        for text, part in zip(texts, wanted, strict=True):
+            assert part in text
