@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import ficco
+import ficco.nn
 
 OPERATORS = "all_gather_attention", "ulysses_attention"
 #: Whole sequences and packed ones, masks, and one head of keys for all.
@@ -217,6 +218,34 @@ def _dynamic_projections(at: Rank) -> None:
 
 def test_dynamic_positions_compile_once() -> None:
     run(2, _dynamic_projections)
+
+
+def _layer(at: Rank) -> None:
+    """A layer with biases and a function of positions, also under autocast."""
+    torch.manual_seed(7)
+    layer = ficco.nn.UlyssesAttention(12, 4, 2, size=4, bias=True, causal=True)
+
+    def turned(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.arange(q.shape[2], dtype=q.dtype)[:, None]
+        return q * angles.cos(), k * angles.cos()
+
+    torch.manual_seed(at.rank)
+    x, compiled = torch.randn(2, 6, 12), torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for kind in (torch.float32, torch.bfloat16):
+        found = []
+        for function in (compiled, layer):
+            layer.zero_grad()
+            given = x.clone().requires_grad_()
+            with torch.autocast("cpu", kind, enabled=kind != torch.float32):
+                y = function(given, turned)
+            y.float().square().sum().backward()
+            found.append([y, given.grad, *(one.grad for one in layer.parameters())])
+        assert found[0][0].dtype == kind
+        same(*found)
+
+
+def test_a_layer_of_attention_by_heads_compiled() -> None:
+    run(2, _layer)
 
 
 # Experts.
