@@ -41,7 +41,7 @@ def trained(
 ) -> list[torch.Tensor]:
     """The result, and gradients of the first operands, or of all."""
     out = function(*given)
-    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape)
+    weights = torch.arange(out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
     return [out, *torch.autograd.grad((out * weights.cos()).sum(), given[:needs])]
 
 
@@ -130,9 +130,10 @@ def projections(at: Rank, rows: int = 6, batch: int = 2, kv_heads: int = 2) -> l
     """An input, and the weights of queries, keys, values and of the output: 4 heads of 4."""
     torch.manual_seed(7)  # weights are alike on all ranks
     shapes = (16, 12), (4 * kv_heads, 12), (4 * kv_heads, 12), (12, 16)
-    weights = [torch.randn(shape).requires_grad_() for shape in shapes]
+    weights = [torch.randn(shape) for shape in shapes]
     torch.manual_seed(at.rank)
-    return [torch.randn(batch, rows, 12).requires_grad_(), *weights]
+    made = torch.randn(batch, rows, 12), *weights
+    return [one.to(at.device).requires_grad_() for one in made]
 
 
 def _attended(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -262,15 +263,15 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def experts(at: Rank, count: int = 7, way: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    """Tokens, weights, up, down and indices, for 4 experts; gated, columns of 6."""
+    """Tokens, weights, up, down and indices, for 4 experts; gated, columns of 12."""
     torch.manual_seed(7 + at.rank)
-    each, wide = (4, 6 // at.world) if way and "split" in way else (4 // at.world, 6)
+    each, wide = (4, 12 // at.world) if way and "split" in way else (4 // at.world, 12)
     gates = 1 if way and way.get("activation") == "relu" else 2
     shapes = (count, 8), (count, 2), (each, 8, gates * wide), (each, wide, 8)
-    made = [torch.randn(shape).requires_grad_() for shape in shapes]
+    made = [torch.randn(shape).to(at.device).requires_grad_() for shape in shapes]
     indices = torch.rand(count, 4).argsort(1)[:, :2]
     indices[:4] = torch.tensor([0, 1])  # more than a small capacity
-    return [*made, indices]
+    return [*made, indices.to(at.device)]
 
 
 def expert_layer(**way: Any) -> Callable[..., torch.Tensor]:
