@@ -157,15 +157,15 @@ def _projected(at: Rank, backend: str) -> None:
 
 
 def test_projections_compiled() -> None:
-    run(2, _projected, "aot_eager")
+    run(2, _projected, "aot_eager", timeout=100)
     run(1, _projected, "aot_eager")
     run(4, _projected, "aot_eager")
 
 
 def _some_of_project(at: Rank) -> None:
-    """Of one operand each, and without gradients."""
+    """Of the input, of one weight, of the last one, and none."""
     compiled = torch.compile(_attended, fullgraph=True, backend="aot_eager")
-    for only in range(6):
+    for only in (0, 2, 4, 5):
         first, second = projections(at), projections(at)
         for given in (first, second):
             for i, one in enumerate(given):
@@ -181,7 +181,7 @@ def _some_of_project(at: Rank) -> None:
 
 
 def test_projections_that_need_some_gradients() -> None:
-    run(2, _some_of_project)
+    run(2, _some_of_project, timeout=100)
 
 
 def _opcheck_projections(at: Rank) -> None:
@@ -308,22 +308,21 @@ def test_experts_compiled_by_inductor(way: dict[str, Any]) -> None:
 
 
 def _some_of_experts(at: Rank) -> None:
-    """Gradients of one operand, and of tokens that nobody weighs."""
-    for way in ({"capacity": 3}, {}):
-        for only in range(4):
-            torch._dynamo.reset()
-            layer, found = expert_layer(**way), []
-            for function in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
-                given = experts(at)
-                for i, one in enumerate(given[:4]):
-                    one.requires_grad_(i == only)
-                y = function(*given)
-                found.append([y, *torch.autograd.grad(y.square().sum(), given[only])])
-            same(*found)
+    """Gradients of tokens, of weights or of down only."""
+    for capacity, only in ((3, 0), (3, 1), (3, 3), (None, 1)):
+        torch._dynamo.reset()
+        layer, found = expert_layer(capacity=capacity), []
+        for function in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+            given = experts(at)
+            for i, one in enumerate(given[:4]):
+                one.requires_grad_(i == only)
+            y = function(*given)
+            found.append([y, *torch.autograd.grad(y.square().sum(), given[only])])
+        same(*found)
 
 
 def test_experts_that_need_some_gradients() -> None:
-    run(2, _some_of_experts)
+    run(2, _some_of_experts, timeout=100)
 
 
 def _routed(at: Rank) -> None:
@@ -353,13 +352,15 @@ def test_routings_in_a_graph() -> None:
 
 
 def _dynamic_experts(at: Rank) -> None:
-    for way in ({"capacity": 3}, {}):
+    def fewer(*given: torch.Tensor) -> torch.Tensor:
+        return expert_layer(capacity=given[0].shape[0] // 3)(*given)
+
+    for layer in (fewer, expert_layer()):
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-        layer = expert_layer(**way)
         compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-        for count in (5, 9, 11):
-            given = experts(at, count + 2 * at.rank)
+        for count in (7, 9, 11):  # no sizes of anything else
+            given = experts(at, count)
             same(*(trained(one, given, 4) for one in (compiled, layer)))
         assert counter.frame_count == 1
 
