@@ -209,6 +209,19 @@ def test_opcheck_of_projections() -> None:
     run(2, _opcheck_projections)
 
 
+def _without(at: Rank) -> Any:
+    """A call that was traced without gradients, such as an exported one, and then asked for one."""
+    where = dist.group.WORLD.group_name, "auto", ""  # type: ignore[union-attr]
+    blocks, weight = torch.ones(2, 3, 8, requires_grad=True), torch.ones(12, 16)
+    y = torch.ops.ficco.ulysses_output(blocks, weight, [False, False], *where)
+    return caught(lambda: y.sum().backward())
+
+
+def test_gradients_that_nothing_was_kept_for_are_refused() -> None:
+    for failure in run(2, _without):
+        assert failure.type == "NotImplementedError" and "trace it with gradients" in failure.text
+
+
 def _dynamic_projections(at: Rank) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(_attended, fullgraph=True, backend=counter, dynamic=True)

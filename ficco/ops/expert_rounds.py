@@ -60,7 +60,7 @@ class ExpertCall(NamedTuple):
     gathers: bool
 
 
-class Applied(NamedTuple):
+class ExpertRound(NamedTuple):
     """One round.
 
     Attributes:
@@ -83,7 +83,7 @@ def run_round(
     operands: Sequence[torch.Tensor],
     needs: Needs,
     dtype: torch.dtype | None,
-) -> Applied:
+) -> ExpertRound:
     """One round of tokens, weights, up and down, with what the gradients that these need are made
     of. ``dtype``: that to which its sums are rounded."""
     tokens, weights, up, down = operands
@@ -95,7 +95,9 @@ def run_round(
     made = _run(layer, call, blocks, given)
     back = _terms(made["out"], layer)
     summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
-    return Applied(summed, back if of_weights else None, made.get("gathered"), made.get("hidden"))
+    return ExpertRound(
+        summed, back if of_weights else None, made.get("gathered"), made.get("hidden")
+    )
 
 
 def round_gradients(
