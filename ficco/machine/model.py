@@ -463,7 +463,7 @@ def memory_seconds(
     itemsize: Any,
     wide: Any,
     adds: bool = False,
-    rights: int = 1,
+    rights: Any = 1,
 ) -> Any:
     """Seconds in which the operands are read and the result is written; numbers, or arrays."""
     result = batch * m * n * result_bytes(itemsize, wide, adds)
@@ -597,6 +597,8 @@ class Machine:
         kernel_copies: between ranks, by ficco's copy kernel.
         gemm: products of the library.
         tiled: the product whose tiles wait for signals.
+        experts: batches of products of the library with a right operand each; None: as of
+            ``gemm``.
         fp8_tensor: products of the library of float8 operands, with a scale for each operand.
         fp8_row: the same, with scales of rows.
         fp8_block: the same, with scales of blocks. See :meth:`products`.
@@ -634,6 +636,7 @@ class Machine:
     fp8_row: Gemm | None = None
     fp8_block: Gemm | None = None
     tiled: Gemm | None = None
+    experts: Gemm | None = None
     attention: AttentionCalls | None = None
     memory: Memory | None = None
     contention: Contention | None = None

@@ -334,6 +334,7 @@ class Simulation:
         self.scaled = scaling is not None
         self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
+        self.experts = machine.experts or self.gemm
         if self.gemm:
             self.attention = machine.attends(self.gemm)
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
@@ -636,7 +637,8 @@ class Simulation:
         if not (m and n and k):
             return 0.0, 0.0
         if not self.scaled:
-            return self.gemm.times(m, n, k, batch=batch, **how)
+            library = self.experts if "rights" in how else self.gemm
+            return library.times(m, n, k, batch=batch, **how)
         one, filled = self.gemm.times(m, n, k, **how)
         between = self.gemm.launch * (batch - 1)
         return one * batch + between, filled * batch + between

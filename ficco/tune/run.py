@@ -30,7 +30,6 @@ from ficco.errors import ConfigError
 from ficco.launch import local_device
 from ficco.machine import (
     COLLECTIVES,
-    SCALED_PRODUCTS,
     Fingerprint,
     Machine,
     Provenance,
@@ -54,7 +53,7 @@ NETWORK = "network"
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
-    **{block: partial(products.scaled, recipe=one) for one, block in SCALED_PRODUCTS.items()},
+    **products.MORE,
     "tiled": products.tiled,
     "attention": attention.attention,
     "copies": communication.copies,
