@@ -19,9 +19,10 @@ from ficco.heuristics.experts import EXPERTS, MARGIN
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
+from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, block_starts, expert_plans
-from ficco.simulate import simulate
+from ficco.simulate import predict, simulate
 
 SCHEDULES = (
     "serial",
@@ -241,6 +242,20 @@ def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
     seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
     assert seconds["shard-overlap"] > 1.15 * seconds["serial"]
     assert seconds["uniform-fused-1d:pieces=2"] < seconds["serial"]
+
+
+def test_batches_take_what_the_machine_has_of_experts() -> None:
+    """And a product of one expert, or of a shared matrix, what it has of all others."""
+    machine = find("h200-4", None)
+    assert machine and machine.gemm
+    slow = replace(machine, experts=replace(machine.gemm, efficiency=0.1))
+    for experts, slower in ((2, True), (1, False)):
+        plans = planned(layer(experts=experts, capacity=1024, k=4096, h=4096, n=4096), "serial")
+        ratio = simulate(plans, slow).stop_s / simulate(plans, machine).stop_s
+        assert ratio > 2 if slower else ratio == 1
+    problem = Problem("all_gather_matmul", (4096,) * 4, 4096, 4096, "bfloat16")
+    schedule = Schedule.parse("hetero-fused-1d:pieces=2")
+    assert predict(problem, schedule, slow) == predict(problem, schedule, machine)
 
 
 def test_what_cannot_be_simulated_is_told() -> None:

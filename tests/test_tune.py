@@ -319,6 +319,22 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
         assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
 
 
+def test_batches_of_experts_are_measured_cold_and_checked(made_up: Site) -> None:
+    made_up.machine = replace(made_up.machine, gemm=TRUTH)
+    found = products.experts(made_up)
+    assert (found.burst, found.sustained) == (TRUTH.burst, TRUTH.sustained)
+    for rows, experts in ((80, 16), (640, 4)):
+        how = {"batch": experts, "rights": experts}
+        assert found.seconds(rows, 28672, 4096, **how) == pytest.approx(
+            TRUTH.seconds(rows, 28672, 4096, **how), rel=0.03
+        )
+    assert found.provenance.note.startswith(f"{len(effort.GPU.experts)} products of bfloat16")
+    made_up.machine = replace(made_up.machine, experts=TRUTH)
+    points = list(check._experts(made_up))
+    assert len(points) == check.PRODUCTS and all(" of " in point.what for point in points)
+    assert [point.ratio for point in points] == pytest.approx([1.0] * len(points))
+
+
 def test_attention_is_measured_cold_and_beside_the_products(
     made_up: Site, monkeypatch: Any
 ) -> None:
