@@ -139,6 +139,12 @@ def test_parts_add_up_to_the_whole() -> None:
     made.matmul(3, 5, 12, batch=2)()
     tall = made.matrix("a", 6, 12) @ b
     torch.testing.assert_close(made.matrix("out", 6, 5), tall)
+    a3 = made.matrix("a", 6, 12).view(2, 3, 12)
+    for turned in (False, True):
+        made.matmul(3, 5, 12, batch=2, apart=True, turned=turned)()
+        every = made.matrix("b", 24, 5)
+        b3 = every.view(2, 5, 12).mT if turned else every.view(2, 12, 5)
+        torch.testing.assert_close(made.matrix("out", 6, 5), (a3 @ b3).view(6, 5))
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -322,12 +322,13 @@ class MeasuredCalls:
         batch: int = 1,
         wide: bool = False,
         apart: bool = False,
+        turned: bool = False,
         parts: int = 1,
     ) -> Call:
         """A product, a strided batch of such, or a product cut by rows into parts.
 
         ``wide``: the result is float32 and is added to. ``apart``: each of the batch has a right
-        operand of its own.
+        operand of its own. ``turned``: these lie transposed.
         """
         if wide:
             return self.accumulated(m, n, k, 1)
@@ -336,8 +337,9 @@ class MeasuredCalls:
         a, b, out = self.operands(batch * m, n, k)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
-            every = self.matrix("b", batch * k, n) if apart else b
-            b3 = every.view(-1, k, n).expand(batch, k, n)
+            every = self.matrix("b", batch * k if apart else k, n)
+            every = every.view(-1, n, k).mT if turned else every.view(-1, k, n)
+            b3 = every.expand(batch, k, n)
             return lambda: torch.bmm(a3, b3, out=out3)
         cuts = cut(m, parts)
 

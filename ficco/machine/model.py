@@ -8,7 +8,7 @@ the annotations are the schema.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, exp, inf, log
 from typing import Annotated, Any
@@ -87,6 +87,9 @@ COLLECTIVES = {
 
 #: The blocks of a machine that products of float8 operands have, by recipe.
 SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block"}
+
+#: The blocks of a machine that say what a device does by itself, whatever joins it to others.
+OF_DEVICE = ("gemm", *SCALED_PRODUCTS.values(), "experts", "tiled", "attention", "memory")
 
 #: How ranks can be joined.
 KINDS = ("mesh", "switch")
@@ -651,6 +654,10 @@ class Machine:
         it was never measured, all others at the rate of their narrowest dtype."""
         own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
         return own or self.gemm
+
+    def with_devices_of(self, other: Machine) -> Machine:
+        """Ranks that are joined like these, and that work by themselves like those of another."""
+        return replace(self, **{block: getattr(other, block) for block in OF_DEVICE})
 
     def attends(self, gemm: Gemm) -> AttentionCalls:
         """The library's attention beside these products; :data:`ATTENTION` where it was never

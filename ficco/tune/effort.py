@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -11,7 +12,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 class Shape(NamedTuple):
     """A product of one rank, or a batch of such; ``wide`` ones accumulate into float32. Each of a
-    batch that is ``apart`` has a right operand of its own."""
+    batch that is ``apart`` has a right operand of its own; ``turned`` ones lie transposed."""
 
     m: int
     n: int
@@ -19,6 +20,7 @@ class Shape(NamedTuple):
     batch: int = 1
     wide: bool = False
     apart: bool = False
+    turned: bool = False
 
     @property
     def rights(self) -> int:
@@ -162,13 +164,13 @@ def by_experts(
     most_flops: float,
 ) -> tuple[Shape, ...]:
     """The products of layers with so many experts, rows for each, and inner and outer columns, that
-    take no more operations: the first, whose result is gated, and the second."""
-    every = [
-        Shape(count, n, k, batch, apart=True)
-        for batch in experts
-        for count in rows
-        for inner, outer in widths
-        for n, k in ((2 * inner, outer), (outer, inner))
+    take no more operations: the first, whose result is gated, and the second; and of every other
+    number of rows the two of their gradients, by the same matrices."""
+    sizes = [(n, k) for inner, outer in widths for n, k in ((2 * inner, outer), (outer, inner))]
+    made = partial(Shape, apart=True)
+    every = [made(m, n, k, batch) for batch in experts for m in rows for n, k in sizes]
+    every += [
+        made(m, k, n, batch, turned=True) for batch in experts for m in rows[::2] for n, k in sizes
     ]
     return tuple(one for one in every if one.flops <= most_flops)
 

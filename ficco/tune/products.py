@@ -201,8 +201,9 @@ def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
 
 def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
     """So many products in a row."""
-    how = {"batch": shape.batch, "wide": shape.wide, "apart": shape.apart}
-    return repeated(parts.matmul(*shape[:3], **how), count)
+    how = ("batch", "wide", "apart", "turned")
+    call = parts.matmul(*shape[:3], **{name: getattr(shape, name) for name in how})
+    return repeated(call, count)
 
 
 def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:
