@@ -207,7 +207,7 @@ def test_auto_takes_the_fastest_of_a_few() -> None:
 MEASURED = {
     (8, 1280): ("growing", "shard-overlap"),
     (8, 5120): ("growing", "shard-overlap"),
-    (64, 160): ("uniform-fused-1d:pieces=1+2+1,copy=3", "uniform-fused-1d:pieces=1+3+3+1,copy=3"),
+    (64, 160): ("uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",),
 }
 
 

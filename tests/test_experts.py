@@ -28,7 +28,7 @@ SCHEDULES = (
     "shrinking:compute=2",
     "hetero-fused-1d:pieces=2",
     "uniform-unfused-1d:pieces=2,copy=2",
-    "uniform-fused-1d:pieces=1+2+1,copy=3",
+    "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",
 )
 
 
