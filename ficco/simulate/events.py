@@ -24,6 +24,8 @@ What is modelled, and how:
   or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
+- *Batches* of products with a matrix each, as layers of experts have them, take what the machine
+  has of them (``Machine.experts``), else what other products do.
 - *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
   with these; calls on several lanes fill each other's start and last blocks as products do.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
