@@ -16,6 +16,7 @@ from ficco.dma.buffers import Buffers
 from ficco.dma.engine import Call, Filled, Program
 from ficco.dma.filled import grouped, moves, spans
 from ficco.heuristics.experts import EXPERTS, MARGIN
+from ficco.heuristics.model import TIE
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
@@ -217,6 +218,19 @@ def test_auto_takes_what_was_measured_to_be_fast(experts: int, capacity: int) ->
     for machine in ("h200-4", "h100-8"):
         decision = ficco.explain("experts", machine=machine, **sizes)
         assert str(decision.schedule) in MEASURED[experts, capacity], decision.reason
+
+
+def test_of_predictions_that_are_equal_the_first_is_taken() -> None:
+    machine = find("h100-8", None)
+    asked = layer(capacity=5120, k=4096, h=28672, n=4096)
+    seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
+    first, second = sorted(seconds, key=seconds.__getitem__)[:2]
+    apart = seconds[second] / seconds[first] - 1
+    assert EXPERTS.compared.index(second) < EXPERTS.compared.index(first) and 0 < apart < TIE
+    for tie, taken in ((0.99 * apart, first), (1.01 * apart, second)):
+        decision = replace(EXPERTS, tie=tie).decide(asked, machine=machine)
+        assert str(decision.schedule) == taken
+        assert ("; the first of those within" in decision.reason) == (taken == second)
 
 
 def test_auto_is_serial_where_little_is_predicted_to_be_gained() -> None:
