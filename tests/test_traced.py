@@ -382,19 +382,17 @@ def test_numbers_of_tokens_compile_once() -> None:
     run(2, _dynamic_experts)
 
 
-def _opcheck_experts(at: Rank) -> None:
+def _opcheck_experts(at: Rank, split: str) -> None:
     where, ops = (dist.group.WORLD.group_name, "auto", ""), torch.ops.ficco  # type: ignore[union-attr]
-    *given, indices = experts(at)
+    *given, indices = experts(at, way={"split": split} if split == "columns" else None)
     torch.library.opcheck(ops.route.default, (indices, 4, 3, where[0]), test_utils=CHECKS)
     slots = ops.route(indices, 4, 3, where[0])[1]
     plain = [one.detach() for one in given]
     for name, last, capacity in (("experts", slots, 3), ("experts_all", indices, None)):
         op, back = (getattr(ops, name + end).default for end in ("", "_backward"))
-        for of_tokens, of_weights, of_up in itertools.product((True, False), repeat=3):
-            needs = [of_tokens, of_weights, of_up, of_up, False]
-            if not any(needs):
-                continue
-            asked = needs, capacity, "silu gated", False, *where
+        for some in ("1111", "1000", "0100", "0011"):  # tokens, weights, up and down
+            needs = [one == "1" for one in some] + [False]
+            asked = needs, capacity, "silu gated", split == "columns", *where
             mine = [one.clone().requires_grad_(n) for one, n in zip(plain, needs, strict=False)]
             checks = CHECKS if not all(needs[:4]) else (*CHECKS, "test_autograd_registration")
             torch.library.opcheck(op, (*mine, last, *asked), test_utils=checks)
@@ -404,8 +402,9 @@ def _opcheck_experts(at: Rank) -> None:
             torch.library.opcheck(back, args, test_utils=CHECKS)
 
 
-def test_opcheck_of_experts() -> None:
-    run(2, _opcheck_experts)
+@pytest.mark.parametrize("split", ["experts", "columns"])
+def test_opcheck_of_experts(split: str) -> None:
+    run(2, _opcheck_experts, split)
 
 
 def _behind(at: Rank) -> None:
