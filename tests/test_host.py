@@ -191,10 +191,11 @@ def given_up(at: Rank, says: bool, then: str) -> Any:
     later: list[Any] = []
 
     class Broken(HostMemory):
-        def _require_shareable(self, hellos: Any) -> None:
+        def _open(self, *peer: Any) -> Any:
             if gone:
                 raise KeyboardInterrupt
             time.sleep(0.2)  # by now it has closed its memory
+            return super()._open(*peer)
 
     def interrupt() -> None:
         if says:
@@ -254,13 +255,13 @@ def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
 
     memory = HostMemory.__new__(HostMemory)
     memory._interrupt = lambda: None
-    hello = {"pid": peer.pid, "fd": 3, "file": [1, 2], "nbytes": 8}
+    hello = {"host": "here", "pid": peer.pid, "fd": 3, "file": [1, 2], "nbytes": 8}
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         patch.setattr(os, "stat", refuse)
         said = "rank 1 has just ended" if ended else "only if one user runs them all"
         with pytest.raises(BackendError if ended else NotImplementedError, match=said):
-            memory._open(1, hello)
+            memory._open(1, hello, "here")
     peer.communicate(b"\n")
 
 

@@ -173,7 +173,7 @@ class HostMemory:
             )
             require_shareable(dict(enumerate(hellos)))
             self.maps = [
-                mine if rank == self.rank else self._open(rank, hello)
+                mine if rank == self.rank else self._open(rank, hello, hellos[self.rank]["host"])
                 for rank, hello in enumerate(hellos)
             ]
             self.pids = [hello["pid"] for hello in hellos]
@@ -250,10 +250,10 @@ class HostMemory:
         """What peers need to map this rank's part."""
         return {**whereabouts(), "fd": fd, "file": _file(fd), "nbytes": self.nbytes}
 
-    def _open(self, rank: int, hello: dict[str, Any]) -> mmap.mmap:
+    def _open(self, rank: int, hello: dict[str, Any], here: str) -> mmap.mmap:
         path = f"/proc/{hello['pid']}/fd/{hello['fd']}"
         ended = f"rank {rank} has just ended or given up"
-        if hello["host"] != (here := whereabouts()["host"]):
+        if hello["host"] != here:
             pair = " and ".join(sorted((here, hello["host"])))
             ended += f", or {pair} are two machines with one boot id: name a host for each with "
             ended += "FICCO_HOST"
