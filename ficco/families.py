@@ -232,11 +232,13 @@ class Askable(NamedTuple):
         whose: what all operators with such sizes are called.
         sizes: by name.
         make: the problem of an operator, ranks, a dtype and all sizes.
+        spread: of how rows are spread over ranks, and ranks over hosts, what can be said.
     """
 
     whose: str
     sizes: Mapping[str, Size]
     make: Callable[..., Planned]
+    spread: tuple[str, ...] = ()
 
 
 def _product(operator: str, world: int, dtype: str, m: int, n: int, k: int, **more: Any) -> Problem:
@@ -245,9 +247,9 @@ def _product(operator: str, world: int, dtype: str, m: int, n: int, k: int, **mo
 
 #: The operators of which a call can be described without its operands.
 ASKABLE: dict[str, Askable] = {
-    **dict.fromkeys(OPERATORS, Askable("products", OF_PRODUCTS, _product)),
-    "all_gather_attention": Askable("attention", OF_ATTENTION, _attention),
-    "ulysses_attention": Askable("attention", OF_HEADS, _attention),
+    **dict.fromkeys(OPERATORS, Askable("products", OF_PRODUCTS, _product, ("rows", "hosts"))),
+    "all_gather_attention": Askable("attention", OF_ATTENTION, _attention, ("hosts",)),
+    "ulysses_attention": Askable("attention", OF_HEADS, _attention, ("hosts",)),
     "experts": Askable("experts", OF_EXPERTS, _experts),
 }
 
@@ -259,13 +261,13 @@ def size_of(operator: str, name: str) -> type | None:
 
 
 def problem_of(
-    operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **more: Any
+    operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
 ) -> Planned:
     """The problem of a call on so many ranks.
 
     Args:
         sizes: by name, those that were given, as :data:`ASKABLE` has them.
-        more: of products, ``rows`` and ``hosts``.
+        spread: of products ``rows``; of these and of attention ``hosts``.
 
     Raises:
         ValueError: a size is wrong, missing, or none of the operator's.
@@ -274,8 +276,9 @@ def problem_of(
     if operator not in ASKABLE:
         raise InvalidArgument("operator", f"required one of {', '.join(ASKABLE)}, got {operator!r}")
     asked = ASKABLE[operator]
-    for name in (*sizes, *(name for name, value in more.items() if value not in (None, 1))):
-        if name not in asked.sizes and (name in sizes or operator not in OPERATORS):
+    spread = {name: value for name, value in spread.items() if value not in (None, 1)}
+    for name in (*sizes, *spread):
+        if name not in (asked.sizes if name in sizes else asked.spread):
             there = ", ".join(asked.sizes)
             raise InvalidArgument(name, f"required none for {operator}, which has {there}")
     missing = [name for name, size in asked.sizes.items() if size.default is REQUIRED]
@@ -287,4 +290,4 @@ def problem_of(
     given = {name: size.default for name, size in asked.sizes.items()} | dict(sizes)
     for name, value in given.items():
         asked.sizes[name].check(name, value)
-    return asked.make(operator, world, dtype, **given, **(more if operator in OPERATORS else {}))
+    return asked.make(operator, world, dtype, **given, **spread)

@@ -141,10 +141,9 @@ class Problem:
             self._check_transposed()
 
     def _check_transposed(self) -> None:
-        if not self.kind.blocks or self.scaling is not None or self.hosts > 1:
+        if not self.kind.blocks or self.scaling is not None:
             raise NotImplementedError(
-                f"{self.operator}: what lies transposed is served for all-to-alls on one host, "
-                "without scales"
+                f"{self.operator}: what lies transposed is served for all-to-alls without scales"
             )
         by_holder = zip(*self.blocks, strict=True) if self.kind.scatters else self.blocks
         if any(len(set(sizes)) > 1 for sizes in by_holder):
@@ -243,6 +242,14 @@ class Problem:
     def host(self, rank: int) -> int:
         """The host of a rank."""
         return rank // self.local_world
+
+    def ranks_of(self, host: int) -> range:
+        """The ranks of a host."""
+        return range(host * self.local_world, (host + 1) * self.local_world)
+
+    def hosts_ahead(self, rank: int, other: int) -> int:
+        """How many hosts further another rank is, counted modulo their number."""
+        return (self.host(other) - self.host(rank)) % self.hosts
 
     def on_host(self, host: int, rank: int) -> int:
         """The rank with another's place on a host, counted modulo their number. These ranks are a

@@ -107,7 +107,8 @@ class Exchange(NamedTuple):
         block: rows of a block; of each of its parts, if it has several.
         leaves: number of its first row at the sender.
         lands: number of its first row at the receiver.
-        sums: the blocks of all ranks are added up; rows have the same number on all ranks.
+        sums: the blocks of all ranks are added up; a row has one number on a rank, whether it lands
+            there or leaves.
         terms: what travels are products, and steps say whose are in it.
         parts: how many parts a block has.
         leaves_apart, lands_apart: rows from the beginning of a part to that of the next one, where

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,10 +79,10 @@ class AttentionCase:
         found = {name: getattr(self, name) for name in names}
         return {**found, "cu_seqlens": self.cu_seqlens or None}
 
-    def problem(self, world: int) -> AttentionProblem:
+    def problem(self, world: int, hosts: int = 1) -> AttentionProblem:
         asked = {**self.asked, "cu_seqlens": self.cu_seqlens}
         sizes = self.rows, self.batch, self.heads, self.kv_heads, self.size
-        return AttentionProblem(world, *sizes, self.dtype, **asked)
+        return AttentionProblem(world, *sizes, self.dtype, **asked, hosts=hosts)
 
     def whole(self, world: int, iteration: int, device: Any) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of the whole sequence."""
@@ -559,10 +559,13 @@ def test_no_further_from_float64_than_the_library(world: int) -> None:
     run(world, _calls, timeout=200)
 
 
-def _exact(at: Rank) -> None:
+#: Of which one has parts on two lanes.
+EXACT = "growing", "shard-overlap:pull", "growing:tail=2,compute=2", "serial", "auto"
+
+
+def exact(at: Rank, schedules: Sequence[str] = EXACT) -> None:
     """Equal scores make means of values; of integers over powers of two they are exact."""
     world, rows = at.world, 16
-    schedules = "growing", "shard-overlap:pull", "growing:tail=2,compute=2", "serial", "auto"
     for iteration, schedule in enumerate(schedules):
         for dtype in (torch.float32, torch.bfloat16):
             made = torch.Generator().manual_seed(iteration)
@@ -581,13 +584,33 @@ def _exact(at: Rank) -> None:
             values = torch.arange(world * rows).view(1, 1, -1, 1).expand(1, 2, -1, world * rows)
             keys = codes[:, :, mine].expand(1, 2, -1, -1)
             some = values[:, :, mine].to(dtype)
-            out = ficco.all_gather_attention(q, keys, some, schedule=schedule, scale=1.0)
+            operands = [one.clone().requires_grad_() for one in (q, keys, some)]
+            out = ficco.all_gather_attention(*operands, schedule=schedule, scale=1.0)
             assert torch.equal(out, where.to(dtype).view(1, 1, -1, 1).expand_as(out))
+            _exact_gradients(at, out, operands, iteration)
+
+
+def _exact_gradients(
+    at: Rank, out: torch.Tensor, operands: Sequence[torch.Tensor], iteration: int
+) -> None:
+    """The gradient of a value is the sum of those of the results that are equal to it."""
+    rows, length = out.shape[2], out.shape[3]
+    grads = [torch.arange(rows) % 5 - 2 * rank - iteration % 3 for rank in range(at.world)]
+    out.backward(grads[at.rank].to(out.dtype).view(1, 1, -1, 1).expand_as(out))
+    whole = torch.zeros(length, dtype=torch.float64)
+    for rank, grad in enumerate(grads):
+        where = (5 * torch.arange(rows) + 3 * rank + iteration) % length
+        whole.index_add_(0, where, 2 * grad.double())  # of two heads of queries
+    q, k, v = (one.grad for one in operands)
+    assert q is not None and k is not None and v is not None
+    mine = whole[at.rank * rows : (at.rank + 1) * rows]
+    assert torch.equal(v, mine.to(v.dtype).view(1, 1, -1, 1).expand_as(v)), (at.rank, iteration)
+    assert not q.any() and not k.any()
 
 
 @ranks(2, 4)
 def test_exact_where_that_has_a_meaning(world: int) -> None:
-    run(world, _exact)
+    run(world, exact)
 
 
 def _laid_out(at: Rank) -> list[bool]:

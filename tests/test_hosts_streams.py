@@ -32,6 +32,7 @@ from test_hosts import (
     host_of,
     problem_of,
 )
+from test_hosts_attention import CALLS, calls, projections
 from test_third_vendor import _on_threads
 
 import ficco
@@ -61,6 +62,16 @@ def engine() -> Any:
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
 def test_every_schedule_is_exact(operator: str, hosts: int, local: int) -> None:
     exact_over_hosts(operator, hosts, local)
+
+
+@pytest.mark.parametrize(("called", "each"), CALLS)
+@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
+def test_attention(hosts: int, local: int, called: Any, each: Any) -> None:
+    assert min(ranks.run(hosts * local, calls, hosts, called, each, timeout=200)) > 20
+
+
+def test_projections() -> None:
+    ranks.run(4, projections, 2, timeout=200)
 
 
 @contextmanager

@@ -1383,7 +1383,7 @@ def test_a_rank_without_a_result_is_caught() -> None:
         check([one, two])
 
 
-def test_landed_rows_are_not_sent_on_where_their_numbers_differ() -> None:
+def test_landed_rows_are_not_sent_on_to_ranks_that_get_others() -> None:
     """Rank 1 sends what it got from rank 0 on to rank 2, in place of what rank 0 has for that."""
     problem = Problem.of_blocks("all_to_all_matmul", ((4,) * 3,) * 3, 24, 32, "bfloat16")
     found = made("shard-overlap", problem)
@@ -1401,7 +1401,7 @@ def test_landed_rows_are_not_sent_on_where_their_numbers_differ() -> None:
         retire = retire._replace(after=(6, 2))
         steps[:] = [own, acquire, other, product, more, send, *rest, retire]
 
-    with pytest.raises(PlanError, match="between the wrong buffers"):
+    with pytest.raises(PlanError, match="passes on what is for others"):
         check(edited(edited(found, 0, keep_back), 1, send_on))
 
 

@@ -96,12 +96,14 @@ def _by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
 # Plans.
 
 
-def problem_of(operator: str, channels: list[int], dtype: str = "bfloat16") -> Problem:
+def problem_of(
+    operator: str, channels: list[int], dtype: str = "bfloat16", hosts: int = 1
+) -> Problem:
     world = len(channels)
     table = [channels] * world
     if operator != OPERATORS[0]:
         table = [[some] * world for some in channels]
-    return Problem.of_blocks(operator, table, 12, 20, dtype, transposed=True)
+    return Problem.of_blocks(operator, table, 12, 20, dtype, transposed=True, hosts=hosts)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -197,7 +199,7 @@ def projected(
     assert own[3].grad is not None and torch.equal(own[3].grad, of_weight)
 
 
-def _calls(at: Rank) -> None:
+def calls(at: Rank) -> None:
     iteration = 0
     for case in cases(at.world):
         for schedule in (*SCHEDULES[iteration % 3 :: 3], "auto"):
@@ -206,7 +208,7 @@ def _calls(at: Rank) -> None:
 
 @ranks(1, 2, 3, 4)
 def test_exact_on_whole_numbers(world: int) -> None:
-    run(world, _calls, timeout=280)
+    run(world, calls, timeout=280)
 
 
 def _laid_out(at: Rank) -> None:

@@ -16,7 +16,7 @@ import ficco
 pytestmark = pytest.mark.multigpu
 
 
-def _exact(at: Rank) -> None:
+def calls(at: Rank) -> None:
     iteration = 0
     for case in cases(at.world):
         for schedule in (*SCHEDULES, "auto"):
@@ -26,7 +26,7 @@ def _exact(at: Rank) -> None:
 
 @ranks(2, 4)
 def test_exact_on_whole_numbers(world: int) -> None:
-    run(world, _exact, device="cuda", timeout=280)
+    run(world, calls, device="cuda", timeout=280)
 
 
 def _layers(at: Rank) -> None:

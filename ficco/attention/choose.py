@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ficco.attention.heads_plans import heads_plans
-from ficco.attention.plans import attention_plans
+from ficco.attention.plans import attention_plans, refusal
 from ficco.heuristics.family import Family
 
 #: Attention to keys that are gathered. Growing groups are few calls of a library; the others wait
@@ -26,6 +26,7 @@ GATHERED = Family(
     ),
     default="growing",
     rings=True,
+    refusal=refusal,
 )
 
 #: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 two groups

@@ -8,17 +8,20 @@ made, and summed there in float32. That of the queries grows as rows arrive.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 from ficco.attention.mask import BACKWARD_PRODUCTS
 from ficco.attention.problem import AttentionProblem, KeyGather
 from ficco.attention.stage import AttentionStage, AttentionWorld, KeyRun
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
-from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.builder import Builder, WordAllocator, remembered
 from ficco.schedules.groups import Unit
+from ficco.schedules.network import Sending, add_moves, legs, returning, via
 from ficco.schedules.space import Schedule
-from ficco.specification import Exchange, Specification
+from ficco.specification import Buffer, Exchange, Specification
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,10 @@ class AttentionGradient:
         return self.forward.keys
 
     def senders(self, rank: int, first: int, last: int) -> int:
-        """The ranks whose queries may attend to all of some rows of a rank's, rank r as bit r; 0 if
-        some attend to a part of them."""
-        found = 0
+        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
+        r; 0 if some attend to a part of them."""
+        own = self.keys.lands(rank, rank)
+        first, last, found = first - own, last - own, 0
         for other in range(self.world):
             begin, end = self.keys.spans[rank][other]
             if begin <= first and last <= end:
@@ -72,17 +76,18 @@ class AttentionGradient:
             out._replace(name=name, holds=holds, memory="operand")
             for name, holds in (("o", "O"), ("grad", "dO"))
         ]
-        firsts = kv._replace(memory="result", symmetric=False, leaves=False)
+        first = tuple(keys.lands(rank, rank) for rank in range(self.world))
+        dkv = kv._replace(memory="result", symmetric=False, leaves=False, first=first)
         return Specification(
             operands=(self.forward.landing("operand") if self.kept else kv, q, *given),
-            results=(out._replace(name="dq", holds="dQ"), firsts._replace(name="dkv", holds="dKV")),
+            results=(out._replace(name="dq", holds="dQ"), dkv._replace(name="dkv", holds="dKV")),
             contractions=(),
             exchanges={
                 **travels,
                 "dKV": Exchange(
                     block=lambda src, dst: keys.block(dst, src),
                     leaves=lambda src, dst: keys.lands(dst, src),
-                    lands=lambda src, dst: keys.leaves(dst, src),
+                    lands=lambda src, dst: keys.number(dst, dst, keys.leaves(dst, src)),
                     sums=True,
                     terms=True,
                     senders=self.senders,
@@ -96,9 +101,25 @@ class AttentionGradient:
         return text.removesuffix(")") + ", kept" * self.kept + ")"
 
 
+class Contribution(NamedTuple):
+    """Gradients of some rows of a rank's keys that one rank has.
+
+    Attributes:
+        first, last: of the rows.
+        rank: that has them.
+        terms: the ranks whose gradients are summed in them, rank r as bit r.
+    """
+
+    first: int
+    last: int
+    rank: int
+    terms: int
+
+
 class GradientWorld(AttentionWorld):
     """What all ranks know. Gradients of a rank's own keys are summed of those of its own queries
-    (``own``) and those that peers send (``returned``); what it sends waits in ``leaving``."""
+    (``own``) and those that others send (``returned``); what it sends waits in ``leaving``. For
+    another host the rank on the owner's rail sums first what its host has (``host sum``)."""
 
     def __init__(
         self, asked: AttentionGradient, schedule: Schedule, words: WordAllocator, cap: int | None
@@ -108,35 +129,106 @@ class GradientWorld(AttentionWorld):
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(asked.forward, schedule, words, cap, asked.specification)
         keys, ranks, dkv = asked.keys, range(self.world), asked.specification.results[1]
+        cols, hosts = asked.forward.kv_cols, asked.hosts
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
-        self.back = words.block(max(counts, default=0))
-        #: By rank and peer, the row at which the peer's gradients begin.
-        self.places: list[dict[int, int]] = []
+        #: Most units of a shard, of which there are words for each host: for those of the waiter's
+        #: own, then for those that it sums for its rail.
+        self.most = max(counts, default=0)
+        self.back = words.block(self.most * hosts)
+        #: By rank, and by sender and owner of what comes to it, the row at which that begins.
+        self.places: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
-            peers = [peer for peer in ranks if peer != rank]
-            ends = list(accumulate((keys.block(rank, peer) for peer in peers), initial=0))
-            self.places.append(dict(zip(peers, ends, strict=False)))
-            returned.append((ends[-1], asked.forward.kv_cols))
-        self.buffer("own", dkv, dkv.shapes, "local")
+            blocks = returning(keys, rank)
+            ends = [*accumulate((keys.block(to, src) for src, to in blocks), initial=0)]
+            self.places.append(dict(zip(blocks, ends, strict=False)))
+            returned.append((ends[-1], cols))
+        self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
+        #: By distance of hosts, what a rank's host sums for the one on its rail.
+        self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
-            leaving = tuple((keys.product_rows(rank), asked.forward.kv_cols) for rank in ranks)
+            leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
             self.buffer("leaving", dkv, leaving, "local", leaves=True)
             self.buffer("returned", dkv, tuple(returned))
+        for distance in range(1, hosts) if keys.local_world > 1 else ():
+            owners = [keys.on_host(keys.host(rank) + distance, rank) for rank in ranks]
+            pairs = list(zip(owners, ranks, strict=True))
+            shapes = tuple((keys.block(*pair), cols) for pair in pairs)
+            first, name = tuple(keys.lands(*pair) for pair in pairs), f"host sum {distance}"
+            made = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
+            self.host_sums[distance] = made
 
     def _add_slot_buffers(self, packs_columns: bool) -> None:
         if not self.kept:
             super()._add_slot_buffers(packs_columns)
 
-    def came_back(self, sender: int, rank: int) -> list[Signal]:
-        """The signals that gradients are back, one for each unit that went to the sender."""
-        first, last = self.problem.leaves(rank, sender), self.problem.lands(rank, sender)
-        units = self.arrivals[sender].units(rank)
-        rows = [(a - last + first, b - last + first) for a, b in self.arrivals[sender].rows(rank)]
+    def came_back(self, sender: int, rank: int, owner: int) -> list[Signal]:
+        """The signals that gradients of an owner's keys are back, or at the rank that sums them for
+        it, one for each unit that went to the sender."""
+        first, row = self.problem.leaves(owner, sender), partial(self.problem.number, rank, owner)
+        slot = self.problem.hosts_ahead(rank, owner) * self.most
         return [
-            self.back.signal("returned", sender, rank, unit.ordinal, at)
-            for unit, at in zip(units, rows, strict=True)
+            self.back.signal(
+                *("returned", sender, rank, slot + unit.ordinal),
+                (row(first + unit.start), row(first + unit.stop)),
+            )
+            for unit in self.arrivals[sender].units(owner)
         ]
+
+    def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
+        """Where gradients of some rows of an owner's keys come to a rank."""
+        row = self.places[rank][sender, owner] - self.problem.leaves(owner, sender)
+        return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
+
+    def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
+        """Where they leave: what a rank's own queries give or, ``summed``, those of its host."""
+        number, cols = partial(self.problem.number, rank, owner), (0, self.asked.kv_cols)
+        buffer, begin = "leaving", 0
+        if summed and self.host_sums:
+            buffer, *_ = self.host_sums[self.problem.hosts_ahead(rank, owner)]
+            begin = self.problem.lands(owner, rank)
+        return Region(buffer, rank, number(first) - begin, number(last) - begin, *cols)
+
+    @remembered
+    def sums(self, rank: int, owner: int) -> list[tuple[Contribution, list[Contribution]]]:
+        """What a rank sums of the gradients of an owner's keys, and of what, in the order of ranks:
+        rows of which the same ranks have some, in one piece if they go to another host."""
+        problem, ends = self.problem, set[int]()
+        shares = [
+            Contribution(*problem.spans[owner][near], near, 1 << near)
+            for near in problem.ranks_of(problem.host(rank))
+            if problem.block(owner, near)
+        ]
+        if rank == owner:
+            shares += [one for _, far in legs(problem, rank) for one, _ in self.sums(far, owner)]
+        else:
+            begin = problem.leaves(owner, rank)
+            ends = {begin + unit.stop for unit in self.arrivals[rank].units(owner)}
+        ends |= {end for one in shares for end in one[:2]}
+        found = []
+        for first, last in pairwise(sorted(ends)):
+            some = [one for one in shares if one.first <= first and last <= one.last]
+            terms = sum(one.terms for one in some)
+            by_rank = sorted(some, key=attrgetter("rank"))
+            found.append((Contribution(first, last, rank, terms), by_rank))
+        return found
+
+    @remembered
+    def crossing(self, rank: int, owner: int) -> list[tuple[Transfer, ...]]:
+        """The gradients that a rank sends to one on another host, by piece."""
+        begin, found = self.problem.leaves(owner, rank), list[tuple[Transfer, ...]]()
+        for unit in self.arrivals[rank].units(owner):
+            moves = [
+                Transfer(
+                    self.leaving(rank, owner, one.first, one.last, summed=True),
+                    self.returned(rank, owner, owner, one.first, one.last),
+                    one.terms,
+                )
+                for one, _ in self.sums(rank, owner)
+                if begin + unit.start <= one.first and one.last <= begin + unit.stop
+            ]
+            found.append(tuple(moves))
+        return found
 
 
 class GradientStage(AttentionStage):
@@ -153,11 +245,13 @@ class GradientStage(AttentionStage):
         super().__init__(world, builder)
         self.compute_lanes = ["compute0"]  # all add to the same sums
         self.return_lane = f"copy{self.schedule.copy}"
+        self.made: dict[Unit, int] = {}  # unit -> the step that makes the gradients of its rows
 
     def run(self) -> None:
         super().run()
         if self.asked.rows:
-            self._sum()
+            arrived = self._cross_back() if self.problem.hosts > 1 else ()
+            self._sum(self.me, arrived)
 
     def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
         """Own rows apart, and first: their gradients stay."""
@@ -182,39 +276,61 @@ class GradientStage(AttentionStage):
         super()._consume(group)
         made = [i for i, s in enumerate(self.steps[before:], before) if s.op == "attend"]
         for unit in self.groups[group]:
+            self.made[unit] = made[0]
             if unit.peer != self.me:
-                self._send_back(unit, made[0])
+                self._send_back(unit)
 
-    def _send_back(self, unit: Unit, made: int) -> None:
-        """Send the gradients of a unit's rows to where it came from."""
-        me, peer, cols = self.me, unit.peer, (0, self.asked.kv_cols)
-        first, last = self.mine.rows(peer)[unit.ordinal]
-        place = self.world.places[peer][me] - self.problem.lands(peer, me)
-        src = Region("leaving", me, first, last, *cols)
-        dst = Region("returned", peer, first + place, last + place, *cols)
-        move, posts = Transfer(src, dst, 1 << me), (self.world.came_back(me, peer)[unit.ordinal],)
-        after = (made, self.acquired[peer])
-        label = f"d{peer}.{unit.ordinal}>{peer}"
+    def _send_back(self, unit: Unit) -> None:
+        """Send the gradients of a unit's rows to where it came from, or to where those of this host
+        are summed."""
+        me, owner, world = self.me, unit.peer, self.world
+        peer, begin = via(self.problem, me, owner), self.problem.leaves(owner, me)
+        if peer == me:
+            return
+        rows = begin + unit.start, begin + unit.stop
+        src = world.leaving(me, owner, *rows, summed=False)
+        dst = world.returned(me, peer, owner, *rows)
+        posts = (world.came_back(me, peer, owner)[unit.ordinal],)
+        after, move = (self.made[unit], self.acquired[peer]), Transfer(src, dst, 1 << me)
+        label = f"d{owner}.{unit.ordinal}>{peer}"
         self.add(Step("copy", self.return_lane, label, posts=posts, after=after, transfer=move))
 
-    def _sum(self) -> None:
-        """Add up the gradients of the own keys, all ranks' in their order."""
-        me, problem, cols = self.me, self.problem, (0, self.asked.kv_cols)
-        senders = [rank for rank in range(problem.world) if problem.block(me, rank)]
-        spans = {rank: problem.spans[me][rank] for rank in senders}
-        waits = [s for rank in senders if rank != me for s in self.world.came_back(rank, me)]
-        for first, last in pairwise(sorted({end for span in spans.values() for end in span})):
-            parts, terms = [], []
-            for rank, (begin, end) in spans.items():
-                if begin <= first and last <= end:
-                    place = 0 if rank == me else self.world.places[me][rank] - begin
-                    buffer = "own" if rank == me else "returned"
-                    parts.append(Region(buffer, me, first + place, last + place, *cols))
-                    terms.append(1 << rank)
-            total = Reduction(tuple(parts), tuple(terms), Region("dkv", me, first, last, *cols))
-            step = Step("reduce", "compute0", f"sum {first}:{last}", tuple(waits), reduction=total)
-            self.add(step)
-            waits = []
+    def _cross_back(self) -> tuple[int, ...]:
+        """Exchange gradients with other hosts; the steps that bring some."""
+        me, world, sent, received = self.me, self.world, {}, {}
+        for target, source in legs(self.problem, me):
+            made = [self.made[unit] for unit in self.mine.units(target)]
+            if world.host_sums:
+                made = [self._sum(target)] * len(made)
+            sent[target] = list(map(Sending, world.crossing(me, target), zip(made)))
+            received[source] = world.crossing(source, me)
+        brought = add_moves(self.builder, self.schedule.order, sent, received)
+        return tuple(brought.values())
+
+    def _sum(self, owner: int, after: tuple[int, ...] = ()) -> int:
+        """Add up the gradients of an owner's keys that this rank has and gets, in the order of
+        ranks; the last step."""
+        me, world = self.me, self.world
+        near = [peer for peer in self.peers if self.problem.block(owner, peer)]
+        waits = tuple(s for peer in near for s in world.came_back(peer, me, owner))
+        for one, shares in world.sums(me, owner):
+            rows, parts = one[:2], list[Region]()
+            for share in shares:
+                if share.rank != me:
+                    parts.append(world.returned(share.rank, me, owner, *rows))
+                elif owner != me:
+                    parts.append(world.leaving(me, owner, *rows, summed=False))
+                else:
+                    parts.append(Region("own", me, *rows, 0, self.asked.kv_cols))
+            out = Region("dkv", me, *rows, 0, self.asked.kv_cols)
+            if owner != me:
+                out = world.leaving(me, owner, *rows, summed=True)
+            terms = tuple(share.terms for share in shares)
+            label = f"sum {rows[0]}:{rows[1]}" + f" for {owner}" * (owner != me)
+            total = Reduction(tuple(parts), terms, out)
+            self.add(Step("reduce", "compute0", label, waits, after=after, reduction=total))
+            waits, after = (), ()
+        return len(self.steps) - 1
 
 
 class KeptGradientStage(GradientStage):
@@ -236,6 +352,9 @@ class KeptGradientStage(GradientStage):
 
     def _pushes(self) -> list[list[Step]]:
         return [[] for _ in self.groups]
+
+    def _relay(self) -> None:
+        return
 
     def _begun(self) -> dict[int, tuple[Signal, ...]]:
         return {

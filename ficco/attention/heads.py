@@ -70,7 +70,7 @@ class HeadsProblem:
 
     @property
     def hosts(self) -> int:
-        return 1
+        return self.attention.hosts
 
     # Heads.
 

@@ -17,6 +17,7 @@ from ficco.plan.model import Applied, Plan, Region, Signal, Step, Transfer
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.gather import LOOKAHEAD
 from ficco.schedules.groups import cut, peers_in_order, targets_in_order
+from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import NAMED, Schedule
 from ficco.specification import Buffer
 
@@ -111,25 +112,34 @@ class _HeadsStage:
         self.world, self.problem, self.builder = world, world.problem, builder
         self.me, self.pieces = builder.me, world.pieces[builder.me]
         self.here: list[int] = []  # by piece, the step of its lane after which its rows are there
-        self.targets = targets_in_order(self.me, self.problem.world)
+        self.applied: list[int] = []  # by piece, the step that applies the function
+        self.brought: dict[tuple[int, int], int] = {}  # source and piece -> its network step
+        ranks = self.me, self.problem.world, self.problem.hosts
+        self.order, self.legs = peers_in_order(*ranks), list(far_legs(*ranks))
+        self.targets = targets_in_order(*ranks)[: len(builder.peers)]
         builder.lane_of = {
             peer: f"copy{turn % world.schedule.copy}" for turn, peer in enumerate(self.targets)
         }
 
     def plan(self) -> Plan:
         world, builder = self.world, self.builder
-        if not builder.peers:
+        if self.problem.world == 1:
             builder.add(self._apply((0, self.problem.heads)))
             return builder.plan(str(world.schedule), world.buffers, world.words)
         builder.acquire({})
         most = max(map(len, world.pieces))
-        for piece in range(most + LOOKAHEAD):
-            if piece < most:
-                self._send(piece)
-            if 0 <= (arrived := piece - LOOKAHEAD) < len(self.pieces):
-                self._serve(arrived)
+        ahead = most if self.legs else LOOKAHEAD
+        for piece in range(min(ahead, most)):
+            self._send(piece)
+        self._cross()
+        for piece in range(most):
+            if piece + ahead < most:
+                self._send(piece + ahead)
+            if piece < len(self.pieces):
+                self._serve(piece)
         self._finish(most)
-        builder.retire(())
+        if builder.peers:
+            builder.retire(())
         return builder.plan(str(world.schedule), world.buffers, world.words)
 
     def _send(self, piece: int) -> None:
@@ -137,25 +147,34 @@ class _HeadsStage:
         for peer in self.targets:
             if piece >= len(self.world.pieces[peer]):
                 continue
-            moves = self._moves(peer, piece)
+            moves = self._moves(self.me, peer, piece)
             rows = self.world.pieces[peer][piece]
             signal = self.world.ready.signal("ready", self.me, peer, piece, rows)
             for move in moves:
                 posts = (signal,) if move is moves[-1] else ()
                 self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts)
 
-    def _moves(self, peer: int, piece: int) -> list[Transfer]:
-        """What a piece of a rank's needs of this rank's shards: rows of queries come last."""
+    def _cross(self) -> None:
+        """Exchange pieces with the ranks of other hosts."""
+        sent, received = {}, {}
+        for target, source in self.legs:
+            theirs = self.world.pieces[target]
+            sent[target] = [Sending(self._moves(self.me, target, i)) for i in range(len(theirs))]
+            received[source] = [self._moves(source, self.me, i) for i in range(len(self.pieces))]
+        self.brought = add_moves(self.builder, self.world.schedule.order, sent, received)
+
+    def _moves(self, me: int, peer: int, piece: int) -> tuple[Transfer, ...]:
+        """What a piece of a rank's needs of another one's shards: rows of queries come last."""
         cols, moves = self.problem.cols, list[Transfer]()
         for matrix in reversed(self.problem.arrives):
             first, last = self.world.new_rows(matrix, peer, piece)
             if first == last:
                 continue
-            up = self.problem.leaves(matrix, self.me, peer)
-            src = Region(matrix, self.me, up + first, up + last, 0, cols)
-            left, name = self.me * cols, self.world.heads[matrix].name
+            up = self.problem.leaves(matrix, me, peer)
+            src = Region(matrix, me, up + first, up + last, 0, cols)
+            left, name = me * cols, self.world.heads[matrix].name
             moves.append(Transfer(src, Region(name, peer, first, last, left, left + cols)))
-        return moves
+        return tuple(moves)
 
     def _copy(
         self,
@@ -181,13 +200,14 @@ class _HeadsStage:
     def _serve(self, piece: int) -> None:
         """Apply the function to a piece of this rank's, and push back what it makes."""
         lane = f"compute{piece % self.world.schedule.compute}"
-        for move in self._moves(self.me, piece):
+        for move in self._moves(self.me, self.me, piece):
             self._place(lane, move)
         waits = tuple(
             self.world.ready.signal("ready", peer, self.me, piece, self.pieces[piece])
             for peer in self.targets
         )
         after = self._shared(piece, lane)
+        after += tuple(self.brought[source, piece] for _, source in self.legs)
         onward = self.world.schedule.compute > 1 and piece + 1 < len(self.pieces)
         if onward and self._shares(piece + 1):
             label = f"piece {piece} is here"
@@ -197,13 +217,17 @@ class _HeadsStage:
             self.here.append(len(self.builder.steps))
         apply = self._apply(self.pieces[piece])._replace(lane=lane, waits=waits, after=after)
         applied = self.builder.add(apply)
+        self.applied.append(applied)
         for peer in self.targets:
-            moves, after = self._back(peer, piece), (applied,)  # which holds for the rest of a lane
+            moves, after = (
+                self._back(self.me, peer, piece),
+                (applied,),
+            )  # which holds for the rest of a lane
             for move in moves:
                 posts = (self._returned(self.me, peer, piece),) if move is moves[-1] else ()
                 self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts, after)
                 after = ()
-        for move in self._back(self.me, piece):
+        for move in self._back(self.me, self.me, piece):
             dst = move.dst._replace(buffer=move.dst.buffer.removeprefix("returned "))
             self._place(REDUCE_LANE, move._replace(dst=dst), (), (applied,))
         self._keep(piece, applied)
@@ -249,17 +273,17 @@ class _HeadsStage:
         label = f"heads {first + heads[0]}:{first + heads[1]}"
         return Step("apply", "compute0", label, applied=made)
 
-    def _back(self, peer: int, piece: int) -> list[Transfer]:
-        """What a piece made for a rank: its columns."""
+    def _back(self, me: int, peer: int, piece: int) -> tuple[Transfer, ...]:
+        """What a piece of one rank made for another: its columns."""
         cols, moves = self.problem.cols, list[Transfer]()
         for matrix in reversed(self.problem.returns):
-            first, last = self.world.new_rows(matrix, self.me, piece)
-            down = self.problem.lands(matrix, self.me, peer)
+            first, last = self.world.new_rows(matrix, me, piece)
+            down = self.problem.lands(matrix, me, peer)
             left = peer * cols
-            src = Region(self.world.heads[matrix].name, self.me, first, last, left, left + cols)
+            src = Region(self.world.heads[matrix].name, me, first, last, left, left + cols)
             name = f"returned {matrix}"
             moves.append(Transfer(src, Region(name, peer, down + first, down + last, 0, cols)))
-        return moves
+        return tuple(moves)
 
     def _returned(self, poster: int, waiter: int, piece: int) -> Signal:
         """The signal after the last result of a piece, which is the first that it returns."""
@@ -270,11 +294,14 @@ class _HeadsStage:
 
     def _finish(self, most: int) -> None:
         """Bring what returns to the results."""
-        order = peers_in_order(self.me, self.problem.world)
-        for piece, peer in product(range(most), order):
+        back = self._cross_back()
+        for piece, peer in product(range(most), self.order):
             if piece >= len(self.world.pieces[peer]):
                 continue
-            waits: tuple[Signal, ...] = (self._returned(peer, self.me, piece),)
+            waits: tuple[Signal, ...] = ()
+            after = (back[peer, piece],) if (peer, piece) in back else ()
+            if not after:
+                waits = (self._returned(peer, self.me, piece),)
             for matrix in self.problem.returns:
                 down = self.problem.lands(matrix, peer, self.me)
                 first, last = self.world.new_rows(matrix, peer, piece)
@@ -282,5 +309,20 @@ class _HeadsStage:
                     *(f"returned {matrix}", self.me, down + first, down + last),
                     *(0, self.problem.cols),
                 )
-                self._place(REDUCE_LANE, Transfer(src, src._replace(buffer=matrix)), waits)
-                waits = ()
+                self._place(REDUCE_LANE, Transfer(src, src._replace(buffer=matrix)), waits, after)
+                waits, after = (), ()
+
+    def _cross_back(self) -> dict[tuple[int, int], int]:
+        """Exchange what pieces made with the ranks of other hosts; by source and piece, the steps
+        that bring it."""
+        sent, received = {}, {}
+        for target, source in self.legs:
+            sent[target] = [
+                Sending(self._back(self.me, target, piece), (applied,))
+                for piece, applied in enumerate(self.applied)
+            ]
+            received[source] = [
+                self._back(source, self.me, piece)
+                for piece in range(len(self.world.pieces[source]))
+            ]
+        return add_moves(self.builder, self.world.schedule.order, sent, received)

@@ -19,7 +19,7 @@ from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.space import Schedule
 
 
-def refusal(schedule: Schedule) -> str:
+def refusal(problem: AttentionProblem | AttentionGradient, schedule: Schedule) -> str:
     """Why a schedule cannot serve attention; empty if it can."""
     name, why = f"schedule {schedule}", ""
     if schedule.own or schedule.grouping in ("one-shot", "tiled"):
@@ -30,6 +30,8 @@ def refusal(schedule: Schedule) -> str:
         why = "no collective brings each rank only the rows that it attends to"
     elif schedule.uniform and (schedule.grouping, schedule.pieces) != ("fused", 1):
         why = "the own rows are all there before the first piece is"
+    elif problem.hosts > 1 and (schedule.pull or schedule.grouping == "ring"):
+        why = "ranks fetch (pull) or pass rows on (ring), which no rank can do between hosts"
     return why and f"{name}: {why}; take growing, shard-overlap, hetero-fused-1d or serial"
 
 
@@ -45,7 +47,7 @@ def attention_plans(
         ValueError: the schedule cannot serve attention, or ``staging_bytes``, a cap on the memory
             where pieces land, is too small for the largest step.
     """
-    if why := refusal(schedule):
+    if why := refusal(problem, schedule):
         raise ValueError(why)
     if schedule.grouping == "ring":
         problem = _in_ring(problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -35,7 +35,8 @@ class KeyGather(Problem):
     """How rows of KV travel: an all-gather of which each rank gets only what it attends to.
 
     Attributes:
-        spans: ``spans[i][j]``: first and last row, exclusive, of rank i's that rank j gets.
+        spans: ``spans[i][j]``: first and last row, exclusive, of rank i's that rank j gets: for
+            its own host, if it gets them from another one.
     """
 
     spans: tuple[tuple[Span, ...], ...] = ()
@@ -53,6 +54,10 @@ class KeyGather(Problem):
 
     def lands(self, src: int, dst: int) -> int:
         return self._landings[dst][src]
+
+    def number(self, rank: int, owner: int, row: int) -> int:
+        """The number where it lands at a rank of a row of another one's, or of its own."""
+        return self.lands(owner, rank) + row - self.leaves(owner, rank)
 
     def product_rows(self, rank: int) -> int:
         return self._landings[rank][self.world]
@@ -79,6 +84,7 @@ class AttentionProblem:
         symmetric: keys and values lie in symmetric memory as they travel.
         keeps: the rows of KV that a rank gets, its own among them, are a second result.
         ring: rows go from each rank to the next one, so that every rank gets all.
+        hosts: how many hosts the ranks are on, each with as many, which follow each other.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -100,6 +106,7 @@ class AttentionProblem:
     symmetric: bool = False
     keeps: bool = False
     ring: bool = False
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in SUMS:
@@ -109,6 +116,10 @@ class AttentionProblem:
         for name in ("world", "batch", "heads", "kv_heads", "size"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(name, f"required at least 1, got {getattr(self, name)}")
+        if self.hosts < 1 or self.world % self.hosts:
+            raise InvalidArgument(
+                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
+            )
         if self.heads % self.kv_heads:
             raise InvalidArgument(
                 "k",
@@ -152,10 +163,6 @@ class AttentionProblem:
         return "all_gather_attention"
 
     @property
-    def hosts(self) -> int:
-        return 1
-
-    @property
     def length(self) -> int:
         """Positions of the whole sequence."""
         return self.world * self.rows
@@ -189,17 +196,24 @@ class AttentionProblem:
         spans = tuple(tuple(self._span(src, dst) for dst in ranks) for src in ranks)
         rows = (self.rows,) * self.world
         how = "all_gather_matmul", rows, self.q_cols, self.kv_cols, self.dtype
-        return KeyGather(*how, self.keeps, self.symmetric, spans=spans)
+        return KeyGather(*how, self.keeps, self.symmetric, hosts=self.hosts, spans=spans)
 
     def landing(self, memory: str) -> Buffer:
         """The rows of KV that a rank gets."""
         return self.keys.gathered(memory)._replace(holds="KV")
 
     def _span(self, src: int, dst: int) -> Span:
-        """From the first to the last row of a rank's that another gets."""
+        """From the first to the last row of a rank's that another gets: what some of its queries
+        attend to, or those of any rank for which it gets the rows from another host."""
         if self.ring:
             return 0, self.rows
-        seen = self.seen(self.segments[dst], self.segments[src])
+        local = self.world // self.hosts
+        host, place = divmod(dst, local)
+        readers: Iterable[int] = [dst]
+        if src // local != host and src % local == place:
+            readers = range(host * local, (host + 1) * local)
+        queries = [one for rank in readers for one in self.segments[rank]]
+        seen = self.seen(queries, self.segments[src])
         return (seen[0][0], seen[-1][1]) if seen else (0, 0)
 
     def seen(self, queries: Sequence[Segment], keys: Sequence[Segment]) -> list[Span]:
@@ -264,6 +278,7 @@ class AttentionProblem:
         flags += [f"cu_seqlens={_brief(self.cu_seqlens)}"] if self.cu_seqlens else []
         flags += [self.placement] if self.placement != PLACEMENTS[0] else []
         flags += [f"scale={self.scale}"] if self.scale is not None else []
+        flags += [f"{self.hosts} hosts"] if self.hosts > 1 else []
         flags += [name for name in ("symmetric", "keeps", "ring") if getattr(self, name)]
         return (
             f"{self.operator}({batch}sequence={self.length} ({self.rows} x {self.world} ranks), "

@@ -119,7 +119,7 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     there = {name: values for name, values in series.items() if any(values)}
     colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
     height = 0.8 / len(there)
-    machine = described(decision.machine, decision.problem.world)
+    machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"

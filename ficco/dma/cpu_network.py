@@ -20,7 +20,7 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.cpu_collectives import DEATH_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
-from ficco.dma.gloo import GlooLinks, PeerExchange, messages
+from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
 
 
 class GlooNetwork:
@@ -38,9 +38,7 @@ class GlooNetwork:
 
         def op(call: Call) -> None:
             state: CallState = call.state
-            parts = [
-                (True, one.peer, mine(call).contiguous().view(torch.uint8)) for one, mine in moves
-            ]
+            parts = [(True, one.peer, bytes_of(mine(call).contiguous())) for one, mine in moves]
             exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
             self._await(program, step, state, exchange, self._sends)
             state.sent[step].set()
@@ -67,7 +65,7 @@ class GlooNetwork:
                     if not part.is_contiguous():
                         data = torch.empty_like(part, memory_format=torch.contiguous_format)
                         landed.append((part, data))
-                    parts.append((False, one.peer, data.view(torch.uint8)))
+                    parts.append((False, one.peer, bytes_of(data)))
                 exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
                 self._links.expected.add(exchange)
                 state.coming[step] = exchange, landed

@@ -66,6 +66,11 @@ def messages(plan: Plan, step: int) -> list[Message]:
     return found
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, whatever the stride of a dimension of size 1."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 class PeerExchange:
     """Starts works and waits for their end.
 

@@ -26,7 +26,7 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WORD, StreamEngine, drained
 from ficco.dma.engine import Call, Missing, Op, Program, timed_out
-from ficco.dma.gloo import GlooLinks, PeerExchange, messages
+from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import align
@@ -324,7 +324,7 @@ class NcclNetwork(GpuNetwork):
                         data.copy_(part)
                     else:
                         lands.append((part, data))
-                parts.append((one.outward, one.peer, data.view(torch.uint8)))
+                parts.append((one.outward, one.peer, bytes_of(data)))
             try:
                 self._move(parts)
             except RuntimeError as error:

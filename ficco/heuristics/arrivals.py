@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ficco.machine import Machine
-from ficco.plan import Planned
+from ficco.plan import Plan, Planned
 
 #: Bytes from each other rank, that all may travel at the same time.
 Received = Sequence[int]
@@ -28,6 +28,18 @@ def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
         + together([crossing(machine, size) - machine.copies.gap for size in sizes])
         for sizes in stages
     )
+
+
+def crossed(plan: Plan, machine: Machine) -> float:
+    """Seconds in which a rank receives what its Plan brings from other hosts, one message after the
+    other."""
+    moves = [move for step in plan.steps for move in step.moves if move.dst.rank == plan.rank]
+    if not moves:
+        return 0.0
+    network = machine.network
+    assert network is not None
+    nbytes = sum(plan.nbytes(move.src) for move in moves)
+    return network.latency + nbytes * network.sharing / network.bandwidth
 
 
 def received(problem: Planned, rank: int) -> list[Received]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ficco.amounts import seconds_text
 from ficco.errors import InvalidArgument
-from ficco.heuristics.arrivals import Received, last_arrival, received
+from ficco.heuristics.arrivals import Received, crossed, last_arrival, received
 from ficco.heuristics.decide import REMEDY, Decision, described
 from ficco.heuristics.model import lacking
 from ficco.heuristics.table import Candidate
@@ -40,6 +40,7 @@ class Family:
         tie: share by which predictions differ that are equal; of equal ones the first is taken.
         alike: of a problem, the one that is simulated for it and for others; None: itself.
         rings: ``make`` takes a cap on staging, too, in bytes.
+        refusal: why a schedule cannot serve a problem; empty if it can.
     """
 
     make: Callable[..., Sequence[Plan]]
@@ -49,6 +50,7 @@ class Family:
     tie: float = 0.0
     alike: Callable[[Any], Any] | None = None
     rings: bool = False
+    refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
 
     def plans(
         self,
@@ -103,13 +105,14 @@ class Family:
             return decision(wanted, "caller", "given")
         if problem.world == 1:
             return decision(SERIAL, "rule", "one rank has nothing to wait for")
-        known = described(machine, problem.world) if machine else None
-        if known is None or (lacks := lacking(known, mode)):
+        known = described(machine, problem.world // problem.hosts) if machine else None
+        if known is None or (lacks := lacking(known, mode, problem.hosts)):
             why = f"lacks {', '.join(lacks)}" if known else "is not described for these ranks"
             return decision(self.default, "fallback", f"the machine {why}; {REMEDY}")
         asked = self.alike(problem) if self.alike else problem
         seconds = {
-            name: self.seconds(asked, Schedule.parse(name), known, mode) for name in self.compared
+            str(one): self.seconds(asked, one, known, mode)
+            for one in self.schedules(problem, known)
         }
         names = sorted(seconds, key=seconds.__getitem__)
         least, why = seconds[names[0]], ""
@@ -125,7 +128,8 @@ class Family:
 
     def schedules(self, problem: Planned, machine: Machine) -> list[Schedule]:
         """Those that are simulated unless others are named."""
-        return list(map(Schedule.parse, self.compared))
+        named = map(Schedule.parse, self.compared)
+        return [schedule for schedule in named if not self.refusal(problem, schedule)]
 
     def seconds(
         self, problem: Any, schedule: Schedule, machine: Machine, mode: str = "queued"
@@ -140,13 +144,16 @@ class Family:
     def bounds(self, problem: Planned, machine: Machine, mode: str) -> dict[str, float]:
         """Seconds of the parts of a call, with nothing else running, on the slowest rank: what is
         computed if all is there, and the last arrival if nothing is computed."""
-        timeline = simulate(self.plans(problem, Schedule.parse(SERIAL)), machine, mode)
+        plans = self.plans(problem, Schedule.parse(SERIAL))
+        timeline = simulate(plans, machine, mode)
         spent = [
             sum(bar.stop_s - bar.start_s for bar in bars if bar.kind in COMPUTED)
             for bars in timeline.ranks
         ]
-        ranks = range(problem.world)
-        arrivals = [last_arrival(self.received(problem, rank), machine) for rank in ranks]
+        arrivals = [
+            max(last_arrival(self.received(problem, plan.rank), machine), crossed(plan, machine))
+            for plan in plans
+        ]
         return {"computed": max(spent), "copies": max(arrivals)}
 
     def ideal(self, problem: Planned, machine: Machine, mode: str = "queued") -> float:
@@ -172,14 +179,14 @@ class FamilyDecision(Decision):
         """As of any decision, without losses."""
         family, problem = self.family, self.problem
         assert family is not None and problem is not None
-        known = described(self.machine, problem.world) if self.machine else None
-        if known is None or lacking(known, "queued") or problem.world == 1:
+        local, hosts = problem.world // problem.hosts, problem.hosts
+        known = described(self.machine, local) if self.machine else None
+        if known is None or lacking(known, "queued", hosts) or problem.world == 1:
             return ()
         bound = family.ideal(problem, known)
-        names = dict.fromkeys((*family.compared, str(self.schedule)))
         idle = not lacking(known, "idle")
         found = []
-        for schedule in map(Schedule.parse, names):
+        for schedule in dict.fromkeys((*family.schedules(problem, known), self.schedule)):
             queued = family.seconds(problem, schedule, known)
             found.append(
                 Candidate(

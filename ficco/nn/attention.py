@@ -37,7 +37,7 @@ class UlyssesAttention(nn.Module):
         size: of a head; ``features // heads`` by default.
         bias: of queries, keys and values, as in the Qwen2 models of Transformers.
         causal: a query attends to no later position.
-        group: the ranks, which are on one host; the default group if None.
+        group: the ranks; the default group if None.
         schedule: of both exchanges.
 
     Raises:

@@ -87,12 +87,12 @@ def all_gather_attention(
         window: with ``causal``, a query attends to its own position and to at most so many before.
         cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
             on the host. A query attends to its own one only.
-        group: the ranks, which are on one host; the default group if None.
+        group: the ranks; the default group if None.
         schedule: a name, a :class:`Schedule`, or ``"auto"``: the fastest of a few in simulation.
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, or a group over several hosts.
+        NotImplementedError: the dtype.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
@@ -131,7 +131,7 @@ def run_attention(
     workspace = workspace_for(group, q, "q", NAME)
     try:
         options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
-        check_operands(workspace, NAME, {"q": q, "k_shard": k, "v_shard": v}, schedule, asked)
+        check_together({"q": q, "k_shard": k, "v_shard": v}, schedule, asked)
         q, k, v = (_heads(plain(one)) for one in (q, k, v))
         kv = _packed(k, v) if kept is None else kept
         source = workspace.symmetric_source(kv) if kept is None else None
@@ -148,6 +148,7 @@ def run_attention(
             sizes = workspace.engine.world, rows, batch, heads, k.shape[1], size
             dtype = str(q.dtype).removeprefix("torch.")
             given = {**asked, "symmetric": source is not None, "keeps": gathers}
+            given |= {"hosts": workspace.engine.hosts.count}
             problem = AttentionProblem(*sizes, dtype, **given)
             whole = problem if of is None else AttentionGradient(problem, kept is not None)
             cached = _new_kind(workspace, whole, schedule, mode, source, options)
@@ -199,27 +200,10 @@ class _Attention(torch.autograd.Function):
         return *_gradients(found), None, None, None
 
 
-def check_operands(
-    workspace: Workspace,
-    operator: str,
-    operands: Mapping[str, torch.Tensor],
-    schedule: str | Schedule,
-    asked: dict[str, Any],
-) -> None:
-    """Refuse queries, keys and values, by name, that do not fit together."""
-    engine = workspace.engine
-    if engine.hosts.count > 1:
-        raise NotImplementedError(
-            f"ficco.{operator}: the ranks of this group are on {engine.hosts.count} hosts, and "
-            "keys travel within one only; pass a group of ranks of one host"
-        )
-    check_together(operands, schedule, asked)
-
-
 def check_together(
     operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
 ) -> None:
-    """The same without what depends on the ranks."""
+    """Refuse queries, keys and values, by name, that do not fit together."""
     q, k, _ = operands.values()
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(

@@ -74,12 +74,12 @@ def ulysses_project(
 
     Args:
         size: of a head.
-        group: the ranks, which are on one host; the default group if None.
+        group: the ranks; the default group if None.
         schedule: of a :func:`ficco.matmul_all_to_all`: a name, a :class:`Schedule` or ``"auto"``.
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, or a group over several hosts.
+        NotImplementedError: the dtype.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
@@ -124,13 +124,13 @@ def ulysses_output(
     travels again. All ranks need gradients of the same operands.
 
     Args:
-        group: the ranks, which are on one host; the default group if None.
+        group: the ranks; the default group if None.
         schedule: of a :func:`ficco.all_to_all_transposed_matmul`: a name, a :class:`Schedule` or
             ``"auto"``.
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, or a group over several hosts.
+        NotImplementedError: the dtype.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
 from ficco.ops import problem_log
-from ficco.ops.attention import ASKED, check_operands, check_together, save_all
+from ficco.ops.attention import ASKED, check_together, save_all
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
@@ -76,13 +76,13 @@ def ulysses_attention(
         window: with ``causal``, a query attends to its own position and to at most so many before.
         cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
             on the host. A query attends to its own one only.
-        group: the ranks, which are on one host; the default group if None.
+        group: the ranks; the default group if None.
         schedule: ``"serial"``, ``"uniform-fused-1d"`` with ``pieces=`` groups of heads on each rank
             and ``copy=`` lanes, a :class:`Schedule`, or ``"auto"``: the fastest in simulation.
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, or a group over several hosts.
+        NotImplementedError: the dtype.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
@@ -138,7 +138,7 @@ def _forward(
     operands = {"q": q, "k": k, "v": v}
     try:
         options = number_call(workspace, NAME)
-        check_operands(workspace, NAME, operands, call.schedule, call.asked)
+        check_together(operands, call.schedule, call.asked)
         made = _run(workspace, options, call, (q.shape, k.shape), operands, saves=saves)
     except BaseException as error:
         workspace.end(error)
@@ -203,9 +203,10 @@ def _run(
     )
     cached = workspace.programs.get(key)
     if cached is None:
-        sizes = workspace.engine.world, rows, batch, heads, shapes[1][1], size
-        dtype = str(like.dtype).removeprefix("torch.")
-        problem = HeadsProblem(AttentionProblem(*sizes, dtype, **call.asked), **part)
+        engine, dtype = workspace.engine, str(like.dtype).removeprefix("torch.")
+        sizes = engine.world, rows, batch, heads, shapes[1][1], size
+        asked = AttentionProblem(*sizes, dtype, **call.asked, hosts=engine.hosts.count)
+        problem = HeadsProblem(asked, **part)
         cached = _new_kind(workspace, problem, call.schedule, options)
     tensors = {
         name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))

@@ -118,12 +118,13 @@ class _Staging:
             for unit, region in zip(units, stays, strict=True)
         ]
 
-    def landing(self, peer: int, units: list[Unit]) -> list[Region]:
-        """The regions in staging of units of a peer, which another rank may have cut."""
+    def landing(self, peer: int, units: list[Unit], skipped: int = 0) -> list[Region]:
+        """The regions in staging of units of a peer, which another rank may have cut, of a block
+        that begins so many rows later."""
         rank, problem, buffer = self.rank, self.world.problem, self.world.staging
         if not self.stages:
             first = problem.lands(peer, rank) - (self.own_rows_absent if peer > rank else 0)
-            return self.arrivals.regions(buffer, rank, first, units)
+            return self.arrivals.regions(buffer, rank, first + skipped, units)
         regions, by_columns, rows, cols = [], self.by_columns, self.arrivals.block(peer), problem.k
         for _, ordinal, start, stop, group in units:
             row, length = self._stage[group] + self._row[peer][ordinal], stop - start
@@ -389,7 +390,7 @@ class GatherStage(Stage):
             sent[target] = [Sending(moves, self._cast(moves[0].src, LANE)[-1:]) for moves in pieces]
         received = {source: self._crossing(source, self.me) for source in sources}
         order = self.schedule.order
-        self.brought = add_moves(self.problem, self.builder, order, sent, received)
+        self.brought = add_moves(self.builder, order, sent, received)
         if not self.problem.kind.blocks:
             onward = [one for source in sources for one in self._onward(source)]
             self.steps += sorted(onward, key=lambda step: step.after)
@@ -413,11 +414,13 @@ class GatherStage(Stage):
         for target in targets[: len(self.peers)]:
             landing, ready = world.landing[target], world.of_units("ready", source, target)
             units = landing.arrivals.units(source)
-            here, there = self.staging.landing(source, units), landing.regions(source)
+            skipped = self.problem.leaves(source, target) - self.problem.leaves(source, self.me)
+            here, there = self.staging.landing(source, units, skipped), landing.regions(source)
             pieces = zip(units, names(source, len(units)), here, there, ready, strict=True)
             for unit, name, src, dst, signal in pieces:
                 # They come in order: what holds the end of a unit is the last of it.
-                last = next(i for i, one in enumerate(mine.units(source)) if one.stop >= unit.stop)
+                stop = skipped + unit.stop
+                last = next(i for i, one in enumerate(mine.units(source)) if one.stop >= stop)
                 after, rows = (self.brought[source, last],), Transfer(src, dst)
                 lane, label = self.lane_of[target], f"{name}>{target}"
                 copy = Step("copy", lane, label, (), (signal,), (), after, rows, mover=mover)

@@ -36,23 +36,38 @@ def via(problem: Problem, rank: int, other: int) -> int:
 
 def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
     """The ranks that a rank sends to and receives from, in an order in which all do the same."""
-    local, facts = problem.local_world, (rank, problem.world, problem.hosts)
-    far = slice(local - 1, None, 1 if problem.kind.blocks else local)
-    return zip(targets_in_order(*facts)[far], peers_in_order(*facts)[far], strict=True)
+    return far_legs(
+        rank, problem.world, problem.hosts, 1 if problem.kind.blocks else problem.local_world
+    )
+
+
+def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tuple[int, int]]:
+    """The same of all ranks of other hosts, or of those that are so far apart from each other."""
+    far = slice(world // hosts - 1, None, apart)
+    targets, sources = (order(rank, world, hosts) for order in (targets_in_order, peers_in_order))
+    return zip(targets[far], sources[far], strict=True)
+
+
+def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
+    """The blocks that come to a rank where each host sums what its ranks have for another one, by
+    sender and owner: its own from the ranks of its host and from its rail, in the order of ranks,
+    then those of its rail from the ranks of its host."""
+    near = [one for one in problem.ranks_of(problem.host(rank)) if one != rank]
+    ways = list(legs(problem, rank))
+    own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
+    return own + [(source, owner) for owner, _ in ways for source in near]
 
 
 def add_moves(
-    problem: Problem,
     builder: Builder,
     order: str,
     sent: Mapping[int, Sequence[Sending]],
     received: Mapping[int, Sequence[tuple[Transfer, ...]]],
 ) -> dict[tuple[int, int], int]:
-    """Add network steps for pieces by receiver and by sender; returns the step that brings each, by
-    its sender and its number there. Each step moves a piece both ways; ``order`` as schedules have
-    it."""
-    me = builder.me
-    ways = list(legs(problem, me))
+    """Add network steps for pieces by receiver and by sender, in the order of :func:`legs`; returns
+    the step that brings each, by its sender and its number there. Each step moves a piece both
+    ways; ``order`` as schedules have it."""
+    ways = list(zip(sent, received, strict=True))
     rounds = max([len(some) for way in (sent, received) for some in way.values()], default=0)
     turns = [(turn, way) for turn in range(rounds) for way in ways]
     if order == "peer":

@@ -25,7 +25,7 @@ from ficco.schedules.builder import (
     remembered,
 )
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
-from ficco.schedules.network import Sending, add_moves, legs, via
+from ficco.schedules.network import Sending, add_moves, legs, returning, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -101,17 +101,10 @@ class ScatterWorld(World):
     def _placed(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
         """By sender and owner of each block that lands at a rank, its first row in staging; and how
         many rows that makes."""
-        problem, host = self.problem, self.problem.host(rank)
-        near = [problem.on_host(host, place) for place in range(problem.local_world)]
-        near.remove(rank)
-        ways = list(legs(problem, rank))
-        blocks = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
-        if problem.kind.sums:
-            blocks += [(source, owner) for owner, _ in ways for source in near]
         row, first = 0, {}
-        for source, owner in blocks:
+        for source, owner in returning(self.problem, rank):
             first[source, owner] = row
-            row += problem.block(source, owner)
+            row += self.problem.block(source, owner)
         return first, row
 
     @remembered
@@ -120,7 +113,7 @@ class ScatterWorld(World):
         problem, departures = self.problem, self.departures[src]
         units, buffer, row, terms = departures.units(dst), self.product, 0, 1 << src
         if self.host_sums_needed:
-            buffer = self.host_sums[(problem.host(dst) - problem.host(src)) % problem.hosts]
+            buffer = self.host_sums[problem.hosts_ahead(src, dst)]
             terms = self.host_terms(src)
         else:
             row = problem.leaves(src, dst)
@@ -215,9 +208,8 @@ class ScatterWorld(World):
     def _slots(self, kind: str, poster: int, owner: int, slots: list[int]) -> list[int]:
         """The same for units that are summed for another host, or come from one."""
         problem = self.problem
-        distance = (problem.host(owner) - problem.host(poster)) % problem.hosts
         block = self.returned.per_poster // problem.hosts if kind == "summed" else self.most
-        return [distance * block + slot for slot in slots]
+        return [problem.hosts_ahead(poster, owner) * block + slot for slot in slots]
 
 
 class ScatterStage(Stage):
@@ -542,7 +534,7 @@ class ScatterStage(Stage):
             sent[target] = [Sending((move,), (made[unit],)) for move, unit in moves]
             received[source] = [(move,) for move in world.crossing(source, me)]
         order = self.schedule.order
-        self.brought = add_moves(self.problem, self.builder, order, sent, received)
+        self.brought = add_moves(self.builder, order, sent, received)
 
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
@@ -621,7 +613,7 @@ class ScatterStage(Stage):
             made = [(self.made_by[unit],) for unit in self.mine.sums]
             sent[target] = list(map(Sending, zip(moves(me, target)), made))
             received[source] = list(zip(moves(source, me)))
-        brought = add_moves(self.problem, self.builder, self.schedule.order, sent, received)
+        brought = add_moves(self.builder, self.schedule.order, sent, received)
         for (source, turn), index in brought.items():
             ((_, here, *_),) = received[source][turn]
             unit = world.departures[source].sums[turn]

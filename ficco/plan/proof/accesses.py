@@ -70,6 +70,25 @@ class _Route:
             (table == table[:, :1]).all() for table in (self.leaves, self.lands, self.block)
         )
 
+        #: Of each block, by the rank whose rows they are and by the other one: the first row at
+        #: both, and how many there are.
+        self._by_owner = self.leaves, self.lands, self.block
+        if exchange.sums:
+            self._by_owner = self.lands.T, self.leaves.T, self.block.T
+
+    def passed(self, row: Ints, row_stop: Ints, at: Ints, to: Ints) -> tuple[Ints, Bools]:
+        """For rows by their numbers at a rank, the distance from there to their numbers at another
+        one, and whether both ranks have them all in a block with the same rank."""
+        way, known = np.zeros(len(row), np.int64), np.zeros(len(row), np.bool_)
+        for theirs, first, block in zip(*self._by_owner, strict=True):
+            up = theirs - first  # by rank, from the number there to that at the owner
+            here = (first[at] <= row) & (row_stop <= first[at] + block[at])
+            begin, end = row + up[at] - theirs[to], row_stop + up[at] - theirs[to]
+            here &= (0 <= begin) & (end <= block[to]) & ~known
+            way[here] = (up[at] - up[to])[here]
+            known |= here
+        return way, known
+
 
 #: Those of the last few exchanges: Plans of one Problem may be read one by one.
 _route = lru_cache(maxsize=4)(_Route)
@@ -218,6 +237,11 @@ class Footprint:
             here = needs & (matrix == number)
             if not here.any():
                 continue
+            if self.sums[number] and not route.common:
+                far, known = route.passed(row, row_stop, src, dst)
+                demand(known | ~here, who, "takes rows of another block")
+                way += np.where(here, far, 0)
+                continue
             first, lands = route.leaves[src, dst], route.lands[src, dst]
             if route.parts > 1:
                 part = np.clip((row - first) // route.leaves_apart, 0, route.parts - 1)
@@ -255,9 +279,10 @@ class Footprint:
             demand(reached, who, "reaches memory of a peer that is not symmetric, or elsewhere")
         right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
         right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
-        # Rows that have landed may go on to a peer only if they have the same number there.
-        onward = of.leaves[src.buffer] | self.common[matrix]
-        right &= np.where(copy, self.travels[matrix] & onward, True)
+        # Rows that have landed may go on to a peer that gets them, too.
+        onward = copy & ~of.leaves[src.buffer] & ~self.common[matrix]
+        right &= ~copy | self.travels[matrix]
+        right &= ~onward | ~of.placed[src.buffer] & ~of.placed[dst.buffer]
         exact = of.itemsize[src.buffer] >= of.itemsize[dst.buffer]
         exact &= ~copy | (of.dtype[src.buffer] == of.dtype[dst.buffer])
         demand(right & exact, who, "moves between the wrong buffers")
@@ -274,7 +299,8 @@ class Footprint:
         # What rows without a place hold is assumed to be what the target, or the signal after the
         # copy, takes them for, or else their numbers. The rules for reads check that.
         lands = of.leaves[src.buffer] & ~of.leaves[dst.buffer]
-        way = self._way(matrix, src.row, src.row_stop, src.rank, dst.rank, lands, who)
+        leaving = src.row + self._begins(src)
+        way = self._way(matrix, leaving, leaving + src.rows, src.rank, dst.rank, lands, who)
         down, across = src.row - dst.row, src.col - dst.col
         begins, loose = self._begins(dst), ~of.placed[src.buffer]
         here = np.where(loose, begins - down, self._begins(src))
@@ -284,6 +310,13 @@ class Footprint:
         posts = [self.steps.of.posts[number] for number in step[on]]
         gated = ints(signals[0].first if signals else -1 for signals in posts)
         here[on] = np.where(gated < 0, 0, gated - src.row[on])
+        for number, route in self.route.items():
+            some = on[which := np.flatnonzero((onward & (matrix == number))[on])]
+            ends = gated[which], gated[which] + src.rows[some], dst.rank[some], src.rank[some]
+            back, known = route.passed(*ends)
+            demand(known, self.steps.by_step(step[some]), "passes on what is for others")
+            here[some] += back
+            way[some] -= back
         there, there_across = here + down + way, here_across + across
         home = ~of.placed[dst.buffer] | (there == begins) & (there_across == dst_left)
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
@@ -551,8 +584,9 @@ class Footprint:
     def _first(self, regions: Regions, who: Who) -> Ints:
         """The numbers of the first rows of operands of products where these rows land."""
         holds, leaves = self.buffers.holds[regions.buffer], self.buffers.leaves[regions.buffer]
-        ends = regions.row, regions.row_stop, regions.rank, regions.rank
-        return self._begins(regions) + regions.row + self._way(holds, *ends, leaves, who)
+        first = self._begins(regions) + regions.row
+        ends = first, first + regions.rows, regions.rank, regions.rank
+        return first + self._way(holds, *ends, leaves, who)
 
     def _asked_for(self, a: Regions, b: Regions, out: Regions) -> Bools:
         """Whether the product of two matrices is asked for."""
@@ -691,13 +725,13 @@ class Footprint:
         local |= part.rank == me[each]
         local &= of.holds[part.buffer] == of.holds[here.buffer]
         local &= ~of.operand[part.buffer] & ~of.result[part.buffer]
-        local &= (here.rank == me[each]) & of.placed[here.buffer] & ~of.leaves[here.buffer]
+        local &= (here.rank == me[each]) & of.placed[here.buffer]
         demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
         demand(sizes, who, "sums regions of different sizes")
         begins = self._begins(out)
         down, across = here.row + begins[each] - part.row, here.col - part.col
-        home = ~of.placed[part.buffer] | (down == 0) & (across == 0)
+        home = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
         demand(home, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in made for mask in reduction.terms)
         reads = Accesses.of(part_step, part, down, across, terms=terms)
