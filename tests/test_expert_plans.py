@@ -136,18 +136,19 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
         landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for plan in plans:
-            at = Filled(block_starts(asked, counts, plan.rank), {})
+            at = Filled(block_starts(asked, counts, plan.rank))
             made = {"b": 0, "c": 0}
             for step in plan.steps:
                 for one in step.products:
-                    rows = spans(plan, one.a, one.batch, one.a_stride)(at)
-                    made[one.b.buffer] += sum(end - first for first, end in rows)
+                    first, last = spans(plan, one.a, one.batch, one.a_stride)(at)
+                    made[one.b.buffer] += int((last - first).sum())
                     apart = {one.a_stride, one.a.rows, one.out_stride}
                     assert grouped(plan, one) == (one.batch > 1 and len(apart) == 1)
                 if step.transfer is not None:
-                    for _, first, count in moves(plan, step.transfer)(at):
-                        end = step.transfer.dst
-                        landed.setdefault(end[:2], []).append((first, first + count))
+                    _, to, rows = moves(plan, step.transfer)(at)
+                    assert (rows > 0).all()
+                    end = step.transfer.dst
+                    landed.setdefault(end[:2], []).extend(zip(to, to + rows, strict=True))
             assert made == dict.fromkeys("bc", sum(came[plan.rank]))
         for rank in range(world):
             back = sorted(landed.get(("out", rank), []))
@@ -172,7 +173,7 @@ def test_copies_read_what_the_library_returned_where_it_lies() -> None:
     address = places.row(Region("partial", 0, 0, 5, 0, 8))
     parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
     made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
-    call = Call({}, filled=Filled({}, {}, made))
+    call = Call({}, filled=Filled({}, made=made))
     for row in range(7):
         part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
         assert address(call, row) == part[row - first :].data_ptr()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from ficco.dma.engine import Engine, Op
@@ -23,6 +24,10 @@ from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.tiled.products import TiledProducts
 
+#: Addresses, or numbers of bytes, int64.
+Numbers = np.ndarray[Any, Any]
+#: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
+Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.
 WORD = 4
 #: Priorities of streams: before products, with them, and apart from both. Streams of a priority may
@@ -301,6 +306,16 @@ class Driver(ABC):
     ) -> Callable[[int, Any], None]:
         """Copies bytes from an address, on a stream. ``ranks`` are those at both ends, the
         receiving first; None for a signal."""
+
+    def copies(self, ranks: tuple[int, int]) -> Copies:
+        """Many copies, in any order: a function of destinations, sources, sizes and the stream."""
+
+        def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+            each = (one.tolist() for one in (dst, src, sizes))
+            for to, at, nbytes in zip(*each, strict=True):
+                self.copy(to, nbytes, ranks)(at, stream)
+
+        return copies
 
     @abstractmethod
     def rectangle(

@@ -420,18 +420,22 @@ class GpuEngine(StreamEngine):
         return op
 
     def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """Copies the rows that a call has, those that follow each other at both ends at once."""
+        """Copies the rows that a call has, by as few calls of the driver as it can."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        dst, ranks = transfer.dst, (transfer.dst.rank, transfer.src.rank)
-        source, rows = places.row(transfer.src), moves(program.plan, transfer)
-        to, pitch = places.place(dst._replace(row=0, row_stop=1))
-        copy = self.driver.copy
+        src, dst = transfer.src, transfer.dst
+        source, target = places.row(src), places.row(dst)
+        pitch, _ = places.size(dst)
+        found = moves(program.plan, transfer)
+        copies = self.driver.copies((dst.rank, src.rank))
 
         def op(call: Call) -> None:
             assert call.filled is not None
-            stream = call.state[lane]
-            for at, down, count in rows(call.filled):
-                copy(to + down * pitch, count * pitch, ranks)(source(call, at), stream)
+            first, to, rows = found(call.filled)
+            if len(rows):
+                # What is made in parts has all of these rows in one of them.
+                at = source(call, int(first[0])) + (first - first[0]) * pitch
+                there = target(call, int(to[0])) + (to - to[0]) * pitch
+                copies(there, at, rows * pitch, call.state[lane])
 
         return op
 
@@ -530,6 +534,8 @@ class GpuEngine(StreamEngine):
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, transfer, self.merge))
+        if filled(program.plan, transfer.src) and not transfer.function:
+            return self._filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:

@@ -16,19 +16,20 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call, Engine, Filled
-from ficco.dma.filled import index_of, made_whole
+from ficco.dma.engine import Call, Engine, Filled, Groups
+from ficco.dma.filled import ends_of, groups_of, index_of, made_whole
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import EXPERTS
 from ficco.ops import problem_log
@@ -47,7 +48,7 @@ from ficco.schedules.experts import (
     expert_plans,
 )
 from ficco.specification import gated
-from ficco.workspace import Workspace
+from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.
 NAME = "experts"
@@ -189,9 +190,9 @@ class ExpertFunction(torch.autograd.Function):
         of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
         keeps = of_tokens or of_up or of_down
         slots = routing.slots(turn)
-        layer = _layer("experts", call, routing, tokens, up, down, keeps)
         # What no token has is multiplied by zeros in the backward: it must be finite.
-        operands = {**_indexed(tokens, slots, routing, keeps), "b": up, "c": down}
+        operands = {**_sent(tokens, slots, routing, keeps), "b": up, "c": down}
+        layer = _layer("experts", call, routing, tokens, up, down, keeps)  # may wait for counts
         made = _run(layer, call, routing, operands)
         out, kept = _terms(made.pop("out"), layer), tuple(made.values())
         ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
@@ -231,7 +232,7 @@ class ExpertFunction(torch.autograd.Function):
                 d_tokens = weighted_sum(back, slots, dtype=dtype, engine=engine)
             rank, starts = call.group.rank(), None
             if routing.exact:
-                starts = _filled(layer, routing, rank, grad.device).starts[LANDING[0], rank]
+                starts = _starts(layer, routing, rank)[LANDING[0], rank].tolist()
             if of_up:
                 d_up = _of_weights(arrived, d_hidden, up, layer, starts)
             if of_down:
@@ -336,7 +337,7 @@ def _layer(
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
     sizes = call.group.size(), some.shape[0], routing.capacity, k, h, n
-    flags = keeps, call.gathers, routing.exact, operator == NAME
+    flags = keeps, call.gathers, routing.exact, operator == NAME and not routing.exact
     layer = ExpertLayer(operator, *sizes, dtype, function, *flags)
     return replace(layer, room=_room(layer, routing)) if layer.exact else layer
 
@@ -389,7 +390,7 @@ def _run(
             options.machine,
             first.device,
         )
-        cached = workspace.programs.get(key)
+        cached: ExpertKind | None = workspace.programs.get(key)  # type: ignore[assignment]
         if cached is None:
             known = workspace.known(options.machine)
             decision = EXPERTS.decide(_usual(layer, routing), schedule, machine=known.machine)
@@ -397,17 +398,20 @@ def _run(
             problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)
             single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
-            cached = new_kind(workspace, plan, options, [*agreed, purpose], single)
+            known_as = [*agreed, purpose]
+            cached = new_kind(workspace, plan, options, known_as, single, kind=ExpertKind)
         tensors = {name: plain(tensor) for name, tensor in operands.items()}
         plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
         if layer.exact:
-            filled = _filled(layer, routing, engine.rank, first.device)
-            whole = made_whole(plan) if engine.keeps_made else whole
+            starts = _starts(layer, routing, engine.rank)
+            landing = starts[LANDING[0], engine.rank]
+            filled = Filled(starts, ends_of(cached.groups, landing, first.device))
+            whole = cached.whole if engine.keeps_made else whole
         for buffer in plan.buffers:
             if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]
                 if filled is not None:
-                    rows = filled.starts[buffer.name, engine.rank][-1]
+                    rows = int(filled.starts[buffer.name, engine.rank][-1])
                 made = first.new_empty(rows + (buffer.name == "out"), cols)
                 tensors[buffer.name] = made[:rows]
                 if buffer.memory == "result":
@@ -426,29 +430,43 @@ def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
     return workspace_for(call.group, tensor, "tokens", NAME).engine
 
 
-def _filled(layer: ExpertLayer, routing: Routing, rank: int, device: torch.device) -> Filled:
-    """What calls of an exact layer, and of its halves, have of blocks."""
-    found: Filled | None = routing.blocks.get(layer.gathers)
-    if found is None:
-        starts = block_starts(layer, routing.every, rank)
-        ends = torch.tensor(starts[LANDING[0], rank], dtype=torch.int32)
-        if device.type != "cpu":
-            ends = ends.pin_memory().to(device, non_blocking=True)
-        names = LANDING if layer.world > 1 else ("a", *LANDING)  # as they leave, so they lie
-        found = routing.blocks[layer.gathers] = Filled(starts, dict.fromkeys(names, ends))
-    return replace(found, made={})
+class ExpertKind(CachedCall):
+    """What is kept for a kind of layer."""
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Those of its grouped products."""
+        return groups_of(self.plan)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers that these make."""
+        return made_whole(self.plan)
+
+
+def _starts(
+    layer: ExpertLayer, routing: Routing, rank: int
+) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
+    """What calls of an exact layer, and of its halves, have before each block."""
+    if layer.gathers not in routing.blocks:
+        routing.blocks[layer.gathers] = block_starts(layer, routing.every, rank)
+    found: dict[tuple[str, int], np.ndarray[Any, Any]] = routing.blocks[layer.gathers]
+    return found
 
 
 # What depends on the routing.
 
 
-def _indexed(
+def _sent(
     tokens: torch.Tensor, slots: torch.Tensor, routing: Routing, zeros: bool
 ) -> dict[str, torch.Tensor]:
-    """Tokens, and which of them each row of a block is. Where it is none it is zeros or, unless
-    these are asked for, any."""
+    """What ``a`` is: the rows of all pairs, where there are exactly these, which a device brings
+    there while the host waits for counts. Else tokens, and which of them each row of a block is;
+    where it is none it is zeros or, unless these are asked for, any."""
     many = tokens.shape[0]
-    if not routing.exact and (zeros or not many):
+    if routing.exact:
+        return {"a": tokens.index_select(0, routing.tokens(slots, 0))}
+    if zeros or not many:
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
     return {"a": tokens, index_of("a"): routing.tokens(slots, tokens.shape[0] - 1)}
 

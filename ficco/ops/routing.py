@@ -91,7 +91,8 @@ class Routing:
     @property
     def rounds(self) -> int:
         """How often the rows are used, the same on every rank."""
-        self.settle()
+        if not self.exact:  # else once, which no rank has to be asked for
+            self.settle()
         return self._rounds
 
     @property
