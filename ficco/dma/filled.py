@@ -45,6 +45,12 @@ def filled(plan: Plan, region: Region) -> bool:
     return plan.buffer[region.buffer].block > 0
 
 
+def by_copies(plan: Plan, transfer: Transfer) -> bool:
+    """Whether such rows go as they are, so that copies of the driver can move them."""
+    whole = not (transfer.function or plan.buffer[transfer.src.buffer].indexed)
+    return filled(plan, transfer.src) and whole
+
+
 def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Filled], Spans]:
     """Where the rows of so many regions, each ``stride`` rows below the one before, lie in a
     call."""

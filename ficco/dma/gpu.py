@@ -49,7 +49,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
-from ficco.dma.filled import filled, moves
+from ficco.dma.filled import by_copies, moves
 from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
 from ficco.dma.heads import apply_op
@@ -342,7 +342,8 @@ class GpuEngine(StreamEngine):
         if not any(step in later.after for later in steps if later.lane != "sync"):
             return None  # the sync lane begins when all others are over
         lane, event = steps[step].lane, self._event(program, step)
-        copies = steps[step].op in ("copy", "network")
+        moved = steps[step].transfer
+        copies = steps[step].op in ("copy", "network") or (moved and by_copies(program.plan, moved))
         if not copies or not self.means.writes_before_events:
             return lambda call: event.record(call.state[lane])
         before = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
@@ -393,7 +394,7 @@ class GpuEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        if filled(program.plan, transfer.src):
+        if by_copies(program.plan, transfer):
             return self._filled(program, step, transfer)
         if transfer.batch > 1:
             return self._strided(program, step, transfer)
@@ -534,7 +535,7 @@ class GpuEngine(StreamEngine):
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, transfer, self.merge))
-        if filled(program.plan, transfer.src) and not transfer.function:
+        if by_copies(program.plan, transfer):
             return self._filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
