@@ -100,7 +100,7 @@ def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
     def found(at: Filled) -> Moves:
         (first, last), (to, _) = src(at), dst(at)
         rows = last - first
-        if not rows.all():
+        if np.count_nonzero(rows) < len(rows):
             some = rows > 0
             first, to, rows = first[some], to[some], rows[some]
         return Moves(first, to, rows)

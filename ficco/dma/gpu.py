@@ -431,12 +431,13 @@ class GpuEngine(StreamEngine):
 
         def op(call: Call) -> None:
             assert call.filled is not None
-            first, to, rows = found(call.filled)
+            some, there, rows = found(call.filled)
             if len(rows):
                 # What is made in parts has all of these rows in one of them.
-                at = source(call, int(first[0])) + (first - first[0]) * pitch
-                there = target(call, int(to[0])) + (to - to[0]) * pitch
-                copies(there, at, rows * pitch, call.state[lane])
+                one, two = int(some[0]), int(there[0])
+                at = some * pitch + (source(call, one) - one * pitch)
+                to = there * pitch + (target(call, two) - two * pitch)
+                copies(to, at, rows * pitch, call.state[lane])
 
         return op
 

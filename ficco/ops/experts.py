@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -52,6 +52,9 @@ from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.
 NAME = "experts"
+
+#: Layers of calls: few kinds of them.
+_known = lru_cache(maxsize=256)(ExpertLayer)
 
 #: What of the experts a rank has.
 SPLITS = ("experts", "columns")
@@ -336,10 +339,11 @@ def _layer(
     k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
-    sizes = call.group.size(), some.shape[0], routing.capacity, k, h, n
+    each = some.shape[0]
+    sizes = call.group.size(), each, routing.capacity, k, h, n
     flags = keeps, call.gathers, routing.exact, operator == NAME and not routing.exact
-    layer = ExpertLayer(operator, *sizes, dtype, function, *flags)
-    return replace(layer, room=_room(layer, routing)) if layer.exact else layer
+    room = _room(routing, each, call.gathers) if routing.exact else (0, 0)
+    return _known(operator, *sizes, dtype, function, *flags, room)
 
 
 def _usual(layer: ExpertLayer, routing: Routing) -> ExpertLayer:
@@ -351,14 +355,13 @@ def _usual(layer: ExpertLayer, routing: Routing) -> ExpertLayer:
     return replace(layer, capacity=max(-(-pairs // blocks), 1))
 
 
-def _room(layer: ExpertLayer, routing: Routing) -> tuple[int, int]:
+def _room(routing: Routing, experts: int, gathers: bool) -> tuple[int, int]:
     """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
     sent = [sum(counts) for counts in routing.every]
-    if layer.gathers:
-        return rounded(sum(sent)), rounded(layer.world * max(sent))
-    each = layer.experts
+    if gathers:
+        return rounded(sum(sent)), rounded(len(sent) * max(sent))
     there = [sum(column) for column in zip(*routing.every, strict=True)]
-    landing = max(sum(there[i : i + each]) for i in range(0, len(there), each))
+    landing = max(sum(there[i : i + experts]) for i in range(0, len(there), experts))
     return rounded(landing), rounded(max(sent))
 
 
@@ -393,7 +396,9 @@ def _run(
         cached: ExpertKind | None = workspace.programs.get(key)  # type: ignore[assignment]
         if cached is None:
             known = workspace.known(options.machine)
-            decision = EXPERTS.decide(_usual(layer, routing), schedule, machine=known.machine)
+            mode = "idle" if layer.exact else "queued"  # the host has waited for the device
+            usual = _usual(layer, routing)
+            decision = EXPERTS.decide(usual, schedule, machine=known.machine, mode=mode)
             (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
             problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)

@@ -255,7 +255,10 @@ def block_starts(
     else:  # [rank, expert, source]
         landing = table.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
         home = table
-    rows = [np.pad(one.cumsum(1), ((0, 0), (1, 0))) for one in (table, landing, home)]
+    rows = []
+    for one in (table, landing, home):
+        rows.append(np.zeros((world, one.shape[1] + 1), np.int64))
+        one.cumsum(1, out=rows[-1][:, 1:])
     found = dict.fromkeys((("a", rank), ("leaving", rank)), rows[0][rank])
     for names, starts in ((LANDING, rows[1]), (HOME, rows[2])):
         found |= {(name, at): starts[at] for name in names for at in range(world)}
@@ -360,9 +363,9 @@ class ExpertStage:
         self.turn = 0
         self.leaving = "leaving" if world.layer.indexed else "a"
         #: The steps that bring tokens to the rows in which they leave, by target and piece, and
-        #: those that bring own rows to those of others, by piece.
+        #: the one that brings own rows to those of others.
         self.brought: dict[tuple[int, int], int] = {}
-        self.placed: dict[int, int] = {}
+        self.placed: tuple[int, ...] = ()
         #: Places beside the products, by the turn whose rows they bring: in this order none waits
         #: for a later turn before it brings what is there.
         self.aside: list[tuple[int, Step]] = []
@@ -495,23 +498,13 @@ class ExpertStage:
         return (self.brought[target, number],) if self.brought else ()
 
     def _place_own(self) -> None:
-        """Bring the own rows to those of others that they are multiplied with, before these come.
-        If calls have only some rows of each block these are many copies: those of a piece at a
-        time, beside the products."""
-        if not self.mixes:
-            return
-        numbers = range(len(self.world.shares))
-        whole = Share(0, self.layer.experts, 0, self.layer.capacity)
-        turns = [("compute0", "own", whole, numbers)]
-        if self.layer.exact:
-            turns = [
-                (REDUCE_LANE, f"own {i}", self.world.shares[i], range(i, i + 1)) for i in numbers
-            ]
-        for lane, label, share, some in turns:
-            here = self._at_home("a", self.me, self.me, share)
-            move = self._move(here, self._landed("staging", [self.me], share))
-            index = self.add(Step("place", lane, label, transfer=move))
-            self.placed |= dict.fromkeys(some, index)
+        """Bring the own rows to those of others that they are multiplied with, before these
+        come."""
+        if self.mixes:
+            whole = Share(0, self.layer.experts, 0, self.layer.capacity)
+            here = self._at_home("a", self.me, self.me, whole)
+            move = self._move(here, self._landed("staging", [self.me], whole))
+            self.placed = (self.add(Step("place", "compute0", "own", transfer=move)),)
 
     def _copy(self, move: Transfer, peer: int, signal: Signal, after: tuple[int, ...] = ()) -> None:
         lane, label = self.builder.lane_of[peer], f"{signal.kind} {signal.slot}>{peer}"
@@ -536,11 +529,8 @@ class ExpertStage:
             made = [self._landed("hidden", run, share) for run in runs]
             step = self._multiply(left, "b", made, share)
             after: tuple[int, ...] = ()
-            if alone and lane != "compute0":
-                after = self._brought(me, number)
-            elif me in sources and not alone:
-                placed = self.placed[number]
-                after = (placed,) * (self.builder.steps[placed].lane != lane)
+            if me in sources and lane != "compute0":
+                after = self._brought(me, number) if alone else self.placed
             index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
