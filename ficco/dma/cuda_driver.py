@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
-from ficco.dma.driver import URGENT, WORD, Copies, Driver, Means, Numbers, StreamEngine
+from ficco.dma.driver import URGENT, WORD, Copies, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
@@ -26,7 +26,7 @@ from ficco.dma.scaled import cuda_release, lacking_on_cuda
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.build import can_compile
-from ficco.hip_kernels.launch import Kernels
+from ficco.hip_kernels.launch import Kernels, Numbers
 
 try:
     from cuda.bindings import driver

@@ -13,19 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import torch
 
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
-from ficco.hip_kernels.launch import Kernels
+from ficco.hip_kernels.launch import Kernels, Numbers
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.tiled.products import TiledProducts
 
-#: Addresses, or numbers of bytes, int64.
-Numbers = np.ndarray[Any, Any]
 #: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
 Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.

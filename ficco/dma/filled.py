@@ -152,8 +152,7 @@ def grouped(plan: Plan, product: Product) -> bool:
     return (
         product.batch > 1
         and product.b_stride > 0
-        and product.a_stride == product.a.rows == product.out_stride == product.out.rows
-        and product.a.row % a.block == product.a.rows % a.block == product.out.row % out.block == 0
+        and not plan.apart(product)
         and a.dtype == out.dtype == "bfloat16"
         and all(cols * a.itemsize % ALIGNED == 0 for cols in widths)
         and hasattr(F, "grouped_mm")

@@ -342,8 +342,7 @@ class GpuEngine(StreamEngine):
         if not any(step in later.after for later in steps if later.lane != "sync"):
             return None  # the sync lane begins when all others are over
         lane, event = steps[step].lane, self._event(program, step)
-        moved = steps[step].transfer
-        copies = steps[step].op in ("copy", "network") or (moved and by_copies(program.plan, moved))
+        copies = steps[step].op in ("copy", "network")
         if not copies or not self.means.writes_before_events:
             return lambda call: event.record(call.state[lane])
         before = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
@@ -421,13 +420,17 @@ class GpuEngine(StreamEngine):
         return op
 
     def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """Copies the rows that a call has, by as few calls of the driver as it can."""
+        """Copies the rows that a call has: to a peer by one call of the driver if it takes so many
+        copies at once, here by one launch, since copies within a device are kernels anyhow."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         source, target = places.row(src), places.row(dst)
         pitch, _ = places.size(dst)
         found = moves(program.plan, transfer)
         copies = self.driver.copies((dst.rank, src.rank))
+        if dst.rank == src.rank and self.keeps_made and not pitch % 16:
+            kernels = self._kernels_or_none
+            copies = kernels.copy_runs if kernels else copies
 
         def op(call: Call) -> None:
             assert call.filled is not None

@@ -12,6 +12,7 @@ constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 CAST_THREADS = 256;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
+constexpr u32 MAX_RUNS = 64;
 constexpr u32 MAX_SIGNALS = 48;
 
 // 16-byte units that a thread has in flight, loads first, then stores; where each store takes two
@@ -173,6 +174,23 @@ struct Ends {
 
 COPY(ficco_copy_aligned, copy_aligned)
 COPY(ficco_copy_shifted, copy_shifted)
+
+// Where runs of 16-byte units lead, where they come from, and how many units end with each.
+struct Runs {
+  u8* dst[MAX_RUNS];
+  const u8* src[MAX_RUNS];
+  u32 end[MAX_RUNS];
+};
+
+KERNEL(COPY_THREADS)
+ficco_copy_runs(CONSTANT Runs runs, u32 count, u32 blocks) {
+  const u32 total = runs.end[count - 1], stride = blocks * COPY_THREADS;
+  u32 run = 0, begin = 0;
+  for (u32 i = block_index() * COPY_THREADS + thread_index(); i < total; i += stride) {
+    while (i >= runs.end[run]) begin = runs.end[run++];
+    move<u32x4>(runs.dst[run], runs.src[run], (u64)(i - begin) * 16);
+  }
+}
 
 // What the ranks have to tell each other around a launch: waits for words and writes of words, which
 // one thread carries out one after the other.

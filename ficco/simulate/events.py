@@ -225,7 +225,8 @@ class _SimulatedRank:
             elif step.op == "matmul" and not one_launch:
                 now += LIVE * host.call * (index in self.tiled)
                 available = now + host.matmul  # the first product: the host goes on during it
-                now += host.matmul * (1 if step.part else len(step.products))
+                launches = sum(one.batch if plan.apart(one) else 1 for one in step.products)
+                now += host.matmul * (1 if step.part else launches)
             elif step.op == "attend":
                 available = now + host.matmul
                 now += host.matmul * len(step.attends)
@@ -570,7 +571,7 @@ class Simulation:
             itemsize = self.itemsize[step.attends[0].q.buffer]
             whole, filled = self._attention_seconds(calls, itemsize)
         elif multiplies:
-            whole, filled = self._product_seconds(step)
+            whole, filled = self._product_seconds(step, rank.plan)
         else:
             whole = filled = self._move_seconds(step)
         if not whole:
@@ -600,7 +601,7 @@ class Simulation:
         self.changed_ranks[lane.rank] = None
         self._push(self.now + (lane.ends - rank.clock) * rank.slowdown, _END, lane)
 
-    def _product_seconds(self, step: Step) -> tuple[float, float]:
+    def _product_seconds(self, step: Step, plan: Plan) -> tuple[float, float]:
         """Seconds of a step's products if nothing else runs, and with their last waves filled by
         other products."""
         whole = filled = 0.0
@@ -610,12 +611,13 @@ class Simulation:
             wide = itemsize < 4 <= self.itemsize[out.buffer]
             adds = not wide and (product.accumulate or product.addend is not None)
             rights = product.batch if product.b_stride else 1
-            key = (*sizes, product.batch, itemsize, wide, adds, rights)
+            apart = self.scaled or plan.apart(product)
+            key = (*sizes, product.batch, itemsize, wide, adds, rights, apart)
             if key not in self._seconds:
                 how: dict[str, Any] = {"itemsize": itemsize, "wide": wide, "adds": adds}
-                if rights > 1:
+                if rights > 1 and not apart:
                     how["rights"] = rights
-                self._seconds[key] = self._batch_seconds(*sizes, product.batch, how)
+                self._seconds[key] = self._batch_seconds(*sizes, product.batch, apart, how)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
             whole += seconds[0] + between
@@ -631,11 +633,11 @@ class Simulation:
         return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
     def _batch_seconds(
-        self, m: int, n: int, k: int, batch: int, how: dict[str, Any]
+        self, m: int, n: int, k: int, batch: int, apart: bool, how: dict[str, Any]
     ) -> tuple[float, float]:
         if not (m and n and k):
             return 0.0, 0.0
-        if not self.scaled:
+        if not apart:
             return self.gemm.times(m, n, k, batch=batch, **how)
         one, filled = self.gemm.times(m, n, k, **how)
         between = self.gemm.launch * (batch - 1)
@@ -790,15 +792,9 @@ class Simulation:
             self._finish(lane, seen, seen)
             return
         if rank.launches[index][-1] == index:
-            free += self.copies.gap * self._copies_of(step, rank.plan)
+            free += self.copies.gap
         self._push(free, _ENGINE, lane)
         self._finish(lane, self.now + self.copies.seen(lane.computes), free)
-
-    @staticmethod
-    def _copies_of(step: Step, plan: Plan) -> int:
-        """How many copies a transfer is: of blocks of which calls have only some rows, one each."""
-        assert step.transfer is not None
-        return step.transfer.batch if plan.buffer[step.transfer.src.buffer].block else 1
 
     def _free_engine(self, lane: _SimulatedLane) -> None:
         rank = self.ranks[lane.rank]

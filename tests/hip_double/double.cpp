@@ -1173,7 +1173,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
-// Names of the other kernels. The last six are found, but not carried out.
+// Names of the other kernels. The last seven are found, but not carried out.
 const std::set<std::string> KERNELS = {
     "ficco_post",
     "ficco_wait",
@@ -1181,6 +1181,7 @@ const std::set<std::string> KERNELS = {
     "ficco_copy_shifted",
     "ficco_exchange_aligned",
     "ficco_exchange_shifted",
+    "ficco_copy_runs",
     "ficco_one_shot_bfloat16",
     "ficco_one_shot_float16",
     "ficco_one_shot_float32",
