@@ -244,6 +244,25 @@ def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
     assert seconds["uniform-fused-1d:pieces=2"] < seconds["serial"]
 
 
+@pytest.mark.parametrize("mode", ["queued", "idle"])
+def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: str) -> None:
+    """Rows of all sources are groups that follow each other; those of some are not."""
+    machine = find("h200-4", None)
+    sizes = {"experts": 16, "capacity": 160, "k": 4096, "h": 2816, "n": 4096}
+    exact, blocks = (layer(exact=exact, **sizes) for exact in (True, False))
+    for name in EXPERTS.compared:
+        one, two = (
+            simulate(planned(asked, name), machine, mode).stop_s for asked in (exact, blocks)
+        )
+        if name.startswith(("uniform", "serial")):
+            assert one == pytest.approx(two)
+        else:
+            assert one > 1.3 * two
+    plan = planned(exact)[0]
+    products = [one for step in plan.steps for one in step.products if plan.apart(one)]
+    assert sum(one.batch for one in products) == 2 * 4 * 16  # of four sources
+
+
 def test_what_cannot_be_simulated_is_told() -> None:
     given = ficco.explain("experts", capacity=8, machine="h200-4", schedule="growing", **SIZES)
     assert str(given) == "growing (caller: given)"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -391,6 +393,35 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
     edge = [] if edges is None else [[(0, 0, 0)]]
     restored = [("update", "stream", ["node"], *edge, 1, 1)] if plain else []
     assert calls == [("hold", "stream"), *restored]
+
+
+def test_many_copies_are_one_call_of_cuda() -> None:
+    """Its arguments, as a function of C gets them."""
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    seen: list[Any] = []
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+
+    def copies(*given: Any) -> int:
+        dst, src, sizes, count, how, first, kinds, failed, stream = given
+        for one in (dst, src, sizes):
+            seen.append(list((size * count).from_address(one)))
+        order = ctypes.c_int.from_address(how).value
+        seen.append((order, size.from_address(first).value, kinds, bool(failed), stream))
+        return 0 if stream == 9 else 1
+
+    arrays = pointer, pointer, pointer, size, pointer, pointer, size
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(copies)
+    address = ctypes.cast(function, pointer).value
+    assert address is not None
+    at_once = cuda_driver.CopiesAtOnce(address)
+    ends = np.array([4096, 1 << 46, 64]), np.array([128, 256, 512]), np.array([16, 32, 48])
+    at_once(*ends, 9)
+    orders = cuda_driver.driver.CUmemcpySrcAccessOrder
+    in_order = int(orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+    assert seen == [*(one.tolist() for one in ends), (in_order, 0, 1, True, 9)]
 
 
 # Beside a recording.
