@@ -922,7 +922,7 @@ def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = No
     ):
         whole = torch.rand(tokens, 12, device=device).argsort(1) % experts
         for chosen in (whole[:, :choices], whole[:, :choices].t().contiguous().t()):
-            counts, places, rows = route(chosen, experts, capacity, stream)
+            counts, places, rows, held = route(chosen, experts, capacity, stream)
             flat = chosen.t().flatten()
             assert torch.equal(counts, torch.bincount(flat, minlength=experts))
             each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
@@ -931,6 +931,12 @@ def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = No
             if capacity:
                 taken = chosen * capacity + wanted
                 assert torch.equal(rows, taken.where(wanted < capacity, experts * capacity))
+            else:
+                order = flat.argsort(stable=True)
+                assert torch.equal(
+                    rows.t().flatten()[order], torch.arange(len(flat), device=device)
+                )
+                assert torch.equal(held, order % max(tokens, 1))
 
 
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:

@@ -361,7 +361,7 @@ class Engine(ABC):
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """As :meth:`ficco.hip_kernels.launch.Kernels.route`, on the current stream; None if
         PyTorch's operations are as good."""
         return None

@@ -192,10 +192,10 @@ def ends_of(
         starts[first + apart : first + count * apart + 1 : apart] - starts[first]
         for first, apart, count in groups
     ]
-    ends = torch.from_numpy(np.concatenate([*each, starts[:0]]).astype(np.int32))
-    if device.type != "cpu":
-        ends = ends.pin_memory().to(device, non_blocking=True)
-    parts = ends.split([count for _, _, count in groups])
+    counts, on_gpu = [count for _, _, count in groups], device.type != "cpu"
+    ends = torch.empty(sum(counts), dtype=torch.int32, pin_memory=on_gpu)
+    np.concatenate([*each, starts[:0]], out=ends.numpy(), casting="same_kind")
+    parts = ends.to(device, non_blocking=True).split(counts)
     return dict(zip(groups, parts, strict=True))
 
 

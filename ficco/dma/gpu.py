@@ -638,7 +638,7 @@ class GpuEngine(StreamEngine):
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is None:
             return None

@@ -636,11 +636,12 @@ class Kernels:
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int, stream: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of experts that tokens chose, int64 [t, choices]: how often each was, [experts]; for each
         pair how often its expert was before, [t, choices], first choices first; and the row that it
-        takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. No
-        row is meant if ``capacity`` is 0."""
+        takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. If
+        ``capacity`` is 0, blocks have the rows that they need, and [t * choices] is the token that
+        has each; otherwise that is nothing."""
         if chosen.dim() != 2 or chosen.dtype != torch.int64 or experts < 1 or capacity < 0:
             raise ValueError(
                 f"required int64 [t, choices], at least one expert and no capacity below 0, got "
@@ -648,15 +649,15 @@ class Kernels:
             )
         tokens, choices = chosen.shape
         counts = chosen.new_zeros(experts)
-        places, rows = chosen.new_zeros(2, choices, tokens)
+        places, rows, held = chosen.new_zeros(3, choices, tokens)
         if chosen.numel():
             given = (
-                *(_U64(one.data_ptr()) for one in (places, rows, counts, chosen)),
+                *(_U64(one.data_ptr()) for one in (places, rows, held, counts, chosen)),
                 *map(_U64, (*chosen.stride(), tokens, chosen.numel(), capacity)),
                 _U32(experts),
             )
             self._launch("ficco_route", experts, ROUTE_THREADS, given, stream)
-        return counts, places.t(), rows.t()
+        return counts, places.t(), rows.t(), held.flatten()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""

@@ -54,16 +54,17 @@ class Routing:
         engine: Engine | None = None,
     ) -> None:
         self.indices, self.experts, self.exact = indices, experts, capacity is None
-        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-        if engine is not None:
-            made = engine.route(indices.long(), experts, capacity or 0)
+        made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
+        #: The rows of pairs in the first round, and whose they are, if these are known.
+        self._rows: torch.Tensor | None = None
+        self._held: torch.Tensor | None = None
         if made is None:
             _check_experts(indices, experts)
-            made = *_counted(indices, experts), None
-        else:  # the kernel leaves out experts that do not exist
-            torch._assert_async(made[0].sum() == indices.numel())
-        self.counts, self._places, rows = made
-        self._rows = rows if capacity else None  # of the first round, if they are known
+            self.counts, self._places = _counted(indices, experts)
+        else:
+            self.counts, self._places, self._rows, self._held = made
+            if not self.exact:  # the kernel leaves out experts that do not exist
+                torch._assert_async(self.counts.sum() == indices.numel())
         self._capacity, self._overflow, self._rounds = capacity, overflow, 1
         self._asked: tuple[Workspace, int] | None = None
         self._told: list[list[int]] = []
@@ -103,10 +104,10 @@ class Routing:
     def slots(self, turn: int = 0) -> torch.Tensor:
         """The row that each pair takes in a round, int64 [t, top_k]; :attr:`rows` for pairs that
         take none."""
-        if self.exact:
-            return (self.counts.cumsum(0) - self.counts)[self.indices.long()] + self._places
         if not turn and self._rows is not None:
             return self._rows
+        if self.exact:
+            return (self.counts.cumsum(0) - self.counts)[self.indices.long()] + self._places
         row = self._places - turn * self.capacity if turn else self._places
         taken = row < self.capacity
         if turn:
@@ -115,6 +116,8 @@ class Routing:
 
     def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
         """The token whose pair each row is in a round, int64, and ``empty`` where it is none."""
+        if self.exact and self._held is not None:
+            return self._held
         many, top_k = slots.shape
         tokens = slots.new_full((self.rows + 1,), empty)
         pairs = torch.arange(many, device=slots.device).expand(top_k, many).t()
@@ -150,6 +153,10 @@ class Routing:
             seconds, board = current().timeout_s, workspace.board
             board.agree(number, seconds, NAME, "none")
             self._told = board.told(number, len(self._tells), seconds, NAME)
+            if self.exact and sum(self._told[board.rank]) != self.indices.numel():
+                raise ValueError(
+                    f"indices: required experts from 0 to {self.experts - 1}, got others"
+                )
         except BaseException as error:
             workspace.end(error)
             raise
@@ -213,7 +220,8 @@ def route(
 
     Raises:
         ValueError: an argument is wrong. On CPUs also if there is no expert of that number; on a
-            GPU that is an assertion of the device.
+            GPU that is an assertion of the device or, without a capacity, raised when the counts of
+            other ranks are asked for.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
