@@ -418,10 +418,45 @@ def test_many_copies_are_one_call_of_cuda() -> None:
     assert address is not None
     at_once = cuda_driver.CopiesAtOnce(address)
     ends = np.array([4096, 1 << 46, 64]), np.array([128, 256, 512]), np.array([16, 32, 48])
-    at_once(*ends, 9)
+    assert at_once(*ends, 9)
     orders = cuda_driver.driver.CUmemcpySrcAccessOrder
     in_order = int(orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
     assert seen == [*(one.tolist() for one in ends), (in_order, 0, 1, True, 9)]
+    assert not at_once(*ends, 8)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 1)])
+def test_copies_that_are_not_taken_at_once_are_made_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+) -> None:
+    """Those within a device never are: the legacy default stream would refuse them."""
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    calls: list[Any] = []
+    answers = [True, False]
+
+    def at_once(*given: Any) -> bool:
+        calls.append("at once")
+        return answers.pop(0)
+
+    def copy(dst: Any, src: int, nbytes: int, stream: Any) -> tuple[int]:
+        calls.append((int(dst), src, nbytes, stream))
+        return (0,)
+
+    monkeypatch.setattr(cuda_driver.driver, "cuMemcpyDtoDAsync", copy)
+    made = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    vars(made)["_copies_at_once"] = at_once
+    copies = made.copies(ranks)
+    ends = np.array([4096, 8192]), np.array([128, 256]), np.array([16, 32])
+    for _ in range(3):
+        copies(*ends, "stream")
+    each = [(4096, 128, 16, "stream"), (8192, 256, 32, "stream")]
+    if ranks == (0, 1):  # taken, refused, and never tried again
+        assert calls == ["at once", "at once", *each, *each]
+    else:
+        assert calls == 3 * each
 
 
 # Beside a recording.

@@ -111,12 +111,11 @@ class CopiesAtOnce:
         self._how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         self._first, self._failed = size(0), size(0)
 
-    def __call__(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+    def __call__(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> bool:
+        """Whether the driver has taken them."""
         arrays = (one.ctypes.data for one in (dst, src, sizes))
         how, first, failed = self._how.getPtr(), *map(ctypes.addressof, (self._first, self._failed))
-        code = self._call(*arrays, len(sizes), how, first, 1, failed, int(stream))
-        if code:
-            check("cuMemcpyBatchAsync", (driver.CUresult(code),))
+        return not self._call(*arrays, len(sizes), how, first, 1, failed, int(stream))
 
 
 class Event:
@@ -321,10 +320,22 @@ class CudaDriver(Driver):
         return copy
 
     def copies(self, ranks: tuple[int, int]) -> Copies:
-        return self._copies_at_once or super().copies(ranks)
+        one_by_one = super().copies(ranks)
+        # Those within a device are kernels either way, and may go to the legacy default stream,
+        # which takes no batch.
+        if ranks[0] == ranks[1]:
+            return one_by_one
+
+        def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+            at_once = self._copies_at_once
+            if at_once is None or not at_once(dst, src, sizes, stream):
+                self._copies_at_once = None  # also if it was refused: what is wrong shows below
+                one_by_one(dst, src, sizes, stream)
+
+        return copies
 
     @cached_property
-    def _copies_at_once(self) -> Copies | None:
+    def _copies_at_once(self) -> CopiesAtOnce | None:
         """What enqueues many copies by one call, if this driver has it."""
         error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", COPIES_SINCE, 0)
         return None if error or not int(address) else CopiesAtOnce(int(address))
