@@ -254,8 +254,8 @@ def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: st
         one, two = (
             simulate(planned(asked, name), machine, mode).stop_s for asked in (exact, blocks)
         )
-        if name.startswith(("uniform", "serial")):
-            assert one == pytest.approx(two)
+        if name.startswith(("uniform", "serial")):  # the host looks rows up for each step
+            assert one > two if mode == "idle" else one == pytest.approx(two)
         else:
             assert one > 1.3 * two
     plan = planned(exact)[0]
