@@ -126,8 +126,19 @@ class Board:
             self._cells[key] = cell
         return key
 
+    def begin(self, kind: str, timeout_s: float, operator: str) -> None:
+        """Post, as call 0, the kind of engine that carries out this rank's calls; where ranks are
+        on several hosts, wait until all ranks have.
+
+        Raises:
+            RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
+        """
+        self.post(0, self.describe(kind))
+        if self._courier is not None:
+            self._agree(0, timeout_s, operator, "none yet", "make an engine")
+
     def post(self, number: int, digest: int) -> None:
-        """Post a call. Numbers start at 1."""
+        """Post a call. Numbers of calls start at 1."""
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
         if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._courier.changed()
@@ -192,6 +203,11 @@ class Board:
             SignalTimeout: a rank did not post the call in time.
         """
         step = f"agree on what to compute {purpose}".rstrip()
+        self._agree(number, timeout_s, operator, schedule, step)
+
+    def _agree(
+        self, number: int, timeout_s: float, operator: str, schedule: str, step: str
+    ) -> None:
         self._await(
             lambda rank: self._passed(rank, number), number, timeout_s, operator, schedule, step
         )

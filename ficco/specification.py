@@ -180,6 +180,8 @@ class Attention(NamedTuple):
         needs: of a rank and the first and last of some rows of ``q``, exclusive, the rows of ``kv``
             that any of them attends to, as disjoint ranges of their numbers where they land.
         back: name of a matrix like ``kv`` that is made, too: of its rows that are attended to.
+            ``out`` is then a sum; without, what steps give of it stays side by side until a
+            function merges that.
     """
 
     q: str

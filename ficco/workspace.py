@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import ctypes
 import math
@@ -20,7 +21,15 @@ from ficco.board import FAILED, LATE, REFUSED, Board
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.dma.hosts import hosts_of
-from ficco.errors import REVIVE, FiccoError, PeerFailed, RankMismatch, SignalTimeout, carry_out
+from ficco.errors import (
+    REVIVE,
+    BackendError,
+    FiccoError,
+    PeerFailed,
+    RankMismatch,
+    SignalTimeout,
+    carry_out,
+)
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
@@ -110,6 +119,33 @@ class CachedCall:
         return any(program.slot and program.slot.captured for program in self.programs.values())
 
 
+def _opened(
+    group: ProcessGroup, device: torch.device, options: Options, operator: str
+) -> tuple[Board, Engine]:
+    """A board and an engine. Collective.
+
+    Raises:
+        PeerFailed: a rank of another host has none.
+        RankMismatch: engines of ranks on other hosts are of another kind.
+    """
+    name, seconds = engine_name(device, options.engine), options.timeout_s
+    hosts = hosts_of(group, seconds, operator)
+    board, engine = Board(group, seconds, operator, hosts), None
+    try:
+        engine = make_engine(name, group, device, options.signals, seconds, hosts)
+        board.begin(engine.kind, seconds, operator)
+        engine.connect()
+    except BaseException as error:
+        if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
+            board.post(0, board.describe(_why(error).splitlines()[0], same_as=FAILED))
+        if engine is not None:
+            with contextlib.suppress(BackendError):  # the first error tells more
+                engine.close()
+        board.close()  # between hosts a thread looks after it
+        raise
+    return board, engine
+
+
 class Workspace:
     """One group on one device.
 
@@ -134,17 +170,7 @@ class Workspace:
     ) -> None:
         """``given``: a board and an engine to use instead of making them with the group."""
         self.group = group
-        if given is None:
-            name = engine_name(device, options.engine)
-            hosts = hosts_of(group, options.timeout_s, operator)
-            board = Board(group, options.timeout_s, operator, hosts)
-            try:
-                engine = make_engine(name, group, device, options.signals, options.timeout_s, hosts)
-            except BaseException:
-                board.close()  # between hosts a thread looks after it
-                raise
-            given = board, engine
-        self.board, self.engine = given
+        self.board, self.engine = given or _opened(group, device, options, operator)
         self.name = self.engine.name
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}

@@ -7,7 +7,9 @@ behind :mod:`slow_wire`, which takes half a core. Their ranks share no memory wi
 gloo goes over the wire, copies inside. Ranks have a thread each. Results are compared exactly
 first. Every round calls all candidates in a new order; a round's time is the slowest rank's. Writes
 ``hosts.csv``: for each shape and candidate the median, that of the product alone and of the
-collective alone. Needs the right to make namespaces, ``ip`` and ``tc``.
+collective alone, and two shares of it: what the longer of product and collective takes, and what
+the longer of the product and the bytes over the wire's rate takes. Needs the right to make
+namespaces, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -122,6 +124,13 @@ def calls_of(
     }
 
 
+def crossing(operator: str, shape: tuple[int, int, int], arguments: Any) -> int:
+    """The bytes that leave each host: a block of float32 of each rank for each other host."""
+    m, n, k = shape
+    columns = k if operator == "all_gather_matmul" else n
+    return m // arguments.hosts * columns * 4 * (arguments.hosts - 1)
+
+
 def rank_main(rank: int, world: int, arguments: Any) -> None:
     import torch
     import torch.distributed as dist
@@ -156,16 +165,27 @@ def rank_main(rank: int, world: int, arguments: Any) -> None:
                     if turn:
                         times[name].append(seconds)
             medians = {name: statistics.median(some) for name, some in times.items()}
-            ideal = max(medians["product"], medians["collective"])
+            medians["wire"] = crossing(operator, shape, arguments) / (arguments.rate * 1e6)
             for name, seconds in medians.items():
-                row = (operator, *shape, name, f"{seconds * 1e3:.2f}", f"{ideal / seconds:.3f}")
+                shares = [
+                    max(medians["product"], medians[other]) / seconds
+                    for other in ("collective", "wire")
+                ]
+                row = (
+                    operator,
+                    *shape,
+                    name,
+                    f"{seconds * 1e3:.2f}",
+                    *map("{:.3f}".format, shares),
+                )
                 rows.append(row)
                 if rank == 0:
                     print(*row, flush=True)
     if rank == 0:
         with (Path(arguments.folder) / "hosts.csv").open("w") as file:
             out = csv.writer(file)
-            out.writerow(("operator", "m", "n", "k", "candidate", "median_ms", "of_ideal"))
+            shares = ("of_collective", "of_wire")
+            out.writerow(("operator", "m", "n", "k", "candidate", "median_ms", *shares))
             out.writerows(rows)
     ficco.close()
     dist.destroy_process_group()

@@ -44,9 +44,9 @@ def namespace(name: str) -> Iterator[str]:
 
 
 @contextmanager
-def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[None]:
+def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[threading.Event]:
     """A device ``wire`` in each namespace, with the addresses 10.77.0.1, .2, ...; bytes per second
-    and seconds."""
+    and seconds. Gives what cuts it: from then on no packet arrives, and nobody is told."""
     with ExitStack() as stack:
         devices = []
         for number, name in enumerate(names, start=1):
@@ -64,7 +64,7 @@ def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[None]:
         thread.start()
         stack.callback(thread.join)
         stack.callback(over.set)
-        yield
+        yield over
 
 
 def carry(devices: list[int], rate: float, delay: float, over: threading.Event) -> None:

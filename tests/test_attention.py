@@ -40,6 +40,8 @@ SCHEDULES = (
     "hetero-fused-1d",
     "hetero-unfused-1d:pieces=3,pull",
     "growing:tail=3,compute=2",
+    "growing:compute=2",
+    "shard-overlap:pull,compute=2",
     "shard-overlap:tail=2",
     "serial",
     "serial:pull",
@@ -372,8 +374,7 @@ def shorter(field: str) -> Any:
     [
         (1, "first", lambda one: one.first + 1, "another piece|twice|adds rows|leaves"),
         (1, "kv", shorter("kv"), "leaves out rows .* of the keys"),
-        (1, "accumulate", False, "written twice|leaves out"),
-        (0, "accumulate", True, "what nobody has written"),
+        (1, "accumulate", True, "adds to what is no sum"),
         (1, "q", shorter("q"), "regions that do not fit"),
         (0, "first", 0, "other rows than it says"),
         (1, "out", lambda one: one.out._replace(buffer="out"), "attends in the wrong buffers"),
@@ -415,6 +416,31 @@ def test_keys_that_are_left_out_or_come_early_are_found() -> None:
     ):
         with pytest.raises(PlanError, match=message):
             check(without(change))
+
+
+@pytest.mark.parametrize("schedule", ["growing:compute=2", "shard-overlap:compute=2"])
+def test_merging_waits_for_the_other_lane(schedule: str) -> None:
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(4)
+    made = attention_plans(problem, Schedule.parse(schedule))
+    check(made)
+    merges = [index for index, step in enumerate(made[1].steps) if step.label == "merge"]
+    waiting = [index for index in merges if made[1].steps[index].after]
+    assert waiting
+    for index in waiting:
+        steps = list(made[1].steps)
+        steps[index] = steps[index]._replace(after=())
+        with pytest.raises(PlanError, match="may read before it is written"):
+            check([made[0], replace(made[1], steps=tuple(steps)), *made[2:]])
+
+
+def test_groups_of_one_lane_do_not_wait_for_the_other() -> None:
+    """What attends comes after nothing but its keys, so that kernels of both lanes run at once."""
+    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(8)
+    for name in ("growing:compute=2", "shard-overlap:compute=2"):
+        for plan in attention_plans(problem, Schedule.parse(name)):
+            steps = [step for step in plan.steps if step.attends]
+            assert [step.lane for step in steps[:4]] == ["compute0", "compute1"] * 2
+            assert not any(step.after for step in steps)
 
 
 def test_other_schedules_are_refused() -> None:
@@ -492,6 +518,20 @@ def test_simulation_and_choice() -> None:
     assert str(GATHERED.decide(problem).schedule) == "growing"
 
 
+def test_two_lanes_fill_each_others_starts() -> None:
+    machine = find("h200-4", None)
+    assert machine is not None and machine.gemm is not None
+    calls, units = machine.attends(machine.gemm), machine.gemm.units
+    whole, filled = calls.times(machine.gemm, 2, 2 * units, 2e12, 1e12 / units, 128, False)
+    assert whole - filled == pytest.approx(calls.start)  # whole waves have nothing else to fill
+    asked = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", True, placement="head-tail")
+    one, two, cut = (
+        GATHERED.seconds(asked, Schedule.parse(f"growing{knobs}"), machine)
+        for knobs in ("", ":compute=2", ":tail=2,compute=2")
+    )
+    assert cut < two < one  # as measured
+
+
 # Calls on CPUs.
 
 
@@ -522,7 +562,8 @@ def test_no_further_from_float64_than_the_library(world: int) -> None:
 def _exact(at: Rank) -> None:
     """Equal scores make means of values; of integers over powers of two they are exact."""
     world, rows = at.world, 16
-    for iteration, schedule in enumerate(("growing", "shard-overlap:pull", "serial", "auto")):
+    schedules = "growing", "shard-overlap:pull", "growing:tail=2,compute=2", "serial", "auto"
+    for iteration, schedule in enumerate(schedules):
         for dtype in (torch.float32, torch.bfloat16):
             made = torch.Generator().manual_seed(iteration)
             v = torch.randint(-4, 5, (1, 2, world * rows, 8), generator=made).to(dtype)
@@ -721,8 +762,13 @@ def test_wrong_plans_of_gradients_are_found() -> None:
     def early(step: Any) -> Any:
         return step._replace(after=step.after[1:]) if step.label.startswith("d") else step
 
+    def beside(step: Any) -> Any:
+        return step._replace(lane="compute1") if step.attends and step.waits else step
+
     for change, message in (
         (lambda step: attend(step, back=None), "leaves out a gradient"),
+        (lambda step: attend(step, accumulate=False), "is written twice"),
+        (beside, "before it is written|by an unordered step"),
         (elsewhere, "gradient in the wrong place|leaves the buffer"),
         (fewer, "leaves out the product of a rank"),
         (early, "before it is written"),

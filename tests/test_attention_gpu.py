@@ -22,6 +22,8 @@ SCHEDULES = (
     "growing:pull",
     "shard-overlap",
     "hetero-fused-1d:pieces=2",
+    "growing:compute=2",
+    "growing:tail=2,compute=2",
     "serial",
 )
 
@@ -45,7 +47,8 @@ def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> Non
 def _calls(at: Rank) -> None:
     case = AttentionCase(512, 16, 4, 128, dtype="bfloat16", causal=True, placement="head-tail")
     for iteration in range(30):
-        attended(at, replace(case, batch=1 + iteration % 2), iteration, SCHEDULES[iteration % 6])
+        schedule = SCHEDULES[iteration % len(SCHEDULES)]
+        attended(at, replace(case, batch=1 + iteration % 2), iteration, schedule)
         exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
 
 
@@ -65,7 +68,7 @@ def test_gradients(world: int) -> None:
     run(world, _gradients, device="cuda", timeout=280)
 
 
-def _graphs(at: Rank) -> Any:
+def _graphs(at: Rank, schedule: str) -> Any:
     case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, placement="head-tail")
     mine = case.positions(at.rank, at.world).to(at.device)
 
@@ -75,7 +78,7 @@ def _graphs(at: Rank) -> Any:
     q, k, v = shards(0)
 
     def call() -> torch.Tensor:
-        how = {"causal": True, "placement": "head-tail", "schedule": "growing"}
+        how = {"causal": True, "placement": "head-tail", "schedule": schedule}
         return ficco.all_gather_attention(q, k, v, **how)
 
     def renew(iteration: int) -> None:
@@ -85,5 +88,6 @@ def _graphs(at: Rank) -> Any:
     replays(at, call, renew)
 
 
-def test_graphs() -> None:
-    run(wider(), _graphs, device="cuda", fresh=True, timeout=120)
+@pytest.mark.parametrize("schedule", ["growing", "growing:compute=2"])
+def test_graphs(schedule: str) -> None:
+    run(wider(), _graphs, schedule, device="cuda", fresh=True, timeout=120)

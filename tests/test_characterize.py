@@ -26,6 +26,7 @@ from ficco.bench.frames import LOSSES, append, read_description
 from ficco.bench.inputs import GAIN
 from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
 from ficco.errors import ConfigError
+from ficco.options import current
 from ficco.scaling import SCALED, operands_of
 
 CPU = torch.device("cpu")
@@ -59,6 +60,14 @@ def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
     with runner.context():
         assert runner.run() < 3
     assert len(done) == 3, "nothing runs on once its context is left"
+
+
+def test_what_is_behind_has_the_options_in_force() -> None:
+    limits: list[float] = []
+    runner = contended(lambda: None, lambda: limits.append(current().timeout_s), 1, CPU)
+    with ficco.options(timeout_s=7), runner.context():
+        runner.run()
+    assert limits == [7.0]
 
 
 def test_an_error_behind_is_not_lost() -> None:
@@ -130,6 +139,12 @@ def test_parts_add_up_to_the_whole() -> None:
     made.matmul(3, 5, 12, batch=2)()
     tall = made.matrix("a", 6, 12) @ b
     torch.testing.assert_close(made.matrix("out", 6, 5), tall)
+    a3 = made.matrix("a", 6, 12).view(2, 3, 12)
+    for turned in (False, True):
+        made.matmul(3, 5, 12, batch=2, apart=True, turned=turned)()
+        every = made.matrix("b", 24, 5)
+        b3 = every.view(2, 5, 12).mT if turned else every.view(2, 12, 5)
+        torch.testing.assert_close(made.matrix("out", 6, 5), (a3 @ b3).view(6, 5))
 
 
 @pytest.mark.parametrize("kind", SCALED)

@@ -16,12 +16,14 @@ from ficco.dma.buffers import Buffers
 from ficco.dma.engine import Call, Filled, Program
 from ficco.dma.filled import grouped, moves, spans
 from ficco.heuristics.experts import EXPERTS, MARGIN
+from ficco.heuristics.model import TIE
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
+from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, block_starts, expert_plans
-from ficco.simulate import simulate
+from ficco.simulate import predict, simulate
 
 SCHEDULES = (
     "serial",
@@ -207,7 +209,7 @@ def test_auto_takes_the_fastest_of_a_few() -> None:
 MEASURED = {
     (8, 1280): ("growing", "shard-overlap"),
     (8, 5120): ("growing", "shard-overlap"),
-    (64, 160): ("uniform-fused-1d:pieces=1+2+1,copy=3", "uniform-fused-1d:pieces=1+3+3+1,copy=3"),
+    (64, 160): ("uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",),
 }
 
 
@@ -217,6 +219,19 @@ def test_auto_takes_what_was_measured_to_be_fast(experts: int, capacity: int) ->
     for machine in ("h200-4", "h100-8"):
         decision = ficco.explain("experts", machine=machine, **sizes)
         assert str(decision.schedule) in MEASURED[experts, capacity], decision.reason
+
+
+def test_of_predictions_that_are_equal_the_first_is_taken() -> None:
+    machine = find("h100-8", None)
+    asked = layer(capacity=5120, k=4096, h=28672, n=4096)
+    seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
+    first, second = sorted(seconds, key=seconds.__getitem__)[:2]
+    apart = seconds[second] / seconds[first] - 1
+    assert EXPERTS.compared.index(second) < EXPERTS.compared.index(first) and 0 < apart < TIE
+    for tie, taken in ((0.99 * apart, first), (1.01 * apart, second)):
+        decision = replace(EXPERTS, tie=tie).decide(asked, machine=machine)
+        assert str(decision.schedule) == taken
+        assert ("; the first of those within" in decision.reason) == (taken == second)
 
 
 def test_auto_is_serial_where_little_is_predicted_to_be_gained() -> None:
@@ -261,6 +276,20 @@ def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: st
     plan = planned(exact)[0]
     products = [one for step in plan.steps for one in step.products if plan.apart(one)]
     assert sum(one.batch for one in products) == 2 * 4 * 16  # of four sources
+
+
+def test_batches_take_what_the_machine_has_of_experts() -> None:
+    """And a product of one expert, or of a shared matrix, what it has of all others."""
+    machine = find("h200-4", None)
+    assert machine and machine.gemm
+    slow = replace(machine, experts=replace(machine.gemm, efficiency=0.1))
+    for experts, slower in ((2, True), (1, False)):
+        plans = planned(layer(experts=experts, capacity=1024, k=4096, h=4096, n=4096), "serial")
+        ratio = simulate(plans, slow).stop_s / simulate(plans, machine).stop_s
+        assert ratio > 2 if slower else ratio == 1
+    problem = Problem("all_gather_matmul", (4096,) * 4, 4096, 4096, "bfloat16")
+    schedule = Schedule.parse("hetero-fused-1d:pieces=2")
+    assert predict(problem, schedule, slow) == predict(problem, schedule, machine)
 
 
 def test_what_cannot_be_simulated_is_told() -> None:

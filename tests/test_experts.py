@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco.heuristics.family import Family
-from ficco.ops import experts as ops
+from ficco.ops import expert_rounds as ops
 from ficco.ops.routing import Routing, rounded
 
 SCHEDULES = (
@@ -29,7 +29,7 @@ SCHEDULES = (
     "shrinking:compute=2",
     "hetero-fused-1d:pieces=2",
     "uniform-unfused-1d:pieces=2,copy=2",
-    "uniform-fused-1d:pieces=1+2+1,copy=3",
+    "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",
 )
 
 
@@ -532,25 +532,31 @@ def test_a_routing_that_does_not_fit_is_refused() -> None:
             assert failure.type == "ValueError" and text in failure.text
 
 
-def compiled(at: Rank) -> Failure:
-    """A graph break in compiled code; refused where tensors have no data."""
+def compiled(at: Rank) -> list[Failure]:
+    """An exact routing is a graph break in compiled code; refused where tensors have no data, and
+    where there may be no break."""
     given = operands(at)
-    tokens = given.pop("tokens").requires_grad_()
+    tokens, indices = given.pop("tokens").requires_grad_(), given.pop("indices")
+    del given["capacity"]
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return ficco.experts(x * 2, **given) + 1
+        routing = ficco.route(indices, 4)
+        return ficco.experts(x * 2, routing, **given) + 1
 
     found, wanted = torch.compile(layer, backend="eager")(tokens), layer(tokens)
     assert torch.equal(found, wanted)
     grads = [torch.autograd.grad(one.sum(), tokens)[0] for one in (found, wanted)]
     assert torch.equal(*grads)
+    torch._dynamo.reset()
+    whole = caught(lambda: torch.compile(layer, backend="eager", fullgraph=True)(tokens))
     with FakeTensorMode():
-        return caught(partial(ficco.experts, torch.ones(4, 8), **given))
+        return [whole, caught(partial(ficco.route, torch.ones(4, 2, dtype=torch.int64), 4))]
 
 
-def test_in_compiled_code_it_is_a_graph_break() -> None:
-    for failure in run(2, compiled):
-        assert failure.type == "NotImplementedError" and "traced" in failure.text
+def test_an_exact_routing_is_a_graph_break() -> None:
+    for whole, fake in run(2, compiled):
+        assert whole.type == "Unsupported" and "make_routing" in whole.text
+        assert fake.type == "NotImplementedError" and "pass indices" in fake.text
 
 
 def absent(at: Rank) -> Failure | None:

@@ -13,24 +13,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import slow_wire
 import test_gradients
 import test_operators
+import torch.distributed as dist
 from cases import Case, call, equal, make
 from cases import exact as exact_gather
 from disturbance import Disturbance, disturb, install
 from ranks import Failure, Rank, caught, run
 
 import ficco
+from ficco.dma import host
+from ficco.dma.cpu import CpuEngine
 from ficco.dma.gloo import PeerExchange
+from ficco.dma.host import whereabouts
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
+from ficco.heuristics.decide import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Plan, PlanError, Region, Signal, Step, check, render
 from ficco.problem import OPERATORS, Problem
@@ -147,6 +154,21 @@ def test_each_byte_crosses_the_network_once_per_host() -> None:
                 if move.src.rank == plan.rank
             ]
             assert sum(sent) == 2 * problem.rows[0]  # to the rail of two other hosts
+
+
+@pytest.mark.parametrize("name", ["shard-overlap:pieces=4", "hetero-unfused-2d:pieces=4,tail=2"])
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_sums_over_hosts_wait_for_their_own_piece(operator: str, name: str) -> None:
+    problem = Problem(operator, (64,) * 2, 64, 8, "float32", hosts=2)
+    steps = plans(problem, Schedule.parse(name))[0].steps
+    sums = [i for i, step in enumerate(steps) if step.reduction]
+    assert [steps[i].label for i in sums] == [f"sum {turn}" for turn in range(4)]
+    arrivals = [[before for before in steps[i].after if steps[before].moves] for i in sums]
+    assert [len(some) for some in arrivals] == [1] * 4
+    assert arrivals == sorted(arrivals) and len({*map(tuple, arrivals)}) == 4
+    if problem.kind.returns:  # the first sum leaves before the last one is made
+        sent = next(i for i, step in enumerate(steps) if sums[0] in step.after)
+        assert steps[sent].moves and sums[-1] not in steps[sent].after
 
 
 def test_steps_between_hosts_are_drawn() -> None:
@@ -281,6 +303,22 @@ def test_both_sides_may_not_agree_on_another_place() -> None:
 
     found[0], found[2] = (changed(found[rank], shifted) for rank in (0, 2))
     with pytest.raises(PlanError, match="another piece|where others belong"):
+        check(found)
+
+
+def test_a_piece_does_not_come_by_two_rails() -> None:
+    """Both sides agree on it, but rank 2 copies the piece on to rank 3, too."""
+    found = crossing("all_gather_matmul")
+    (one, *_), (two, *_) = network(found[0].steps), network(found[3].steps)
+    sent = next(move for move in found[0].steps[one].moves if move.src.rank == 0)
+    twice = sent._replace(dst=sent.dst._replace(rank=3))
+
+    def moves_more(at: int, steps: list[Step]) -> None:
+        steps[at] = steps[at]._replace(moves=(*steps[at].moves, twice))
+
+    found[0] = changed(found[0], partial(moves_more, one))
+    found[3] = changed(found[3], partial(moves_more, two))
+    with pytest.raises(PlanError, match="overwritten by an unordered step"):
         check(found)
 
 
@@ -491,9 +529,170 @@ def test_an_engine_that_cannot_be_made_leaves_nothing() -> None:
         assert threads == []
 
 
+def _one_host_without(at: Rank) -> tuple[Failure, float]:
+    """The last host has no engine."""
+    begin = time.monotonic()
+    with host_of(at, 2), ficco.options(engine="hip" if at.rank > 1 else None):
+        failure = caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+    return failure, time.monotonic() - begin
+
+
+def test_one_host_that_cannot_have_an_engine_is_named_on_all() -> None:
+    (first, one), (second, two), *rest = run(4, _one_host_without, fresh=True)
+    assert {failure.type for failure, _ in rest} <= {"ImportError", "BackendError"}
+    for failure, seconds in ((first, one), (second, two)):
+        assert failure.type == "PeerFailed" and seconds < 30  # not the 60 s of a timeout
+        assert f"rank 2 failed: {rest[0][0].type}: " in failure.text and "host-1" in failure.text
+
+
+def _other_kinds(at: Rank) -> Failure | None:
+    with host_of(at, 2), mock.patch.object(CpuEngine, "packs_columns", at.rank > 1):
+        return caught(lambda: exact_gather(at, equal(at.world, 4, 8, 8), 0))
+
+
+def test_engines_of_different_hosts_that_differ() -> None:
+    for failure in run(4, _other_kinds, fresh=True):
+        assert failure is not None and failure.type == "RankMismatch"
+        assert "ranks 0, 1: the cpu engine" in failure.text
+        assert "ranks 2, 3: the cpu engine, which packs columns" in failure.text
+
+
 @pytest.mark.parametrize("names", ["aabb", "abcd", "aaaa"])
 def test_hosts_that_are_served(names: str) -> None:
     assert run(4, _named, names) == [None] * 4
+
+
+@contextmanager
+def _told(**facts: Any) -> Iterator[None]:
+    """What this rank tells others of where it is, but for some facts."""
+
+    def told() -> dict[str, Any]:
+        return {**whereabouts(), **facts}
+
+    modules = "ficco.dma.host", "ficco.dma.hosts"
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch(f"{module}.whereabouts", told))
+        yield
+
+
+def _in_containers(at: Rank, names: str, containers: str) -> Any:
+    """Ranks see the same boot, and processes of their own container only."""
+    with _told(pids=containers[at.rank]):
+        return _named(at, names)
+
+
+def test_containers_of_one_boot_are_hosts_if_they_are_named() -> None:
+    assert run(4, _in_containers, "aabb", "cczz", fresh=True) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("names", "containers", "got"),
+    [("aaaa", "cczz", "0 and 2"), ("aaaa", "cccz", "0 and 3"), ("aabb", "ccyz", "2 and 3")],
+)
+def test_ranks_of_a_host_that_see_no_processes_of_each_other_are_refused_on_all(
+    names: str, containers: str, got: str
+) -> None:
+    for failure in run(4, _in_containers, names, containers, fresh=True):
+        assert failure.type == "NotImplementedError"
+        assert f"ranks {got} are on one host in containers that do not see" in failure.text
+        assert "name a host for each with FICCO_HOST" in failure.text
+
+
+def _on_boots(at: Rank) -> Any:
+    with _told(boot=f"boot {at.rank}", host=f"machine-{at.rank}"):
+        return _named(at, "aabb")
+
+
+def test_machines_that_have_the_name_of_one_host_are_refused_on_all() -> None:
+    for failure in run(4, _on_boots, fresh=True):
+        assert failure.type == "NotImplementedError"
+        assert "rank 0 is on machine-0, rank 1 on machine-1; leave FICCO_HOST out" in failure.text
+
+
+def _on_clones(at: Rank) -> Any:
+    """Ranks 0, 1 and 2, 3 are on two machines that were started from one image of a running one:
+    boot and namespaces have the same names there, and processes numbers of their own."""
+    with _told(host=f"clone-{at.rank // 2}", pid=os.getpid() + (at.rank // 2) * 10_000_000):
+        return _named(at, [""] * at.world)
+
+
+def test_machines_of_one_boot_are_told_to_name_their_hosts() -> None:
+    found = run(4, _on_clones, fresh=True)
+    assert {failure.type for failure in found} == {"BackendError"}
+    for failure in found[:2]:
+        assert "or clone-0 and clone-1 are two machines with one boot id" in failure.text
+        assert "name a host for each with FICCO_HOST" in failure.text
+
+
+def _in_part(at: Rank, members: Sequence[int]) -> Any:
+    """Calls of two groups with the same ranks, and of all ranks, by turns."""
+    groups = [dist.new_group(list(members)) for _ in range(2)]
+    with host_of(at, 2), ficco.options(timeout_s=10):
+        outcome = None
+        if at.rank in members:
+            outcome = caught(lambda: [_all_operators(at, group) for group in groups * 2])
+        _all_operators(at, None)
+        at.barrier()
+    return outcome
+
+
+def _all_operators(at: Rank, group: Any) -> None:
+    world = at.world if group is None else group.size()
+    for iteration, operator in enumerate(OPERATORS):
+        rows = test_operators.rows_for(operator, world, "ragged")
+        if operator == "all_gather_matmul":
+            exact_gather(at, Case(rows, 24, 16, schedule="growing"), iteration, group)
+        else:
+            case = test_operators.Case(operator, rows, 24, 16, schedule="shard-overlap")
+            test_operators.exact(at, case, iteration, group)
+
+
+@pytest.mark.parametrize("members", [(0, 2), (1, 2), (2, 3)])
+def test_groups_of_some_ranks_of_hosts_are_served(members: tuple[int, ...]) -> None:
+    for rank, outcome in enumerate(run(4, _in_part, members)):
+        assert outcome == ([None] * 4 if rank in members else None)
+
+
+@pytest.mark.parametrize(
+    ("members", "got"), [((0, 1, 2), "host-0: 2, host-1: 1"), ((1, 2, 3), "host-0: 1, host-1: 2")]
+)
+def test_groups_of_one_host_and_part_of_another_are_refused(
+    members: tuple[int, ...], got: str
+) -> None:
+    for rank, outcome in enumerate(run(4, _in_part, members)):
+        if rank in members:
+            assert outcome.type == "NotImplementedError"
+            assert f"as many on each, got by rank {got}; pass a group made by" in outcome.text
+
+
+@contextmanager
+def _clocks_ahead(seconds: float) -> Iterator[None]:
+    """What this process reads of any clock is ahead by so much; what it waits for comes in time."""
+    timespec = host._timespec
+    with ExitStack() as stack:
+        for name in ("time", "monotonic", "perf_counter"):
+            clock = getattr(time, name)
+            ahead = partial(lambda clock: clock() + seconds, clock)
+            stack.enter_context(mock.patch.object(time, name, ahead))
+        back = mock.patch.object(host, "_timespec", lambda at: timespec(at - seconds))
+        stack.enter_context(back)
+        yield
+
+
+def _by_other_clocks(at: Rank, victims: Sequence[int]) -> Any:
+    """Hosts have been up for different times, and do not agree on the date."""
+    with _clocks_ahead(1e6 * (at.rank // 2)):
+        with host_of(at, 2):
+            _all_operators(at, None)
+            at.barrier()
+        return _casualties(at, victims, signal.SIGKILL, 2)
+
+
+def test_clocks_of_hosts_that_differ() -> None:
+    victims = (1,)
+    found = run(4, _by_other_clocks, victims, fresh=True, catch=True, lost=victims)
+    _assert_they_learn(found, victims)
 
 
 # Faults.
@@ -555,6 +754,10 @@ def _casualties(at: Rank, victims: Sequence[int], how: int, hosts: int) -> Any:
 @pytest.mark.parametrize("victims", [(3,), (2, 3), (1,)])
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
     found = run(4, _casualties, victims, how, 2, fresh=True, catch=True, lost=victims)
+    _assert_they_learn(found, victims)
+
+
+def _assert_they_learn(found: Sequence[Any], victims: Sequence[int]) -> None:
     for rank in set(range(4)) - set(victims):
         outcome, seconds = found[rank]
         assert isinstance(outcome, Failure), (rank, outcome)
@@ -746,7 +949,10 @@ def test_without_a_network_the_model_says_what_it_lacks() -> None:
     problem = Problem("all_gather_matmul", (64,) * 16, 64, 64, "bfloat16", hosts=2)
     decision = decide(problem, machine=on, mode="queued")
     assert decision.source in ("rule", "fallback") and "lacks network" in decision.reason
-    assert str(decide(problem, mode="idle").schedule) == "shard-overlap:pieces=8"
+    assert str(decide(problem, mode="idle").schedule) == IN_ROWS
+    for n, expected in ((64, IN_ROWS), (65, IN_COLUMNS)):
+        scatters = Problem("matmul_reduce_scatter", (64,) * 16, n, 64, "float32", hosts=2)
+        assert str(decide(scatters, mode="idle").schedule) == expected
     with pytest.raises(ValueError, match="required the block 'network'"):
         predict(problem, Schedule.parse("growing"), on, "queued")
 

@@ -141,10 +141,10 @@ def test_order_under_jitter(world: int) -> None:
 # Graphs.
 
 
-def _captured(at: Rank, hosts: int, schedule: str) -> Any:
+def _captured(at: Rank, hosts: int, schedule: str, rows: int = 24, k: int = 64) -> Any:
     """Replays of more calls than there are slots, with other operands, between eager calls."""
     with host_of(at, hosts):
-        case = equal(at.world, 24, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
+        case = equal(at.world, rows, k, 40, dtype="bfloat16", schedule=schedule, gathered=True)
         exact(at, case, 0)
         one = make(at, case, 0)
         a, b = one.a, one.b
@@ -171,8 +171,8 @@ def _captured(at: Rank, hosts: int, schedule: str) -> Any:
         return None
 
 
-def _capture(at: Rank, hosts: int, schedule: str) -> Any:
-    return caught(lambda: _captured(at, hosts, schedule))
+def _capture(at: Rank, hosts: int, schedule: str, *sizes: int) -> Any:
+    return caught(lambda: _captured(at, hosts, schedule, *sizes))
 
 
 def captured_over_hosts() -> list[str]:
@@ -184,6 +184,13 @@ def captured_over_hosts() -> list[str]:
 def test_calls_are_captured_where_nccl_goes_between(schedule: str) -> None:
     need_own_gpus(2)
     assert run(2, _capture, 2, schedule, device="cuda") == [None, None]
+
+
+@pytest.mark.parametrize("schedule", ["serial", "hetero-fused-1d:pieces=2", "uniform-fused-2d"])
+def test_long_messages_are_captured_where_nccl_goes_between(schedule: str) -> None:
+    """NCCL registers the memory of these in a graph, which it has to do on both sides."""
+    need_own_gpus(2)
+    assert run(2, _capture, 2, schedule, 2048, 2048, device="cuda") == [None, None]
 
 
 def test_calls_in_a_capture_are_refused_where_gloo_goes_between() -> None:

@@ -262,6 +262,31 @@ def test_ranks_of_different_hosts_that_disagree() -> None:
         assert "ranks 0, 1: " in failure.text and "ranks 2, 3: " in failure.text
 
 
+def _one_host_without_access(at: Rank) -> tuple[Any, list[str]]:
+    """The error of a call, and the threads that are left."""
+    why = "device 0 of rank 3 cannot access the memory of device 1 of rank 2"
+
+    def means(driver: Any, engine: Any) -> Any:
+        if at.rank > 1:
+            raise NotImplementedError(why)
+        return known(driver, engine)
+
+    known = thread_driver.ThreadDriver.means
+    with host_of(at, 2), mock.patch.object(thread_driver.ThreadDriver, "means", means):
+        failure = caught(lambda: exact(at, equal(at.world, 4, 8, 8), 0))
+    names = [thread.name for thread in threading.enumerate()]
+    return failure, [name for name in names if name.startswith("ficco")]
+
+
+def test_one_host_without_peer_access_is_named_on_all() -> None:
+    found = ranks.run(4, _one_host_without_access, fresh=True)
+    for rank, (failure, threads) in enumerate(found):
+        assert failure.type == ("PeerFailed" if rank < 2 else "NotImplementedError"), failure
+        assert "device 0 of rank 3 cannot access the memory of device 1" in failure.text
+        assert rank > 1 or ("rank 2 failed" in failure.text and "host-1" in failure.text)
+        assert not threads, threads
+
+
 # NCCL, without NCCL: what its step says of a peer.
 
 

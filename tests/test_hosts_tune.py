@@ -1,4 +1,4 @@
-"""Groups on several hosts, measured: the step ``network`` of a tuning run, and a bench."""
+"""Groups on several hosts, measured: the step ``network`` of a tuning run, a bench, and losses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Failure, Rank, caught, run
+import torch
+import torch.distributed as dist
+from ranks import Rank, run
 from test_hosts import host_of
 
 from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
-from ficco.bench.characterize import LossSettings, characterize
-from ficco.bench.frames import BENCH
+from ficco.bench.characterize import (
+    COLLECTIVE,
+    COPY_CIL,
+    COPY_DIL,
+    GEMM_CIL,
+    GEMM_DIL,
+    PIECES,
+    SHARDS,
+    LossSettings,
+    characterize,
+)
+from ficco.bench.frames import BENCH, LOSSES, read_description
+from ficco.bench.measure import Barrier
 from ficco.bench.run import BenchSettings, bench
+from ficco.dma.hosts import hosts_of
 from ficco.machine import load
 from ficco.tune import fits
 from ficco.tune import run as tuning
@@ -73,19 +87,73 @@ def test_steps_of_one_host_and_of_several_are_told_apart(
 CASES = (Case("a", 256, 16, 32, "float32"),)
 
 
-def _benched(at: Rank, path: str) -> Any:
+def _benched(at: Rank, path: str) -> None:
     about: Any = {"cases": CASES, "device": "cpu", "rounds": 2, "seconds": 30, "csv": Path(path)}
     with host_of(at, 2):
         names = ["auto", "growing", "uniform-fused-2d"]
         bench(BenchSettings(candidates=choose(names), modes=("idle",), quiet=True, **about))
-        return caught(lambda: characterize(LossSettings(sizes=(4096,), **about)))
 
 
 def test_a_bench_over_hosts(tmp_path: Path) -> None:
-    for refused in run(4, _benched, str(tmp_path / "a.csv"), timeout=100):
-        assert isinstance(refused, Failure) and refused.type == "NotImplementedError"
-        assert "ficco tune --only network" in refused.text
+    run(4, _benched, str(tmp_path / "a.csv"), timeout=100)
     rows = BENCH.read(tmp_path / "a.csv")
     timed = set(rows["candidate"][rows["status"] == "ok"])
     assert timed >= {"gemm", "collective", "copies", "serial-collective", "serial", "auto"}
     assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
+    others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
+    assert set(others["note"]) == {"it copies through memory that ranks of one host share"}
+
+
+def _characterized(at: Rank, path: str) -> None:
+    about: Any = {"device": "cpu", "rounds": 3, "seconds": 3, "csv": Path(path)}
+    with host_of(at, 2):
+        characterize(LossSettings(cases=CASES, sizes=(4096,), **about))
+
+
+def test_losses_over_hosts(tmp_path: Path) -> None:
+    run(4, _characterized, str(tmp_path / "losses.csv"), timeout=100)
+    rows = LOSSES.read(tmp_path / "losses.csv")
+    assert set(rows["status"]) == {"ok"}
+    moves = [PIECES, SHARDS, COLLECTIVE]
+    assert list(rows["loss"]) == [COPY_DIL] * 2 + [GEMM_DIL] * 4 + [GEMM_CIL] * 3 + [COPY_CIL] * 3
+    assert list(rows["mover"][6:]) == moves * 2
+    assert read_description(tmp_path / "losses.csv")["hosts"] == 2
+
+
+def _meets_while_it_sums(at: Rank) -> tuple[float, int]:
+    """A collective of the group is under way on rank 1 while the ranks meet, and begins on rank 0
+    once they have met."""
+    total, work = torch.tensor([1.0 + at.rank]), None
+    with host_of(at, 2):
+        barrier = Barrier(dist.group.WORLD, 20, hosts_of(dist.group.WORLD, 20, "a test"))
+        if at.rank == 1:
+            work = dist.all_reduce(total, async_op=True)
+        barrier.wait()
+        decided = barrier.decide(5 + at.rank)
+        work = work or dist.all_reduce(total, async_op=True)
+        work.wait()
+        barrier.wait()
+        barrier.close()
+    return total.item(), decided
+
+
+def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
+    assert run(2, _meets_while_it_sums, fresh=True, timeout=30) == [(3.0, 5)] * 2
+
+
+def _waits_for_a_late_rank(at: Rank) -> str:
+    with host_of(at, 2):
+        barrier = Barrier(dist.group.WORLD, 2, hosts_of(dist.group.WORLD, 20, "a test"))
+        why = ""
+        if at.rank == 0:
+            try:
+                barrier.wait()
+            except TimeoutError as error:
+                why = str(error)
+        at.barrier()
+    return why
+
+
+def test_a_rank_that_does_not_come_from_another_host_is_a_timeout() -> None:
+    why, nothing = run(2, _waits_for_a_late_rank, fresh=True, timeout=30)
+    assert "a rank of another host did not come" in why and not nothing

@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 from test_kernels import missing
 
 from ficco.dma.driver import Lanes
+from ficco.dma.engine import Call
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.lane_ops import Launch, Memops, Posts, Scripted, enqueue_beside, parted
+from ficco.dma.lane_ops import (
+    Launch,
+    Memops,
+    Posts,
+    Run,
+    Scripted,
+    enqueue,
+    enqueue_beside,
+    parted,
+)
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
@@ -493,31 +503,55 @@ def test_what_is_recorded_shares_no_event_with_the_rest(
     assert [op.lane for op in rest.body] == ["compute0", *live]
 
 
+class LoggedEvent:
+    """Says what comes behind what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record(self, stream: str) -> None:
+        self.log.append(f"{self.name} behind {stream}")
+
+    def hold(self, stream: str) -> None:
+        self.log.append(f"{stream} behind {self.name}")
+
+
+def logged_lanes(log: list[str], *events: str) -> Lanes:
+    """Lanes whose streams have their names; the caller's is ``caller``."""
+    made = iter(events)
+    driver: Any = SimpleNamespace(event=lambda: LoggedEvent(next(made), log), aside=nullcontext)
+    driver.stream_for = lambda name: SimpleNamespace(handle=name)
+    return Lanes(driver, "caller", {})
+
+
 def test_a_call_beside_its_recording() -> None:
     """The recording begins with the call, and the call ends with it."""
     log: list[str] = []
-
-    class Event:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def record(self, stream: str) -> None:
-            log.append(f"{self.name} behind {stream}")
-
-        def hold(self, stream: str) -> None:
-            log.append(f"{stream} behind {self.name}")
-
-    events = iter(["fork", "end"])
-    driver: Any = SimpleNamespace(event=lambda: Event(next(events)), aside=nullcontext)
-    driver.stream_for = lambda name: SimpleNamespace(handle=name)
-    lanes = Lanes(driver, "caller", {})
     steps: Any = [of("copy0"), of("compute0")]
     ops: Any = [("copy0", None), ("compute0", lambda call: log.append("product"))]
     parts = parted(ops, steps)
     assert parts is not None
     recording: Any = SimpleNamespace(replay=lambda stream: log.append(f"copies on {stream}"))
-    enqueue_beside(recording, parts[1], SimpleNamespace(state=lanes))  # type: ignore[arg-type]
+    enqueue_beside(recording, parts[1], Call({}, logged_lanes(log, "fork", "end")))
     assert log == [
         *("fork behind caller", "copy0 behind fork", "copies on copy0", "product"),
         *("end behind copy0", "caller behind end"),
+    ]
+
+
+def test_a_lane_keeps_its_parts_until_they_are_merged() -> None:
+    """What comes next on it may use their memory, for another caller's stream, too."""
+    log: list[str] = []
+
+    def attend(call: Call) -> None:
+        log.append(f"attend on {call.state['compute1']}, copy on {call.state['copy0']}")
+        call.parts[0] = []
+
+    run = Run([attend], None, [], "sync", ("compute1", "copy0"))
+    enqueue(run, Call({}, logged_lanes(log, "fork", "end of compute1", "end of copy0")))
+    assert log == [
+        *("fork behind caller", "attend on compute1, copy on copy0"),
+        *("end of compute1 behind compute1", "caller behind end of compute1"),
+        *("end of copy0 behind copy0", "caller behind end of copy0"),
+        *("fork behind caller", "compute1 behind fork"),
     ]

@@ -619,6 +619,27 @@ def test_operations_are_counted_where_the_counter_is_imported_last(tmp_path: Pat
     assert ended.code == 0, ended.err
 
 
+def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
+    """By any thread, and not by the import, which takes no counter and no Triton with it."""
+    program = (
+        "import sys, torch, ficco\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules and 'triton' not in sys.modules\n"
+        "names = torch._C._dispatch_get_all_op_names\n"
+        "assert not [name for name in names() if name.startswith('ficco::')]\n"
+        "def ask(at):\n"
+        "    return torch.ops.ficco.experts_backward\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    assert len({id(one) for one in pool.map(ask, range(64))}) == 1\n"
+        "registered = {name for name in names() if name.startswith('ficco::')}\n"
+        "assert registered == {'ficco::experts_backward'}, registered\n"
+        "assert not hasattr(torch.ops.ficco, 'expert')\n"
+        "assert torch.ops.ficco.all_gather_matmul.default._schema.arguments[0].name == 'a'\n"
+    )
+    ended = Program(tmp_path, "asks", program, (), {}).end(time.monotonic() + 60)
+    assert ended.code == 0, ended.err
+
+
 def _direct(at: Rank, needs: str) -> list[str]:
     """ficco's operators that the dispatcher sees of an eager forward and backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

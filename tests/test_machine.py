@@ -788,6 +788,13 @@ def test_the_errors_of_a_model_on_its_own_times_are_none(itemsize: int) -> None:
     assert errors(truth, sampled(truth, GRID, itemsize=itemsize)).worst < 1e-9
 
 
+def test_a_fit_counts_the_matrices_of_a_batch() -> None:
+    """Of few rows for each, memory is all that counts."""
+    few = sampled(H200, [(16, n, k) for _, n, k in GRID[:9]], batch=9, rights=9)
+    assert errors(H200, few).worst < 1e-9
+    assert fit(few, peak=H200.peak).bandwidth == pytest.approx(H200.bandwidth, rel=0.1)
+
+
 def test_outliers_hardly_move_a_fit() -> None:
     samples = sampled(H200, GRID * 2)
     spoilt = [

@@ -477,6 +477,7 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     coming = replay.arrivals  # of one schedule nothing comes
     replay.arrivals = lambda every, *more: [] if every[0].schedule == LOST else coming(every, *more)
     replay_run.TIMEOUT_S = 0.5
+    replay_run.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
     replayed = replay_run.Replayed(world=2, rank=1, machine="h200-4", latency_us=2000.0)
     found = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
@@ -523,4 +524,10 @@ def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
         assert serial["ms"] > copies["ms"] / 2 and 0 < serial["share"] < serial["in_turn"]
         assert mine["ficco"]["took"] and not serial["took"]
     about = json.loads((tmp_path / "experts.json").read_text())
-    assert about["ranks"] == 2 and find(str(tmp_path / "experts_machine.yaml"), None) is not None
+    assert about["ranks"] == 2 and "from GPUs like those of h100-2" in about["note"]
+    # Ranks are joined like 4 H200, and are H100.
+    joined, devices = find("h200-4", None), find("h100-2", None)
+    replayed = find(str(tmp_path / "experts_machine.yaml"), None)
+    assert replayed and joined and devices and replayed.topology == joined.topology
+    for block in ("gemm", "experts", "attention", "memory"):
+        assert getattr(replayed, block) == getattr(devices, block)

@@ -256,7 +256,7 @@ def test_steps_have_names_and_times_and_blocks() -> None:
     steps = tuple(tuning.MEASURES)
     assert (*steps, "shapes") == effort.STEPS
     assert set(steps) <= {field.name for field in fields(Machine)}
-    for device, quick, most in (("cuda", False, 210), ("cpu", False, 50), ("cpu", True, 5)):
+    for device, quick, most in (("cuda", False, 216), ("cpu", False, 52), ("cpu", True, 5.5)):
         made = effort.EFFORTS[device, quick]
         assert tuple(made.seconds) == steps
         alone = made.seconds[tuning.NETWORK]  # of a run of its own
@@ -281,8 +281,8 @@ class MadeUp(Site):
         truth, found = TRUTH, {}
         for name, call in calls.items():
             shape, count = call.run if isinstance(call, Runner) else call
-            m, n, k, batch, wide = shape
-            seconds = truth.heated(count * truth.seconds(m, n, k, batch=batch, wide=wide))
+            how = {"batch": shape.batch, "wide": shape.wide, "rights": shape.rights}
+            seconds = truth.heated(count * truth.seconds(*shape[:3], **how))
             found[name] = np.array((seconds,) * 3)
         return found
 
@@ -317,6 +317,22 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     # A fit that took the largest as they are would be slow.
     for m, n, k in ((16384, 8192, 8192), (4096, 4096, 4096)):
         assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
+
+
+def test_batches_of_experts_are_measured_cold_and_checked(made_up: Site) -> None:
+    made_up.machine = replace(made_up.machine, gemm=TRUTH)
+    found = products.experts(made_up)
+    assert (found.burst, found.sustained) == (TRUTH.burst, TRUTH.sustained)
+    for rows, experts in ((80, 16), (640, 4)):
+        how = {"batch": experts, "rights": experts}
+        assert found.seconds(rows, 28672, 4096, **how) == pytest.approx(
+            TRUTH.seconds(rows, 28672, 4096, **how), rel=0.03
+        )
+    assert found.provenance.note.startswith(f"{len(effort.GPU.experts)} products of bfloat16")
+    made_up.machine = replace(made_up.machine, experts=TRUTH)
+    points = list(check._experts(made_up))
+    assert len(points) == check.PRODUCTS and all(" of " in point.what for point in points)
+    assert [point.ratio for point in points] == pytest.approx([1.0] * len(points))
 
 
 def test_attention_is_measured_cold_and_beside_the_products(
@@ -902,8 +918,8 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         assert source.date and source.commit and source.source in ("measured", "fitted")
     points = ranks.run(2, check_file, machine)[0]
     assert {p.block for p in points} == {
-        "gemm", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all", "all_reduce",
-        "memory", "call",
+        "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
+        "all_reduce", "memory", "call",
     }  # fmt: skip
     assert sum(p.what.endswith(" in a row") for p in points) == 1
     assert " rows of products of up to " in machine.gemm.provenance.note

@@ -7,13 +7,18 @@ from ficco.attention.plans import attention_plans
 from ficco.heuristics.family import Family
 
 #: Attention to keys that are gathered. Growing groups are few calls of a library; the others wait
-#: less for the first or after the last piece.
+#: less for the first or after the last piece. On one H100 two lanes took 0.94 to 0.99 of the time
+#: of one for growing groups, 0.89 to 0.99 for single shards
+#: (docs/results/attention-replay-h100-8.csv and -4.csv).
 GATHERED = Family(
     attention_plans,
     compared=(
         "growing",
+        "growing:compute=2",
+        "growing:tail=2,compute=2",
         "growing:pull",
         "shard-overlap",
+        "shard-overlap:compute=2",
         "shard-overlap:pull",
         "hetero-fused-1d:pieces=2",
         "hetero-fused-1d:pieces=2,copy=4",

@@ -151,6 +151,7 @@ class GradientStage(AttentionStage):
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
+        self.compute_lanes = ["compute0"]  # all add to the same sums
         self.return_lane = f"copy{self.schedule.copy}"
 
     def run(self) -> None:

@@ -58,9 +58,10 @@ class AttentionWorld(GatherWorld):
 
 
 class AttentionStage(GatherStage):
-    """One rank's steps. Those that attend are on one lane; what they give is merged on another, if
-    there are two. The queries of the last group are cut as ``tail`` says, so that little is left to
-    merge after its last step (query-split attention, FlashOverlap)."""
+    """One rank's steps. The own rows, each group and the slices of the last one take turns on the
+    compute lanes; rows are merged on the lane of what completes them. The queries of the last group
+    are cut as ``tail`` says, so that little is left to merge after its last step (query-split
+    attention, FlashOverlap)."""
 
     world: AttentionWorld
     problem: KeyGather
@@ -73,7 +74,6 @@ class AttentionStage(GatherStage):
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.asked = world.asked
-        self.compute_lanes = ["compute0", "compute1"][: self.schedule.compute]
         self.passed: dict[Signal, tuple[int, int]] = {}  # in a ring, for the lane of copies
 
     # A ring: the own rows go to the next rank, and what comes from the one before goes on to it.
@@ -140,22 +140,31 @@ class AttentionStage(GatherStage):
         super()._multiply_own()
         self._round("compute0", OWN)
 
-    def _consume(self, group: int) -> None:
-        super()._consume(group)
-        for queries in self.slices(group)[1:]:
-            attends, label = self.attends_of(group, queries), f"queries {queries[0]}"
-            self.add(Step("attend", "compute0", label, attends=attends))
-            self._merge(group, queries)
-
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
-        return self.compute_lanes[0]
+        return self._lane(group)
+
+    def _lane(self, group: int, number: int = 0) -> str:
+        """Groups take turns, the own rows first, and so do slices of queries."""
+        turn = group + self._own_is_separate() + number
+        return self.compute_lanes[turn % len(self.compute_lanes)]
 
     def _work(self, group: int, lane: str, label: str) -> Step:
-        attends = self.attends_of(group, self.slices(group)[0])
+        """What is done once a group is there; of several slices each is a step of its own."""
+        slices = self.slices(group)
+        attends = self.attends_of(group, slices[0]) if len(slices) == 1 else ()
         return Step("attend" if attends else "sync", lane, label, attends=attends)
 
     def _round(self, lane: str, group: int) -> None:
-        self._merge(group, self.slices(group)[0])
+        slices, there = self.slices(group), len(self.steps) - 1
+        if len(slices) == 1:
+            self._merge(lane, group, slices[0])
+            return
+        for number, queries in enumerate(slices):
+            turn, label = self._lane(group, number), f"queries {queries[0]}"
+            after = (there,) if turn != lane else ()
+            attends = self.attends_of(group, queries)
+            self.add(Step("attend", turn, label, after=after, attends=attends))
+            self._merge(turn, group, queries)
 
     def slices(self, group: int) -> list[Span]:
         """The queries that attend to a group, as they are cut."""
@@ -166,11 +175,15 @@ class AttentionStage(GatherStage):
         parts = cut(last - first, self.schedule.tail) or [(0, 0)]
         return [(first + a, first + b) for a, b in parts]
 
-    def _merge(self, group: int, queries: Span) -> None:
-        """Merge, after the latest step, what of some queries a group completes."""
-        made, lane = len(self.steps) - 1, self.compute_lanes[-1]
-        after = (made,) if self.steps[made].lane != lane else ()
+    def _merge(self, lane: str, group: int, queries: Span) -> None:
+        """Merge what of some queries a group completes, after all that attended for them."""
         for first, last in both(self.last[group], queries):
+            made = {
+                step.lane: index
+                for index, step in enumerate(self.steps)
+                if any(one.out.row < last and first < one.out.row_stop for one in step.attends)
+            }
+            after = tuple(index for other, index in made.items() if other != lane)
             src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
@@ -219,16 +232,17 @@ class AttentionStage(GatherStage):
 
     def attends_of(self, group: int, queries: Span) -> tuple[Attending, ...]:
         """What some queries do with a group."""
-        # All queries attend to the first rows: to the own ones, or to all rows at once.
+        # Of a sum all queries attend to the first rows: to the own ones, or to all rows at once.
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
-        found = []
+        sums, found = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
             (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
                 calls = self.asked.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
-            found.append(self._attending(run, group != begun or number > 0))
+            adds = sums and (group != begun or number > 0)
+            found.append(self._attending(run, adds))
         return tuple(found)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:

@@ -75,9 +75,12 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def unavailable(candidate: BenchCandidate, operands: Operands) -> str:
-    """Why a candidate does not exist for this shape on this device; empty if it does."""
+def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -> str:
+    """Why a candidate does not exist for this shape on this device, whose ranks are on so many
+    hosts; empty if it does."""
     scaling = operands.problem.scaling
+    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack"):
+        return "it copies through memory that ranks of one host share"
     if candidate.kind == "pieces" and scaling:
         return "PyTorch has no batched product of float8"
     if candidate.kind in ("pytorch", "pytorch-native"):

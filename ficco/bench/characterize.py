@@ -75,16 +75,11 @@ class LossBench:
         self.group = dist.group.WORLD
         self.device = local_device(settings.device)
         self.watch = Stopwatch(self.group, self.device)
-        if self.watch.hosts.count > 1:
-            self.watch.close()
-            raise NotImplementedError(
-                f"characterize: required ranks of one host, got those of {self.watch.hosts.count}; "
-                "ficco tune --only network measures what joins hosts, ficco bench what calls take"
-            )
         self.world, self.rank = settings.parts or self.watch.world, self.watch.rank
 
     def run(self) -> pd.DataFrame | None:
-        rows = self.settings.record(LOSSES, self._steps(), self.rank, self.world)
+        hosts = self.watch.hosts.count
+        rows = self.settings.record(LOSSES, self._steps(), self.rank, self.world, hosts=hosts)
         self.watch.close()
         return rows
 

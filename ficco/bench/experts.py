@@ -25,8 +25,8 @@ from ficco.bench.series import Stopwatch
 from ficco.bench.ways import COMPUTED, MOVED, Subject, Way
 from ficco.families import problem_of
 from ficco.heuristics.experts import EXPERTS as EXPERTS_FAMILY
-from ficco.ops.experts import spread as spread_rows
-from ficco.ops.experts import weighted_sum
+from ficco.ops.expert_rounds import spread as spread_rows
+from ficco.ops.expert_rounds import weighted_sum
 from ficco.plan import Planned
 
 #: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how

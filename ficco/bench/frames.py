@@ -286,6 +286,12 @@ def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
     }
 
 
+def place(about: Mapping[str, Any]) -> str:
+    """Of what the figures of a description are, in words."""
+    hosts = f" on {about['hosts']} hosts" if about.get("hosts", 1) > 1 else ""
+    return f"{about.get('ranks', '?')} ranks{hosts}, {about.get('device', '')}"
+
+
 def commit() -> str:
     """The commit of the checkout that ficco is imported from; empty outside of one."""
     folder = Path(__file__).resolve().parent

@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from ficco.accelerator import gpu
 from ficco.bench.calls import Runner
+from ficco.dma.gloo import gloo_group
 from ficco.dma.host import HostMemory
 from ficco.dma.hosts import Hosts
 from ficco.errors import InvalidArgument
@@ -86,16 +87,17 @@ class Barrier:
 
     A count per rank in shared memory; no data is ordered by it. Collectives are no substitute:
     they leave the ranks tens of microseconds apart, which is as long as what is timed. Between
-    hosts there is nothing better.
+    hosts there is nothing better; they are those of a group of its own, since another thread may
+    carry out collectives of the caller's, and ranks must begin those of a group in one order.
 
-    ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``.
+    ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``. No two barriers
+    have the same ``hosts`` of several.
     """
 
     def __init__(
         self, group: ProcessGroup, timeout_s: float = math.inf, hosts: Hosts | None = None
     ) -> None:
         hosts = hosts or Hosts.one(group)
-        self._group, self._several = group, hosts.count > 1
         self._rank, self._world = hosts.near.rank(), hosts.near.size()
         self._timeout_s = timeout_s
         self._count = 0
@@ -103,12 +105,15 @@ class Barrier:
         memory = HostMemory(hosts.near, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
         self._words = [memoryview(part).cast("q") for part in memory.maps]
         memory.close()  # the words keep the maps
+        self._between: Any = None  # hosts
+        if hosts.count > 1:
+            self._between = gloo_group(hosts, "barrier", timeout_s)
         self.wait()
 
     def wait(self) -> None:
         """Wait until every rank is here."""
-        if self._several:
-            dist.barrier(self._group)
+        if self._between is not None:
+            self._await(self._between.barrier())
         self._count += 1
         words, count = self._words, self._count
         began = time.monotonic()
@@ -124,10 +129,10 @@ class Barrier:
 
     def decide(self, value: int) -> int:
         """What rank 0 says, on every rank."""
-        if self._several:
-            said = [value]
-            dist.broadcast_object_list(said, group_src=0, group=self._group)
-            return said[0]
+        if self._between is not None:
+            said = torch.tensor([value])
+            self._await(self._between.broadcast(said, 0))
+            return int(said)
         # Two words take turns: rank 0 is at most one decision ahead of whoever still reads.
         word = 1 + self._count % 2
         if self._rank == 0:
@@ -135,8 +140,15 @@ class Barrier:
         self.wait()
         return self._words[0][word]
 
+    def _await(self, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TimeoutError(f"a rank of another host did not come: {error}") from error
+
     def close(self) -> None:
         self._words.clear()
+        self._between = None
 
 
 @dataclass

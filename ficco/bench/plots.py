@@ -19,7 +19,7 @@ from ficco.bench.characterize import (
     SHARDS,
 )
 from ficco.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, SAND, picture
-from ficco.bench.frames import read_description
+from ficco.bench.frames import place, read_description
 from ficco.bench.stats import balance, by_operator, geomean, lines, modes
 
 #: What is drawn, by role: name and colour.
@@ -48,7 +48,7 @@ MOST_SHAPES = 10
 def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
     """Draw the rows of a CSV file, to files that begin with its name; returns them."""
     about = read_description(csv)
-    title = f"{csv.stem}: {about.get('ranks', '?')} ranks, {about.get('device', '')}"
+    title = f"{csv.stem}: {place(about)}"
     return draw(rows, csv.with_suffix(""), title)
 
 

@@ -69,7 +69,8 @@ class Replayed:
     Attributes:
         world: ranks of the group that is played.
         rank: the one that the GPU is.
-        machine: name or path of the machine that says when rows arrive; None: that of the GPU.
+        machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
+            Peers are GPUs like this one, if any machine is of such.
         link_gb_s, latency_us, gap_us: in place of the machine's, where given.
         products: measures what products take here, in place of the machine's, if given.
     """
@@ -217,12 +218,16 @@ class ReplayWatch(Stopwatch):
             raise ValueError(
                 f"machine: required a name or a file, since none is of {host.accelerator}"
             )
+        alike = machine if host.resembles(machine) else nearest(host) or machine
+        machine = machine.with_devices_of(alike)
         self.machine = link(machine, settings.link_gb_s, settings.latency_us, settings.gap_us)
+        self._devices = f"like those of {alike.name}"
         self._paces: Paces | None = None
         self.clock = ReplayClock(self)
         self._begin()
         if settings.products is not None:
             self.machine = settings.products(self, self.machine)
+            self._devices = "as fast as this one"
             self.free()  # the courier goes by the machine
 
     @property
@@ -232,8 +237,8 @@ class ReplayWatch(Stopwatch):
         rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
         return (
             f"replay: one GPU plays rank {self.rank} of {self.world}; rows of others arrive as on "
-            f"{machine.name} at {rate:.0f} GB/s and {latency:.0f} us; `copies` is the last "
-            f"arrival. Limits: {LIMITS}"
+            f"{machine.name} at {rate:.0f} GB/s and {latency:.0f} us, from GPUs {self._devices}; "
+            f"`copies` is the last arrival. Limits: {LIMITS}"
         )
 
     def arrivals(self, problem: Planned) -> str:

@@ -11,6 +11,7 @@ import pandas as pd
 from ficco.bench import stats
 from ficco.bench.candidates import moved_bytes
 from ficco.bench.cases import Case
+from ficco.bench.frames import place
 from ficco.bench.stats import RATIOS, by_operator, left_out, lines, measured, modes, shape_text
 from ficco.bench.tables import cells, markdown, show
 from ficco.bench.verify import ERROR_ROWS
@@ -72,7 +73,7 @@ def about_table(about: dict[str, Any]) -> str:
         return ""
     versions = about.get("versions", {})
     said = [
-        ("machine", f"{about.get('ranks', '?')} ranks, {about.get('device', '')}"),
+        ("machine", place(about)),
         ("date", about.get("date", "")),
         ("software", ", ".join(f"{name} {value}" for name, value in versions.items())),
         ("commit", about.get("commit", "")),

@@ -87,7 +87,8 @@ class Bench:
 
     def _description(self) -> dict[str, Any]:
         """What the description of the run says beyond that of every run."""
-        return {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
+        more = {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in self.settings.modes else {}
+        return {"hosts": self.watch.hosts.count, **more}
 
     def run(self) -> pd.DataFrame | None:
         more = self._description()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -65,7 +66,7 @@ class Stopwatch:
 
     Attributes:
         mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
-        hosts: where the ranks are; found out unless told.
+        hosts: where the ranks are; found out unless told, which one Stopwatch may be.
         meets: whether the peers are there.
         note: what has to be said of its times.
     """
@@ -231,7 +232,7 @@ def _on_thread(front: Call, back: Call, count: int) -> Runner:
 
     def run() -> Any:
         join()
-        running.append(pool.submit(work))
+        running.append(pool.submit(copy_context().run, work))  # with the options in force
         return front()
 
     @contextmanager
@@ -313,11 +314,21 @@ class MeasuredCalls:
         return run
 
     def matmul(
-        self, m: int, n: int, k: int, *, batch: int = 1, wide: bool = False, parts: int = 1
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        wide: bool = False,
+        apart: bool = False,
+        turned: bool = False,
+        parts: int = 1,
     ) -> Call:
         """A product, a strided batch of such, or a product cut by rows into parts.
 
-        ``wide``: the result is float32 and is added to.
+        ``wide``: the result is float32 and is added to. ``apart``: each of the batch has a right
+        operand of its own. ``turned``: these lie transposed.
         """
         if wide:
             return self.accumulated(m, n, k, 1)
@@ -326,7 +337,9 @@ class MeasuredCalls:
         a, b, out = self.operands(batch * m, n, k)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
-            b3 = b.unsqueeze(0).expand(batch, k, n)
+            every = self.matrix("b", batch * k if apart else k, n)
+            every = every.view(-1, n, k).mT if turned else every.view(-1, k, n)
+            b3 = every.expand(batch, k, n)
             return lambda: torch.bmm(a3, b3, out=out3)
         cuts = cut(m, parts)
 

@@ -96,7 +96,7 @@ class Verifier:
 
     def eager(self, candidate: BenchCandidate, operands: Operands) -> Checked:
         """Build a candidate and prove its calls right; note what memory they take."""
-        if why := unavailable(candidate, operands):
+        if why := unavailable(candidate, operands, self.watch.hosts.count):
             return Checked(candidate, status="skipped", note=why)
         if candidate.ours:
             self.renew(operands, candidate.symmetric)  # so that its memory is its own

@@ -32,6 +32,7 @@ from ficco.cli.site import (
     shapes,
     writable,
 )
+from ficco.machine import SCALED_PRODUCTS
 from ficco.problem import OPERATORS
 from ficco.scaling import SCALED
 from ficco.schedules import Schedule
@@ -308,19 +309,18 @@ def _products(arguments: argparse.Namespace, device: str) -> Told:
         return what, bench, BenchSettings, told, None
     from ficco.bench.replay_run import ReplaySettings, replay
 
-    told |= _played(
-        arguments, {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
-    )
+    recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+    told |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
     told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
     return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told, None
 
 
-def _played(arguments: argparse.Namespace, recipes: Iterable[str] = ()) -> dict[str, Any]:
-    """Of :class:`ficco.bench.replay_run.Replayed`."""
+def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
+    """Of :class:`ficco.bench.replay_run.Replayed`; ``blocks``: of products beside plain ones."""
     from ficco.tune.products import refitted
 
     told = {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
-    measure = partial(refitted, recipes=tuple(sorted(recipes)))
+    measure = partial(refitted, more=tuple(sorted(blocks)))
     return told | {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
 
 
@@ -353,7 +353,8 @@ def _ways(arguments: argparse.Namespace, device: str) -> Told:
     if arguments.replay is not None:
         from ficco.bench.replay_run import Replayed
 
-        told["replayed"] = Replayed(**_played(arguments))
+        blocks = ("experts",) if arguments.experts else ()
+        told["replayed"] = Replayed(**_played(arguments, blocks))
         what = f"replay-{arguments.replay}-{what}"
     return what, ways.time_ways, ways.WaySettings, told, partial(ways.report, room.SUBJECT)
 

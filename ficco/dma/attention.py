@@ -8,6 +8,7 @@ until then: what a sum in float32 would read and write is more than all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -39,10 +40,13 @@ class Result(NamedTuple):
     grad: torch.Tensor
 
 
-def attend_op(program: Program, attends: Sequence[Attending]) -> Op:
+def attend_op(program: Program, step: int, attends: Sequence[Attending]) -> Op:
     """Attends, or their backwards, one after the other."""
     return in_turn(
-        [_attend(program, one) if one.back is None else _backward(program, one) for one in attends]
+        [
+            _attend(program, step, one) if one.back is None else _backward(program, one)
+            for one in attends
+        ]
     )
 
 
@@ -68,13 +72,13 @@ class _Rectangles:
         return Heads(by_heads(self._q(call)), by_heads(kv[:, 0]), by_heads(kv[:, 1]))
 
 
-def _attend(program: Program, one: Attending) -> Op:
+def _attend(program: Program, step: int, one: Attending) -> Op:
     reads, first = _Rectangles(program, one), one.q.row
 
     def op(call: Call) -> None:
+        made = call.parts.setdefault(step, [])
         for part in reads.calls.attended(reads.heads(call), reads.scale):
-            moved = part._replace(first=first + part.first, last=first + part.last)
-            call.parts.append(moved)
+            made.append(part._replace(first=first + part.first, last=first + part.last))
 
     return op
 
@@ -112,15 +116,21 @@ def by_heads(rows: torch.Tensor) -> torch.Tensor:
     return rows.permute(1, 2, 0, 3)
 
 
-def merge_op(program: Program, transfer: Transfer, merge: Merge) -> Op:
-    """Make rows of the result of all parts that there are of them; and, if the call has a tensor
-    ``lse``, their log-sum-exp."""
+def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> Op:
+    """Make rows of the result of all parts of them that earlier steps have made; and, if the call
+    has a tensor ``lse``, their log-sum-exp."""
     first, last = transfer.dst.row, transfer.dst.row_stop
     out_view = buffers_of(program).view(transfer.dst)
+    steps = [
+        index
+        for index, earlier in enumerate(program.plan.steps[:step])
+        if any(one.out.row < last and first < one.out.row_stop for one in earlier.attends)
+    ]
 
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
-        parts = [part.within(first, last) for part in call.parts if part.meets(first, last)]
+        made = chain.from_iterable(call.parts[index] for index in steps)
+        parts = [part.within(first, last) for part in made if part.meets(first, last)]
         merge(out, None if lse is None else lse[:, :, first:last], parts)
 
     return op

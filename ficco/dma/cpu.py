@@ -82,8 +82,11 @@ class CpuEngine(Engine):
         self._lanes: dict[str, Lane] = {}
         self._counts: CpuMemory | None = None  # of collectives that were started
         self._in_flight = 0
-        # Now, since not every rank has something to send in every call.
-        self._network = GlooNetwork(self) if self.hosts.count > 1 else None
+        self._network: GlooNetwork | None = None
+
+    def connect(self) -> None:
+        if self.hosts.count > 1:
+            self._network = GlooNetwork(self)
 
     @property
     def out_of_step(self) -> bool:
@@ -213,7 +216,7 @@ class CpuEngine(Engine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
-            return merge_op(program, transfer, merge)
+            return merge_op(program, step, transfer, merge)
         return place_op(program, transfer)
 
     def network(self, program: Program, step: int) -> Op:
@@ -231,7 +234,7 @@ class CpuEngine(Engine):
         return matmul_op(program, products)
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
-        return attend_op(program, attends)
+        return attend_op(program, step, attends)
 
     def apply(self, program: Program, step: int, applied: Applied) -> Op:
         return apply_op(program, applied)

@@ -181,13 +181,13 @@ class Call:
     duration.
 
     Attributes:
-        parts: of attention, what is there so far.
+        parts: of attention, what each step has made.
         filled: what it has of blocks; None where it has all rows of all buffers.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Any = None
-    parts: list[Part] = field(default_factory=list)
+    parts: dict[int, list[Part]] = field(default_factory=dict)
     filled: Filled | None = None
 
 
@@ -288,6 +288,16 @@ class Engine(ABC):
         self.rank = group.rank()
         self.world = group.size()
         self.interrupt = lambda: None
+
+    @property
+    def kind(self) -> str:
+        """What has to be the same on all ranks, in words: Plans follow from it."""
+        return f"the {self.name} engine" + ", which packs columns" * self.packs_columns
+
+    def connect(self) -> None:
+        """Connect with the ranks of other hosts, once all ranks have an engine of the same kind.
+        Collective."""
+        return None
 
     @property
     def out_of_step(self) -> bool:

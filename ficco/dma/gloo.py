@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.engine import Engine
+from ficco.dma.hosts import Hosts
 from ficco.errors import SignalTimeout
 from ficco.plan import Plan, Region
 
@@ -32,6 +33,18 @@ def _leave() -> None:
     """Never free them, so that the process exits at once."""
     if _left:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left))
+
+
+def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
+    """A gloo group of all ranks of a group, since the caller's has other uses. Collective, once for
+    each purpose in the life of ``hosts``. What it does waits for so many seconds at most.
+
+    Raises:
+        RuntimeError: a rank did not come.
+    """
+    rank, world = hosts.group.rank(), hosts.group.size()
+    limit = timedelta(seconds=min(seconds, LONGEST_S))
+    return dist.ProcessGroupGloo(hosts.store(purpose), rank, world, limit)
 
 
 class Message(NamedTuple):
@@ -88,8 +101,7 @@ class PeerExchange:
 
 
 class GlooLinks:
-    """A rank's connections with other hosts, by a group of its own, since the caller's has other
-    uses. The constructor is collective.
+    """A rank's connections with other hosts. The constructor is collective.
 
     Attributes:
         broken: an exchange has failed, or was given up.
@@ -97,12 +109,9 @@ class GlooLinks:
     """
 
     def __init__(self, engine: Engine) -> None:
-        limit, store = min(engine.timeout_s, LONGEST_S), engine.hosts.store("network")
         begin = time.monotonic()
         try:
-            self._group: Any = dist.ProcessGroupGloo(
-                store, engine.rank, engine.world, timedelta(seconds=limit)
-            )
+            self._group = gloo_group(engine.hosts, "network", engine.timeout_s)
         except RuntimeError as error:
             raise SignalTimeout(
                 operator=engine.operator,

@@ -203,8 +203,11 @@ class GpuEngine(StreamEngine):
         if self.means.kernels:
             kernels, late = self._kernels, self.watched + 2 * MAX_WATCHED * WORD
             self._batch = lambda ops: KernelBatch(ops, kernels, late)
+
+    def connect(self) -> None:
         if self.hosts.count > 1:
-            self._network = network_of(self, self._batch)
+            with self.driver.aside():
+                self._network = network_of(self, self._batch)
             uncaptured = self.means.uncaptured or self._network.uncaptured
             self.means = replace(self.means, uncaptured=uncaptured)
 
@@ -538,7 +541,7 @@ class GpuEngine(StreamEngine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
-            return self._on_lane(program, step, merge_op(program, transfer, self.merge))
+            return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
         if by_copies(program.plan, transfer):
             return self._filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
@@ -573,7 +576,7 @@ class GpuEngine(StreamEngine):
         return self._on_lane(program, step, made)
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
-        return self._on_lane(program, step, attend_op(program, attends))
+        return self._on_lane(program, step, attend_op(program, step, attends))
 
     def apply(self, program: Program, step: int, applied: Applied) -> Op:
         return self._on_lane(program, step, apply_op(program, applied))

@@ -313,16 +313,17 @@ class NcclNetwork(GpuNetwork):
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
-            parts, lands = [], []
+            # In a graph NCCL registers by itself what it can. Replays of long messages hung where
+            # that was one side only, as it seems: both are PyTorch's memory of the graph there.
+            parts, lands, own = [], [], bool(self._engine.capturing())
             for one, mine in moves:
-                part = mine(call)
-                if one.outward:
-                    data = part.contiguous()
-                elif part.is_contiguous():
-                    data = part
-                else:
+                data = part = mine(call)
+                if own or not part.is_contiguous():
                     data = torch.empty_like(part, memory_format=torch.contiguous_format)
-                    lands.append((part, data))
+                    if one.outward:
+                        data.copy_(part)
+                    else:
+                        lands.append((part, data))
                 parts.append((one.outward, one.peer, data.view(torch.uint8)))
             try:
                 self._move(parts)

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Protocol
 
@@ -171,7 +171,7 @@ class HostMemory:
             hellos = meet(
                 group, self._hello(fd), purpose, timeout_s, self._timeout, self._interrupt
             )
-            self._require_shareable(hellos)
+            require_shareable(dict(enumerate(hellos)))
             self.maps = [
                 mine if rank == self.rank else self._open(rank, hello)
                 for rank, hello in enumerate(hellos)
@@ -250,24 +250,13 @@ class HostMemory:
         """What peers need to map this rank's part."""
         return {**whereabouts(), "fd": fd, "file": _file(fd), "nbytes": self.nbytes}
 
-    def _require_shareable(self, hellos: list[dict[str, Any]]) -> None:
-        first = hellos[0]
-        for rank, hello in enumerate(hellos):
-            if hello["boot"] != first["boot"]:
-                raise NotImplementedError(
-                    f"ranks share memory on one host; rank 0 is on {first['host']}, rank {rank} on "
-                    f"{hello['host']}; leave FICCO_HOST out, or let it differ from host to host"
-                )
-            if hello["pids"] != first["pids"]:
-                raise NotImplementedError(
-                    f"ranks 0 and {rank} are on one host in containers that do not see each "
-                    f"other's processes; run the ranks in one container or with a common PID "
-                    f"namespace, or name a host for each with FICCO_HOST"
-                )
-
     def _open(self, rank: int, hello: dict[str, Any]) -> mmap.mmap:
         path = f"/proc/{hello['pid']}/fd/{hello['fd']}"
         ended = f"rank {rank} has just ended or given up"
+        if hello["host"] != (here := whereabouts()["host"]):
+            pair = " and ".join(sorted((here, hello["host"])))
+            ended += f", or {pair} are two machines with one boot id: name a host for each with "
+            ended += "FICCO_HOST"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -307,6 +296,27 @@ def whereabouts() -> dict[str, Any]:
         "pid": os.getpid(),
         "token": secrets.token_hex(8),
     }
+
+
+def require_shareable(facts: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse ranks of a host that cannot share memory, by their :func:`whereabouts`.
+
+    Raises:
+        NotImplementedError: they do not see the same boot, or processes of each other.
+    """
+    (lowest, first), *rest = facts.items()
+    for rank, fact in rest:
+        if fact["boot"] != first["boot"]:
+            raise NotImplementedError(
+                f"ranks share memory on one host; rank {lowest} is on {first['host']}, rank {rank} "
+                f"on {fact['host']}; leave FICCO_HOST out, or let it differ from host to host"
+            )
+        if fact["pids"] != first["pids"]:
+            raise NotImplementedError(
+                f"ranks {lowest} and {rank} are on one host in containers that do not see each "
+                f"other's processes; run the ranks in one container or with a common PID "
+                f"namespace, or name a host for each with FICCO_HOST"
+            )
 
 
 def store_of(group: Group) -> Store:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ficco.dma.host import meet, store_of, whereabouts
+from ficco.dma.host import meet, require_shareable, store_of, whereabouts
 from ficco.errors import SignalTimeout
 
 #: The variable that names the host of a rank, for containers of one host that share nothing.
@@ -102,8 +102,8 @@ def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
     ``FICCO_HOST``. Collective.
 
     Raises:
-        NotImplementedError: the ranks of a host do not follow each other, or hosts have different
-            numbers of them.
+        NotImplementedError: the ranks of a host do not follow each other, or cannot share memory,
+            or hosts have different numbers of them.
         SignalTimeout: a rank did not say where it is.
     """
 
@@ -126,6 +126,8 @@ def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
         new = fact["host"] if not taken else f"{fact['host']} ({len(taken) + 1})"
         by_boot.setdefault(fact["boot"], new)
     names = tuple(fact["named"] or by_boot[fact["boot"]] for fact in facts)
+    for name in dict.fromkeys(names):  # all ranks learn of any host that cannot be served
+        require_shareable({rank: facts[rank] for rank, its in enumerate(names) if its == name})
     if len(set(names)) == 1:
         return Hosts.one(group)
     sizes = [(name, len(list(some))) for name, some in groupby(names)]

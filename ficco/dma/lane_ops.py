@@ -223,6 +223,12 @@ def _end(run: Run, call: Call) -> None:
         event = lanes.joins[lane]
         event.record(lanes[lane])
         event.hold(lanes["compute0"])
+    # Parts are merged on any lane. Where they were allocated, nothing may use their memory before.
+    attended = [lane for lane in run.lanes if call.parts and lane.startswith("compute")]
+    if attended:
+        lanes.fork.record(lanes["compute0"])
+    for lane in attended:
+        lanes.fork.hold(lanes[lane])
 
 
 MakeBatch = Callable[[Sequence[MemOp]], Batch]

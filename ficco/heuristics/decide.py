@@ -50,10 +50,10 @@ REMEDY = "`ficco tune` measures this machine"
 #: What a call takes on a machine that nobody described: on a GPU the vendor's collective, then the
 #: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
-#: On CPUs over several hosts: what crosses goes in pieces, so that products begin with the first.
-#: 1.8 to 2.2 times as fast as gloo's collective and then the product
-#: (docs/results/hosts-cpu-2.md).
-FALLBACK_OVER_HOSTS = FALLBACK | {"idle": "shard-overlap:pieces=8"}
+#: On CPUs over several hosts what crosses goes in pieces, so that products begin with the first, or
+#: the first is sent early. Wide blocks of a product are cut by columns: a library's product of few
+#: rows can take twice as long (docs/results/hosts-cpu-16.md).
+IN_ROWS, IN_COLUMNS = "shard-overlap:pieces=8", "hetero-unfused-2d:pieces=8,order=peer"
 
 #: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
 #: is the most schedules times ranks squared: for four ranks all schedules, for eight the serial
@@ -205,9 +205,12 @@ def decide(
             schedule = Schedule.parse(schedule)
         return Decision(schedule, source, reason, problem, machine, mode, search, offers, predict)
 
-    otherwise = (FALLBACK if problem.hosts == 1 else FALLBACK_OVER_HOSTS)[mode]
+    otherwise = FALLBACK[mode]
     if problem.transposed:  # which no collective serves
         otherwise = FALLBACK["idle"]
+    elif problem.hosts > 1 and mode == "idle":
+        wide = problem.kind.scatters and problem.n > max(problem.rows)
+        otherwise = IN_COLUMNS if wide else IN_ROWS
     if wanted != "auto":
         given = decision(wanted, "caller", "given")
         if why := refusal(problem, given.schedule):

@@ -34,10 +34,10 @@ class Family:
 
     Attributes:
         make: the Plans of a problem under a schedule, of some ranks or, for None, of all.
-        compared: names of the schedules that are simulated, ``serial`` among them; of equal ones
-            the first is taken.
+        compared: names of the schedules that are simulated, ``serial`` among them.
         default: what is taken where the machine's figures do not allow that.
         margin: predicted gain over ``serial`` below which that is taken.
+        tie: share by which predictions differ that are equal; of equal ones the first is taken.
         alike: of a problem, the one that is simulated for it and for others; None: itself.
         rings: ``make`` takes a cap on staging, too, in bytes.
     """
@@ -46,6 +46,7 @@ class Family:
     compared: tuple[str, ...]
     default: str
     margin: float = 0.0
+    tie: float = 0.0
     alike: Callable[[Any], Any] | None = None
     rings: bool = False
 
@@ -111,9 +112,12 @@ class Family:
             name: self.seconds(asked, Schedule.parse(name), known, mode) for name in self.compared
         }
         names = sorted(seconds, key=seconds.__getitem__)
-        chosen, why = names[0], ""
-        if seconds[SERIAL] < (1 + self.margin) * seconds[chosen]:
-            why = f"; serial unless others gain {self.margin:.0%}" * (chosen != SERIAL)
+        least, why = seconds[names[0]], ""
+        chosen = next(name for name in seconds if seconds[name] <= (1 + self.tie) * least)
+        if chosen != names[0]:
+            why = f"; the first of those within {self.tie:.0%}"
+        if seconds[SERIAL] < (1 + self.margin) * least:
+            why = f"; serial unless others gain {self.margin:.0%}" * (names[0] != SERIAL)
             chosen = SERIAL
         times = ", ".join(f"{name} {seconds_text(seconds[name])}" for name in names)
         what = f"{asked} " if self.alike else ""

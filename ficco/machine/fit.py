@@ -42,6 +42,7 @@ class Sample:
     itemsize: int
     wide: bool
     seconds: float
+    rights: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def fit(
             raise ValueError(f"samples: required sizes and seconds above 0, got {sample}")
     columns, seconds = _columns(samples), np.array([s.seconds for s in samples])
     sizes = sorted({s.itemsize for s in samples})
-    m, n, k, batch, itemsize, _ = columns
+    m, n, k, batch, itemsize, *_ = columns
     rates = 2.0 * batch * m * n * k / seconds
     fastest = {size: float(rates[itemsize == size].max()) for size in sizes}
     waves = len(samples) >= ENOUGH and units > 1
@@ -108,7 +109,7 @@ def fit(
         launch=launch,
         efficiency=min(fastest[sizes[0]] / peak, 0.999),
         start=float(seconds.min()) / 2,
-        bandwidth=float((memory_seconds(_UNIT, *columns) / seconds).max()),
+        bandwidth=float((_memory(_UNIT, columns) / seconds).max()),
         provenance=provenance or Provenance("fitted"),
         tile_rows=tiles[0] if waves else (1,),
         tile_cols=tiles[1] if waves else (1,),
@@ -156,14 +157,14 @@ _UNIT = Gemm(1.0, 1, 0.0, 1.0, 0.0, 1.0, Provenance("assumed"))
 
 
 def _columns(samples: Sequence[Sample]) -> list[Any]:
-    """m, n, k, batch, itemsize and wide of all samples."""
-    names = ("m", "n", "k", "batch", "itemsize", "wide")
+    """m, n, k, batch, itemsize, wide and rights of all samples."""
+    names = ("m", "n", "k", "batch", "itemsize", "wide", "rights")
     return [np.array([getattr(s, name) for s in samples], dtype=float) for name in names]
 
 
 def _predict(gemm: Gemm, columns: list[Any]) -> Any:
     """:meth:`Gemm.seconds` of many products at once."""
-    m, n, k, batch, itemsize, wide = columns
+    m, n, k, batch, itemsize, wide, _ = columns
     share = {size: interpolate(gemm.shares, size) for size in set(itemsize)}
     rate = gemm.peak * gemm.efficiency * np.array([share[size] for size in itemsize])
     best = np.full(len(m), np.inf)
@@ -177,7 +178,13 @@ def _predict(gemm: Gemm, columns: list[Any]) -> Any:
                 if split > 1:
                     busy = np.where(parts > gemm.units, np.inf, busy)
                 best = np.minimum(best, busy)
-    return gemm.start + both(best, memory_seconds(gemm, *columns))
+    return gemm.start + both(best, _memory(gemm, columns))
+
+
+def _memory(gemm: Gemm, columns: list[Any]) -> Any:
+    """Seconds of the memory for many products at once."""
+    m, n, k, batch, itemsize, wide, rights = columns
+    return memory_seconds(gemm, m, n, k, batch, itemsize, wide, rights=rights)
 
 
 def _descend(loss: Callable[[Any], float], x: Any) -> Any:

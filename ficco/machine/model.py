@@ -8,7 +8,7 @@ the annotations are the schema.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, exp, inf, log
 from typing import Annotated, Any
@@ -87,6 +87,9 @@ COLLECTIVES = {
 
 #: The blocks of a machine that products of float8 operands have, by recipe.
 SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block"}
+
+#: The blocks of a machine that say what a device does by itself, whatever joins it to others.
+OF_DEVICE = ("gemm", *SCALED_PRODUCTS.values(), "experts", "tiled", "attention", "memory")
 
 #: How ranks can be joined.
 KINDS = ("mesh", "switch")
@@ -463,7 +466,7 @@ def memory_seconds(
     itemsize: Any,
     wide: Any,
     adds: bool = False,
-    rights: int = 1,
+    rights: Any = 1,
 ) -> Any:
     """Seconds in which the operands are read and the result is written; numbers, or arrays."""
     result = batch * m * n * result_bytes(itemsize, wide, adds)
@@ -573,16 +576,17 @@ class AttentionCalls:
         size: int,
         back: bool,
     ) -> tuple[float, float]:
-        """Seconds of a call on an otherwise idle rank, and if others fill the processors that are
-        done before the last. The call is given as :class:`ficco.plan.LibraryCall` has it."""
+        """Seconds of a call on an otherwise idle rank, and what it costs one that others keep busy:
+        they fill its start and the processors that are done before the last. The call is given as
+        :class:`ficco.plan.LibraryCall` has it."""
         if not flops:
             return 0.0, 0.0
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)
         shares = (back and self.backward) or self.shares
         rate = interpolate(shares, size) * gemm.rate(itemsize) / gemm.units
         start = self.start + back * self.backward_start
-        filled = start + waves * self.block + work / rate
-        return filled + idle / rate, filled
+        filled = waves * self.block + work / rate
+        return start + filled + idle / rate, filled
 
 
 @dataclass(frozen=True)
@@ -596,6 +600,8 @@ class Machine:
         kernel_copies: between ranks, by ficco's copy kernel.
         gemm: products of the library.
         tiled: the product whose tiles wait for signals.
+        experts: batches of products of the library with a right operand each; None: as of
+            ``gemm``.
         fp8_tensor: products of the library of float8 operands, with a scale for each operand.
         fp8_row: the same, with scales of rows.
         fp8_block: the same, with scales of blocks. See :meth:`products`.
@@ -633,6 +639,7 @@ class Machine:
     fp8_row: Gemm | None = None
     fp8_block: Gemm | None = None
     tiled: Gemm | None = None
+    experts: Gemm | None = None
     attention: AttentionCalls | None = None
     memory: Memory | None = None
     contention: Contention | None = None
@@ -647,6 +654,10 @@ class Machine:
         it was never measured, all others at the rate of their narrowest dtype."""
         own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
         return own or self.gemm
+
+    def with_devices_of(self, other: Machine) -> Machine:
+        """Ranks that are joined like these, and that work by themselves like those of another."""
+        return replace(self, **{block: getattr(other, block) for block in OF_DEVICE})
 
     def attends(self, gemm: Gemm) -> AttentionCalls:
         """The library's attention beside these products; :data:`ATTENTION` where it was never

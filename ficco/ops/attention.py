@@ -30,7 +30,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
-from ficco.ops.traced import TracedAttention, define, trace
+from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.schedules import Schedule
@@ -100,13 +100,13 @@ def all_gather_attention(
     asked = {
         "causal": causal,
         "scale": scale,
-        "placement": placement,
         "window": window,
-        "cu_seqlens": cu_seqlens if traced else frozen(cu_seqlens) or (),
+        "cu_seqlens": listed(cu_seqlens) if traced else frozen(cu_seqlens) or (),
+        "placement": placement,
     }
     given = process_group(group), schedule, asked
     if traced:
-        return trace(_OP, q, k_shard, v_shard, *given)
+        return trace(NAME, (q, k_shard, v_shard), *given)
     if torch.is_grad_enabled() and any(one.requires_grad for one in (q, k_shard, v_shard)):
         out: torch.Tensor = _Attention.apply(q, k_shard, v_shard, *given)
         return out
@@ -376,39 +376,56 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 
 # What compilers see.
 
-
-def _traced_forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    q, k, v, keeps, group, schedule, asked = args
-    return run_attention(q, k, v, group, schedule, asked, keeps=keeps)
+#: Of the schema of attention.
+ASKED = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "int[]"}
 
 
-def _traced_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    grad, q, k, v, out, lse, group, schedule, asked = args
-    return run_attention(q, k, v, group, schedule, asked, of=Result(out, lse, _heads(grad)))
+def save_all(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+    """All is needed for any of the gradients."""
+    return tensors
+
+
+def _traced_forward(
+    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = operands
+    return run_attention(q, k, v, *call, keeps=any(needs))
+
+
+def _traced_backward(
+    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, out, lse = saved
+    return run_attention(q, k, v, *call, of=Result(out, lse, _heads(grad)))
 
 
 def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, world: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = operands
+    check_together({"q": q, "k_shard": k, "v_shard": v}, call.schedule, call.asked)
     batch, heads, rows, size = q.shape
-    lse = q.new_empty(batch, heads, rows, dtype=_wide(q))
-    return q.new_empty(batch, rows, heads, size).transpose(1, 2), lse
+    out = q.new_empty(batch, rows, heads, size).transpose(1, 2)
+    return (out, q.new_empty(batch, heads, rows, dtype=_wide(q))) if any(needs) else (out,)
 
 
-def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+def _fake_backward(
+    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+) -> list[torch.Tensor]:
+    q, k, *_ = saved
     batch, heads, rows, size = q.shape
     dq = q.new_empty(batch, rows, heads, size).transpose(1, 2)
     return [dq, q.new_empty(rows, 2, batch, k.shape[1], size)]
 
 
-_OP = define(
-    NAME,
-    TracedAttention(
-        _traced_forward,
-        _traced_backward,
-        _fake_forward,
-        _fake_backward,
-        _gradients,
-        check_together,
-    ),
-)
+TracedOperator(
+    ("q", "k_shard", "v_shard"),
+    {**ASKED, "placement": "str"},
+    ("lse",),
+    _traced_forward,
+    _fake_forward,
+    save_all,
+    _traced_backward,
+    _fake_backward,
+    lambda made, needs: _gradients(made),
+).declare(NAME)

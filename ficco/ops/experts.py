@@ -1,66 +1,34 @@
-"""Expert-parallel layers: dispatch, two products and the way back as one Plan.
-
-What depends on the routing is done by PyTorch, before and after: tokens are copied to the rows that
-they have for their experts, and what comes back is summed by the router's weights. The backward is
-the same exchange twice. Let g be the gradient of the result, and s the row of a token's pair:
-
-===========  ===================================================================
-dY           w g in row s, dispatched to the experts
-dH           dY @ down.T, through the function's derivative
-d tokens     the sum over a token's pairs of dH @ up.T, brought back
-d weights    <row s of what the forward brought back, g>
-d up         X.T @ dH for each expert, with the tokens X that the forward kept
-d down       function(hidden).T @ dY for each expert, with hidden that it kept
-===========  ===================================================================
-"""
+"""Expert-parallel layers, of rounds as :mod:`ficco.ops.expert_rounds` runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, lru_cache, partial
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, reduce
+from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call, Engine, Filled, Groups
-from ficco.dma.filled import ends_of, groups_of, index_of, made_whole
-from ficco.dma.products import FUNCTIONS
-from ficco.heuristics.experts import EXPERTS
-from ficco.ops import problem_log
-from ficco.ops.fit import keep_to_cap
-from ficco.ops.operands import check_dtype, plain, process_group
-from ficco.ops.operate import cast, refuse_sharded, watched
-from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
-from ficco.ops.routing import Routing, rounded, route
-from ficco.options import Options, carried, current
+from ficco.ops.expert_rounds import NAME, ExpertCall, round_gradients, run_round, wide_of
+from ficco.ops.operands import check_dtype, process_group
+from ficco.ops.operate import cast, check_traced
+from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.routing import Blocks, Routing, make_routing, route
+from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
+from ficco.options import carried, current
 from ficco.schedules import Schedule
-from ficco.schedules.experts import (
-    ACTIVATIONS,
-    LANDING,
-    ExpertLayer,
-    block_starts,
-    expert_plans,
-)
+from ficco.schedules.experts import ACTIVATIONS
 from ficco.specification import gated
-from ficco.workspace import CachedCall, Workspace
 
-#: What errors and the board call it.
-NAME = "experts"
-
-#: Layers of calls: few kinds of them.
-_known = lru_cache(maxsize=256)(ExpertLayer)
+#: The operator of compilers for layers that serve all pairs.
+ALL = "experts_all"
 
 #: What of the experts a rank has.
 SPLITS = ("experts", "columns")
 
 
-@torch._disable_dynamo
 def experts(
     tokens: torch.Tensor,
     indices: torch.Tensor | Routing,
@@ -100,8 +68,9 @@ def experts(
     choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
     its device, and calls can be captured in graphs, which serve other tokens and routes.
 
-    Every rank makes the call, and needs gradients of the same operands. In code that
-    ``torch.compile`` compiles it is a graph break. There are gradients of ``tokens``, ``weights``,
+    Every rank makes the call, and needs gradients of the same operands. ``torch.compile`` traces
+    it; without a capacity, or with further rounds, compiled code makes the forward again for its
+    gradients, whose sizes it would have to know. There are gradients of ``tokens``, ``weights``,
     ``up`` and ``down``; for others than that of ``weights`` the forward keeps the rows that
     arrived, and the products with ``up``, as large as the blocks of all experts.
 
@@ -116,48 +85,42 @@ def experts(
 
     Raises:
         ValueError: an operand or argument is wrong.
-        NotImplementedError: the dtype, several hosts, or tensors that are traced are not served.
+        NotImplementedError: the dtype or several hosts are not served.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
     members = process_group(group)
     given = {"tokens": tokens, "weights": weights, "up": up, "down": down}
-    for name, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if watched(*given.values()):
-        refuse_sharded(**given)
-        raise NotImplementedError(
-            "ficco.experts takes no tensors that are traced or wrapped; call it outside of what "
-            "traces them"
-        )
-    kind = tokens.device.type
+    traced, kind = check_traced(**given), tokens.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         tokens, up, down = (cast(one, kind) for one in (tokens, up, down))
-    workspace = workspace_for(members, tokens, "tokens", NAME)
     wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
-    with _telling(workspace):
+    with nullcontext() if traced else _telling(members, tokens):
         function = _function(tokens, weights, up, down, activation)
         gathers = check_split(split)
         total = up.shape[0] * (1 if gathers else members.size())
         if isinstance(indices, Routing):
             _check_routing(indices, total, capacity, on_overflow)
-        elif capacity is not None and on_overflow == "drop":
-            indices = wanted(indices, total)
         _fits(indices, tokens, weights)
-    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+        if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
+            indices = wanted(indices, total)
     call = ExpertCall(members, schedule, function, gathers)
-    summed: torch.Tensor | None = None
-    for turn in range(routing.rounds):
-        part = ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
-        summed = part if summed is None else summed + part
-    assert summed is not None
-    return summed.to(tokens.dtype)
+    if traced:
+        return _trace(call, (tokens, weights, up, down), indices, capacity, on_overflow)
+    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    return summed(
+        (
+            ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
+            for turn in range(routing.rounds)
+        ),
+        tokens.dtype,
+    )
 
 
 @contextmanager
-def _telling(workspace: Workspace) -> Iterator[None]:
+def _telling(group: ProcessGroup, tokens: torch.Tensor) -> Iterator[None]:
     """What refuses a call here, before any number is exchanged, is told to the peers."""
+    workspace = workspace_for(group, tokens, "tokens", NAME)
     try:
         yield
     except Exception as error:
@@ -166,14 +129,10 @@ def _telling(workspace: Workspace) -> Iterator[None]:
         raise
 
 
-class ExpertCall(NamedTuple):
-    """What a call is, without its operands."""
-
-    group: ProcessGroup
-    schedule: str | Schedule
-    function: str
-    gathers: bool
-    options: Options | None = None
+def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The result of a layer, of its rounds."""
+    total = reduce(torch.add, rounds)
+    return total.to(dtype)
 
 
 class ExpertFunction(torch.autograd.Function):
@@ -190,57 +149,20 @@ class ExpertFunction(torch.autograd.Function):
         turn: int,
         call: ExpertCall,
     ) -> torch.Tensor:
-        of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
-        keeps = of_tokens or of_up or of_down
-        slots = routing.slots(turn)
-        # What no token has is multiplied by zeros in the backward: it must be finite.
-        operands = {**_sent(tokens, slots, routing, keeps), "b": up, "c": down}
-        layer = _layer("experts", call, routing, tokens, up, down, keeps)  # may wait for counts
-        made = _run(layer, call, routing, operands)
-        out, kept = _terms(made.pop("out"), layer), tuple(made.values())
-        ctx.save_for_backward(weights, slots, up, down, out if of_weights else None, *kept)
-        ctx.call, ctx.routing, ctx.dtype = call._replace(options=current()), routing, tokens.dtype
+        slots, needs = routing.slots(turn), ctx.needs_input_grad[:4]
         dtype = tokens.dtype if routing.rounds == 1 else None
-        return weighted_sum(out, slots, weights, dtype, _engine(call, tokens))
+        result, *kept = run_round(call, routing, slots, (tokens, weights, up, down), needs, dtype)
+        ctx.save_for_backward(slots, weights, up, down, *kept)
+        ctx.call, ctx.routing, ctx.options = call, routing, current()
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weights, slots, up, down, out, *kept = ctx.saved_tensors
-        call: ExpertCall = ctx.call
-        routing: Routing = ctx.routing
-        of_tokens, of_weights, of_up, of_down = ctx.needs_input_grad[:4]
-        grad = grad.to(_wide(grad.dtype))
-        d_weights = _inner(out, slots, grad).to(weights.dtype) if of_weights else None
-        if not (of_tokens or of_up or of_down):
-            return (None, d_weights, *[None] * 5)
-        arrived, hidden = kept
-        assert call.options is not None
-        with carried(call.options):
-            dtype = ctx.dtype
-            d_out = _leaving(grad, slots, routing, weights, dtype)
-            down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
-            layer = _layer("dispatch_matmul", call, routing, d_out, down_t, None, of_down)
-            made = _run(layer, call, routing, {"a": d_out, "b": down_t}, "gradients")
-            with torch.enable_grad():
-                before = hidden.detach().requires_grad_()
-                active = FUNCTIONS[call.function](before)
-            (d_hidden,) = torch.autograd.grad(active, before, made["hidden"])
-            d_tokens = d_up = d_down = None
-            if of_tokens:
-                layer = _layer("matmul_combine", call, routing, d_hidden, None, up_t, False)
-                operands = {"active": d_hidden, "c": up_t}
-                back = _run(layer, call, routing, operands, "gradients")["out"]
-                back, engine = _terms(back, layer), _engine(call, grad)
-                d_tokens = weighted_sum(back, slots, dtype=dtype, engine=engine)
-            rank, starts = call.group.rank(), None
-            if routing.exact:
-                starts = _starts(layer, routing, rank)[LANDING[0], rank].tolist()
-            if of_up:
-                d_up = _of_weights(arrived, d_hidden, up, layer, starts)
-            if of_down:
-                d_down = _of_weights(active.detach(), made["gathered"], down, layer, starts)
-        return (d_tokens, d_weights, d_up, d_down, *[None] * 3)
+        (slots, *saved), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        given = ctx.call, ctx.routing, slots, grad, saved[:3], saved[3:], needs
+        with carried(ctx.options):
+            return *round_gradients(*given), *[None] * 3
 
 
 def check_split(split: str) -> bool:
@@ -325,258 +247,146 @@ def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Te
         )
 
 
-def _layer(
-    operator: str,
+# What compilers see: layers with a capacity, of which nothing goes in further rounds; and those
+# that serve all pairs, whose rows depend on data, and which are made again for their gradients.
+
+
+def _trace(
     call: ExpertCall,
-    routing: Routing,
-    left: torch.Tensor,
-    b: torch.Tensor | None,
-    c: torch.Tensor | None,
-    keeps: bool,
-) -> ExpertLayer:
-    some = b if b is not None else c
-    assert some is not None
-    k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
-    n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
-    function = call.function if operator == NAME else ""
-    each = some.shape[0]
-    sizes = call.group.size(), each, routing.capacity, k, h, n
-    flags = keeps, call.gathers, routing.exact, operator == NAME and not routing.exact
-    room = _room(routing, each, call.gathers) if routing.exact else (0, 0)
-    return _known(operator, *sizes, dtype, function, *flags, room)
-
-
-def _usual(layer: ExpertLayer, routing: Routing) -> ExpertLayer:
-    """The layer by which a schedule is chosen: blocks of an exact one are as large as the mean of
-    all, not as the largest."""
-    if not layer.exact:
-        return layer
-    pairs, blocks = sum(map(sum, routing.every)), layer.world * len(routing.every[0])
-    return replace(layer, capacity=max(-(-pairs // blocks), 1))
-
-
-def _room(routing: Routing, experts: int, gathers: bool) -> tuple[int, int]:
-    """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
-    sent = [sum(counts) for counts in routing.every]
-    if gathers:
-        return rounded(sum(sent)), rounded(len(sent) * max(sent))
-    there = [sum(column) for column in zip(*routing.every, strict=True)]
-    landing = max(sum(there[i : i + experts]) for i in range(0, len(there), experts))
-    return rounded(landing), rounded(max(sent))
-
-
-def _run(
-    layer: ExpertLayer,
-    given: ExpertCall,
-    routing: Routing,
-    operands: dict[str, torch.Tensor],
-    purpose: str = "",
-) -> dict[str, torch.Tensor]:
-    """Run a layer, or a half of one; returns its results by name. The result has a row of zeros at
-    its end, which pairs without a row read."""
-    first = next(iter(operands.values()))
-    workspace = workspace_for(given.group, first, "tokens", NAME)
-    try:
-        engine, options = workspace.engine, number_call(workspace, NAME)
-        if engine.hosts.count > 1:
-            raise NotImplementedError(
-                f"ficco.experts: the ranks of this group are on {engine.hosts.count} hosts, which "
-                "is not served yet; pass a group of ranks of one host"
-            )
-        schedule = given.schedule
-        key = (
-            NAME,
-            layer,
-            layer.room,
-            schedule,
-            options.workspace_bytes,
-            options.machine,
-            first.device,
-        )
-        cached: ExpertKind | None = workspace.programs.get(key)  # type: ignore[assignment]
-        if cached is None:
-            known = workspace.known(options.machine)
-            mode = "idle" if layer.exact else "queued"  # the host has waited for the device
-            usual = _usual(layer, routing)
-            decision = EXPERTS.decide(usual, schedule, machine=known.machine, mode=mode)
-            (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
-            problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
-            keep_to_cap(engine, plan, options.workspace_bytes)
-            single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
-            known_as = [*agreed, purpose]
-            cached = new_kind(workspace, plan, options, known_as, single, kind=ExpertKind)
-        tensors = {name: plain(tensor) for name, tensor in operands.items()}
-        plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
-        if layer.exact:
-            starts = _starts(layer, routing, engine.rank)
-            landing = starts[LANDING[0], engine.rank]
-            filled = Filled(starts, ends_of(cached.groups, landing, first.device))
-            whole = cached.whole if engine.keeps_made else whole
-        for buffer in plan.buffers:
-            if buffer.memory in ("result", "local") and buffer.name not in whole:
-                rows, cols = buffer.shapes[engine.rank]
-                if filled is not None:
-                    rows = int(filled.starts[buffer.name, engine.rank][-1])
-                made = first.new_empty(rows + (buffer.name == "out"), cols)
-                tensors[buffer.name] = made[:rows]
-                if buffer.memory == "result":
-                    results[buffer.name] = made
-        if "out" in results:
-            results["out"][-1].zero_()
-        post_call(workspace, key, cached, options, purpose)
-        execute(workspace, cached, Call(tensors, filled=filled))
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return results
-
-
-def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
-    return workspace_for(call.group, tensor, "tokens", NAME).engine
-
-
-class ExpertKind(CachedCall):
-    """What is kept for a kind of layer."""
-
-    @cached_property
-    def groups(self) -> list[Groups]:
-        """Those of its grouped products."""
-        return groups_of(self.plan)
-
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """Buffers that these make."""
-        return made_whole(self.plan)
-
-
-def _starts(
-    layer: ExpertLayer, routing: Routing, rank: int
-) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
-    """What calls of an exact layer, and of its halves, have before each block."""
-    if layer.gathers not in routing.blocks:
-        routing.blocks[layer.gathers] = block_starts(layer, routing.every, rank)
-    found: dict[tuple[str, int], np.ndarray[Any, Any]] = routing.blocks[layer.gathers]
-    return found
-
-
-# What depends on the routing.
-
-
-def _sent(
-    tokens: torch.Tensor, slots: torch.Tensor, routing: Routing, zeros: bool
-) -> dict[str, torch.Tensor]:
-    """What ``a`` is: the rows of all pairs, where there are exactly these, which a device brings
-    there while the host waits for counts. Else tokens, and which of them each row of a block is;
-    where it is none it is zeros or, unless these are asked for, any."""
-    many = tokens.shape[0]
-    if routing.exact:
-        return {"a": tokens.index_select(0, routing.tokens(slots, 0))}
-    if zeros or not many:
-        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-    return {"a": tokens, index_of("a"): routing.tokens(slots, tokens.shape[0] - 1)}
-
-
-def _leaving(
-    grad: torch.Tensor,
-    slots: torch.Tensor,
-    routing: Routing,
-    weights: torch.Tensor,
-    dtype: torch.dtype,
+    operands: Sequence[torch.Tensor],
+    indices: torch.Tensor | Routing,
+    capacity: int | None,
+    overflow: str,
 ) -> torch.Tensor:
-    """The rows of all pairs, those of a gradient times their weights."""
-    if not routing.exact:
-        return spread(grad, slots, routing.rows, weights, dtype)
-    rows = grad.new_empty(routing.rows, grad.shape[1], dtype=dtype)
-    for choice in range(slots.shape[1]):
-        some = grad * weights[:, choice, None].to(grad.dtype)
-        rows.index_copy_(0, slots[:, choice], some.to(dtype))
-    return rows
+    if isinstance(indices, Routing):
+        capacity, overflow = indices.limit, indices.overflow
+    asked = {"capacity": capacity, "function": call.function, "gathers": call.gathers}
+    where = call.group, call.schedule, asked
+    if not isinstance(indices, Routing):
+        return trace(ALL, (*operands, indices), *where)
+    if capacity is None or overflow != "drop":
+        return trace(ALL, (*operands, indices.indices), *where)
+    return trace(NAME, (*operands, indices.slots()), *where)
 
 
-def spread(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    rows: int,
-    weights: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """The rows of all pairs in blocks, zeros in rows that no pair has. Pairs without a row share
-    another one."""
-    spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
-    for choice in range(slots.shape[1]):
-        some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
-        spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
-    return spread[:-1]
+def _call_of(given: TracedCall) -> ExpertCall:
+    asked = given.asked
+    return ExpertCall(given.group, given.schedule, asked["function"], asked["gathers"])
 
 
-def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
-    """What comes back to a rank; where these are terms from all ranks, their sums, in the order of
-    the ranks."""
-    if not layer.gathers:
-        return rows
-    terms = rows[:-1].view(layer.world, -1, layer.n)
-    total = rows.new_zeros(terms.shape[1] + 1, layer.n, dtype=_wide(rows.dtype))
-    for term in terms:
-        total[:-1] += term
-    return total
+def _total(call: ExpertCall, up: torch.Tensor) -> int:
+    """Experts of all ranks."""
+    return up.shape[0] * (1 if call.gathers else call.group.size())
 
 
-def weighted_sum(
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    engine: Engine | None = None,
-) -> torch.Tensor:
-    """The sum of the rows of each token's pairs, by their weights, in float32 or float64; rounded
-    once if that is not the dtype. An engine may have a kernel for it."""
-    wide = _wide(rows.dtype)
-    shape, choices = (slots.shape[0], rows.shape[1]), slots.shape[1]
-    if engine is not None and dtype == rows.dtype:
-        out = rows.new_empty(shape)
-        factors = None if weights is None else weights.float().contiguous()
-        if engine.combine(out, rows, slots, factors):
-            return out
-    total = rows.new_zeros(shape, dtype=dtype or wide) if not choices else None
-    for choice in range(choices):  # each pass widens, and the last one rounds, as it goes
-        some = rows.index_select(0, slots[:, choice])
-        factor = None if weights is None else weights[:, choice, None].to(wide)
-        last = choice == choices - 1
-        out = rows.new_empty(shape, dtype=dtype or wide if last else wide)
-        if total is None:
-            total = out.copy_(some) if factor is None else torch.mul(some, factor, out=out)
-        elif factor is None:
-            total = torch.add(total, some, out=out)
-        else:
-            total = torch.addcmul(total, some, factor, out=out)
+def _traced_forward(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> Sequence[torch.Tensor | None]:
+    call, (*operands, slots) = _call_of(given), operands
+    blocks = Blocks(_total(call, operands[2]), given.asked["capacity"])
+    return run_round(call, blocks, slots, operands, needs[:4], operands[0].dtype)
+
+
+def _fake_forward(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> Sequence[torch.Tensor | None]:
+    call, (tokens, _, up, down, _) = _call_of(given), operands
+    own = _total(call, up) * given.asked["capacity"]
+    there = own * (call.group.size() if call.gathers else 1)
+    summed = tokens.new_empty(tokens.shape[0], down.shape[2])
+    dtype = wide_of(tokens.dtype) if call.gathers else tokens.dtype
+    back = tokens.new_empty(own + 1, down.shape[2], dtype=dtype) if needs[1] else None
+    if not (needs[0] or needs[2] or needs[3]):
+        return summed, back
+    return summed, back, *(tokens.new_empty(there, columns) for columns in up.shape[1:])
+
+
+def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+    _, *operands, _, back, arrived, hidden = tensors
+    return None, *operands, None, back, arrived, hidden
+
+
+def _traced_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    call, (_, weights, up, down, slots, _, *kept) = _call_of(given), saved
+    blocks = Blocks(_total(call, up), given.asked["capacity"])
+    made = round_gradients(call, blocks, slots, grad, (weights, up, down), kept, needs[:4])
+    return [one for one in made if one is not None]
+
+
+def _fake_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    _, weights, up, down, *_ = saved
+    d_tokens = up.new_empty(grad.shape[0], up.shape[1])
+    others = (one.new_empty(one.shape) for one in (weights, up, down))
+    return [one for one, need in zip((d_tokens, *others), needs, strict=False) if need]
+
+
+def _routed(given: TracedCall, up: torch.Tensor, indices: torch.Tensor) -> Routing:
+    call, capacity = _call_of(given), given.asked["capacity"]
+    overflow = "drop" if capacity is None else "again"
+    return make_routing(indices, _total(call, up), capacity, overflow, call.group)
+
+
+def _all_forward(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    (*operands, indices), call = operands, _call_of(given)
+    dtype, routing = operands[0].dtype, _routed(given, operands[2], indices)
+    none, last = (False,) * 4, dtype if routing.rounds == 1 else None
+    slots = map(routing.slots, range(routing.rounds))
+    rounds = (run_round(call, routing, some, operands, none, last).summed for some in slots)
+    return (summed(rounds, dtype),)
+
+
+def _all_fake_forward(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    tokens, _, _, down, _ = operands
+    return (tokens.new_empty(tokens.shape[0], down.shape[2]),)
+
+
+def _all_saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+    *operands, _ = tensors
+    return *operands, None
+
+
+def _all_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    """Round by round, the last one first, as autograd goes."""
+    (*operands, indices, _), call = saved, _call_of(given)
+    routing, total = _routed(given, operands[2], indices), None
+    for turn in reversed(range(routing.rounds)):
+        slots = routing.slots(turn)
+        _, *kept = run_round(call, routing, slots, operands, needs[:4], None)
+        more = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
+        made = [one for one in more if one is not None]
+        total = made if total is None else list(map(torch.add, total, made))
     assert total is not None
     return total
 
 
-def _inner(rows: torch.Tensor, slots: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The products of the rows of each token's pairs with a gradient."""
-    chosen = (rows.index_select(0, some).to(grad.dtype) for some in slots.unbind(1))
-    inner = [(one * grad).sum(1) for one in chosen]
-    return torch.stack(inner, 1) if inner else grad.new_zeros(slots.shape)
+TracedOperator(
+    ("tokens", "weights", "up", "down", "slots"),
+    {"capacity": "SymInt", "function": "str", "gathers": "bool"},
+    ("back", "arrived", "hidden"),
+    _traced_forward,
+    _fake_forward,
+    _saved,
+    _traced_backward,
+    _fake_backward,
+).declare(NAME)
 
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _of_weights(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    weights: torch.Tensor,
-    layer: ExpertLayer,
-    starts: Sequence[int] | None,
-) -> torch.Tensor:
-    """For each expert the product of its rows of two matrices, the first one transposed.
-    ``starts``: of the blocks of an exact layer."""
-    if starts is None:
-        left, right = (one.view(weights.shape[0], -1, one.shape[1]) for one in (left, right))
-        return left.transpose(1, 2) @ right
-    grad = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    for i, (first, last) in enumerate(pairwise(starts[:: layer.world])):
-        torch.mm(left[first:last].t(), right[first:last], out=grad[i])
-    return grad
+TracedOperator(
+    ("tokens", "weights", "up", "down", "indices"),
+    {"capacity": "SymInt?", "function": "str", "gathers": "bool"},
+    (),
+    _all_forward,
+    _all_fake_forward,
+    _all_saved,
+    _all_backward,
+    _fake_backward,
+).declare(ALL)

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -391,6 +391,11 @@ def refuse_batched(*grads: torch.Tensor | None) -> None:
 REFUSAL = "second derivatives of ficco's operators are not served"
 
 Backward = Callable[..., tuple["torch.Tensor | None", ...]]
+
+
+def refuse_second(ctx: Any, *grads: Any) -> NoReturn:
+    """The gradients of an operator of ``torch.library`` that makes gradients itself."""
+    raise NotImplementedError(REFUSAL)
 
 
 def refusing_second(backward: Backward) -> Backward:

@@ -21,8 +21,9 @@ PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -31,22 +32,22 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
-from torch.utils.flop_counter import register_flop_formula
 
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     DUAL,
     GATHERS,
-    REFUSAL,
     OperatorCall,
     SavedTensors,
     backward,
+    refuse_second,
     rows_multiplied,
     save,
 )
 from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
+from ficco.ops.registration import Declared, declare, overload
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problem import OPERATORS
 
@@ -117,14 +118,34 @@ class _Backward(NamedTuple):
     recipe: str = ""
 
 
-class Registered(NamedTuple):
+@dataclass(frozen=True)
+class Registered:
     """The ``torch.library`` operators of one of ficco's operators."""
 
-    product: OpOverload
-    gathered: OpOverload | None
-    backward: OpOverload
-    scaled: OpOverload | None
-    scaled_gathered: OpOverload | None
+    operator: str
+
+    @property
+    def product(self) -> OpOverload:
+        return overload(self.operator)
+
+    @property
+    def gathered(self) -> OpOverload | None:
+        return overload(f"{self.operator}_gathered") if self.operator in GATHERS else None
+
+    @property
+    def backward(self) -> OpOverload:
+        return overload(f"{self.operator}_backward")
+
+    @property
+    def scaled(self) -> OpOverload | None:
+        return None if OPERATORS[self.operator].inner else overload(f"{self.operator}_scaled")
+
+    @property
+    def scaled_gathered(self) -> OpOverload | None:
+        return overload(f"{self.operator}_scaled_gathered") if self.operator in GATHERS else None
+
+
+OPS = {operator: Registered(operator) for operator in DUAL}
 
 
 def call(
@@ -170,9 +191,7 @@ def _call_scaled(
         both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *given)
         return both
     if ops.scaled is None:
-        raise NotImplementedError(
-            f"{ops.product.name().partition('::')[2]} does not take float8 operands; pass bfloat16"
-        )
+        raise NotImplementedError(f"{ops.operator} does not take float8 operands; pass bfloat16")
     return ops.scaled(a, b, *given), None
 
 
@@ -274,54 +293,6 @@ def _fake_backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tenso
     return grads
 
 
-def register(
-    name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]
-) -> OpOverload:
-    """Define an operator of the namespace ``ficco``, and how it is carried out and faked."""
-    torch.library.define(f"ficco::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"ficco::{name}", "CompositeExplicitAutograd", real)
-    torch.library.register_fake(f"ficco::{name}", fake)
-    op: OpOverload = getattr(torch.ops.ficco, name).default
-    return op
-
-
-def _operator(operator: str) -> Registered:
-    """Define and register the ``torch.library`` operators of one of ficco's operators."""
-    forwards: dict[tuple[bool, bool], OpOverload] = {}
-    forms: tuple[type[_Forward] | type[_Scaled], ...] = (_Forward, _Scaled)
-    for gathered, form in product((False, True), forms):
-        scaled = form is _Scaled
-        if gathered and operator not in GATHERS or scaled and OPERATORS[operator].inner:
-            continue
-        name = operator + "_scaled" * scaled + "_gathered" * gathered
-        forwards[scaled, gathered] = register(
-            name,
-            (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor"),
-            partial(_forward, operator, gathered, form),
-            partial(_fake_forward, operator, gathered, form),
-        )
-        if not scaled:
-            torch.library.register_autograd(
-                f"ficco::{name}", partial(_autograd, operator), setup_context=_setup_context
-            )
-    back = register(
-        f"{operator}_backward",
-        _BACKWARD,
-        partial(_backward, operator),
-        partial(_fake_backward, operator),
-    )
-    torch.library.register_autograd(f"ficco::{operator}_backward", _second_derivative)
-    of_scaled = forwards.get((True, False)), forwards.get((True, True))
-    return Registered(forwards[False, False], forwards.get((False, True)), back, *of_scaled)
-
-
-def _second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(REFUSAL)
-
-
-OPS = {operator: _operator(operator) for operator in DUAL}
-
-
 # Operations as ``torch.utils.flop_counter`` counts them: it passes shapes instead of tensors.
 
 
@@ -353,13 +324,35 @@ def _backward_flops(operator: str, *args: Any, out_shape: Any, **kwargs: Any) ->
     return count
 
 
-for _operator_name, _ops in OPS.items():
-    for _op, _formula in (
-        (_ops.product, partial(_forward_flops, _operator_name, False)),
-        (_ops.gathered, partial(_forward_flops, _operator_name, True)),
-        (_ops.scaled, partial(_forward_flops, _operator_name, False)),
-        (_ops.scaled_gathered, partial(_forward_flops, _operator_name, True)),
-        (_ops.backward, partial(_backward_flops, _operator_name)),
-    ):
-        if _op:
-            register_flop_formula(_op.overloadpacket)(_formula)
+def _declare(operator: str) -> None:
+    """The ``torch.library`` operators of one of ficco's operators."""
+    forms: tuple[type[_Forward] | type[_Scaled], ...] = (_Forward, _Scaled)
+    for gathered, form in product((False, True), forms):
+        scaled = form is _Scaled
+        if gathered and operator not in GATHERS or scaled and OPERATORS[operator].inner:
+            continue
+        schema = (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor")
+        declare(
+            operator + "_scaled" * scaled + "_gathered" * gathered,
+            Declared(
+                schema,
+                partial(_forward, operator, gathered, form),
+                partial(_fake_forward, operator, gathered, form),
+                None if scaled else (partial(_autograd, operator), _setup_context),
+                partial(_forward_flops, operator, gathered),
+            ),
+        )
+    declare(
+        f"{operator}_backward",
+        Declared(
+            _BACKWARD,
+            partial(_backward, operator),
+            partial(_fake_backward, operator),
+            (refuse_second, None),
+            partial(_backward_flops, operator),
+        ),
+    )
+
+
+for _operator in DUAL:
+    _declare(_operator)

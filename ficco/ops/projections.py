@@ -26,8 +26,9 @@ from ficco.attention import keys_of
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import process_group
-from ficco.ops.operate import cast, check_eager
+from ficco.ops.operate import cast, check_traced
 from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
 from ficco.schedules import Schedule
 
@@ -78,14 +79,20 @@ def ulysses_project(
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        NotImplementedError: the dtype, or a group over several hosts.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    weights = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     call = ProjectionCall(process_group(group), schedule, size)
-    x, *rest = _checked(PROJECT, call, {"x": x, **weights}, _check_project)
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Project.apply(x, *rest, call)
+    if check_traced(**operands):
+        x, *weights = _checked(call, operands, _check_project)
+        rows, keys = _by_positions(x), _Shares.of(call, *weights[:2]).keys_each
+        whole = trace(PROJECT, (rows, *weights), call.group, schedule, {"size": size})
+        return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
+    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Project.apply(
+        *_checked_by_all(PROJECT, call, operands, _check_project), call
+    )
     return made
 
 
@@ -123,13 +130,19 @@ def ulysses_output(
 
     Raises:
         ValueError: an argument is wrong.
-        NotImplementedError: the dtype, tracing, or a group over several hosts.
+        NotImplementedError: the dtype, or a group over several hosts.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
+    operands = {"out": out, "weight": weight}
     call = ProjectionCall(process_group(group), schedule)
-    out, weight = _checked(OUTPUT, call, {"out": out, "weight": weight}, _check_output)
-    made: torch.Tensor = _Output.apply(out, weight, call)
+    if check_traced(**operands):
+        out, weight = _checked(call, operands, _check_output)
+        blocks = _as_blocks(out, call.group.size())
+        return _by_batch(trace(OUTPUT, (blocks, weight), call.group, schedule, {}), out.shape[0])
+    made: torch.Tensor = _Output.apply(
+        *_checked_by_all(OUTPUT, call, operands, _check_output), call
+    )
     return made
 
 
@@ -165,45 +178,63 @@ class _Project(torch.autograd.Function):
         v: torch.Tensor,
         call: ProjectionCall,
     ) -> tuple[torch.Tensor, ...]:
-        world, rank = call.group.size(), call.group.rank()
-        shares = _Shares(world, q.shape[0] // call.size, k.shape[0] // call.size, call.size)
-        matrix, weights = _by_positions(x), shares.packed(q, k, v)
-        table = (shares.channels,) * world
-        blocks, _ = call.run("matmul_all_to_all", weights, matrix.t(), table)
-        ctx.call, ctx.shares, ctx.options, ctx.shape = call, shares, current(), x.shape
+        shares = _Shares.of(call, q, k)
+        rows, weights = _by_positions(x), shares.packed(q, k, v)
+        ctx.call, ctx.shares, ctx.options, ctx.batch = call, shares, current(), x.shape[0]
         ctx.set_materialize_grads(False)
         of_x, *of_weights = ctx.needs_input_grad[:4]
-        ctx.save_for_backward(matrix if any(of_weights) else None, weights if of_x else None)
-        return shares.heads(blocks, x.shape[0], rank)
+        ctx.save_for_backward(rows if any(of_weights) else None, weights if of_x else None)
+        whole = _projected(call, shares, rows, weights).unflatten(0, (-1, x.shape[0]))
+        return _split(whole, shares.keys_each)
 
     @staticmethod
     @refusing_second
     def backward(
         ctx: Any, tensors: Sequence[torch.Tensor | None], *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        (matrix, weights), call, shares = tensors, ctx.call, ctx.shares
-        batch, rows, features = ctx.shape
-        blocks = shares.blocks(grads, batch, rows, call.group.rank())
-        table = tuple((channels,) * shares.world for channels in shares.channels)
-        needs, made = ctx.needs_input_grad[:4], [None] * 3
-        purpose, of_x = _purpose(PROJECT, ("x", "q_weight", "k_weight", "v_weight"), needs), None
+        (rows, weights), needs = tensors, ctx.needs_input_grad[:4]
+        given = ctx.shares.joined(grads), rows, weights, needs
         with carried(ctx.options):
-            if matrix is None:
-                operator = "all_to_all_transposed_matmul"
-                of_x, _ = call.run(operator, blocks, weights, table, purpose=purpose)
-            else:
-                given = blocks, matrix, table, weights is not None
-                of_weights, gathered = call.run("all_to_all_matmul", *given, purpose=purpose)
-                made = shares.unpacked(of_weights)
-                if weights is not None and gathered is not None:
-                    of_x = torch.mm(gathered.t(), weights)
-        if of_x is not None:
-            of_x = of_x.view(rows, batch, features).transpose(0, 1)
-        return (
-            of_x,
-            *(one if need else None for one, need in zip(made, needs[1:], strict=True)),
-            None,
-        )
+            of_x, *made = _project_gradients(ctx.call, ctx.shares, *given)
+        return None if of_x is None else _by_batch(of_x, ctx.batch), *made, None
+
+
+def _projected(
+    call: ProjectionCall, shares: _Shares, rows: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The heads of this rank at all positions, those of queries, of keys and of values side by
+    side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
+    table = (shares.channels,) * shares.world
+    blocks, _ = call.run("matmul_all_to_all", weights, rows.t(), table)
+    return blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size)
+
+
+def _project_gradients(
+    call: ProjectionCall,
+    shares: _Shares,
+    grad: torch.Tensor,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    needs: Needs,
+) -> list[torch.Tensor | None]:
+    """Those of the rows of positions, which needs the weights of all ranks, and of each weight,
+    which needs these rows. ``grad``: of the heads as they lie."""
+    of_x: torch.Tensor | None = None
+    made: Sequence[torch.Tensor | None] = [None] * 3
+    blocks = grad.view(shares.world, -1, shares.channels[shares.rank]).transpose(1, 2)
+    table = tuple((channels,) * shares.world for channels in shares.channels)
+    purpose = _purpose(PROJECT, ("x", "q_weight", "k_weight", "v_weight"), needs)
+    if rows is None:
+        assert weights is not None
+        operator = "all_to_all_transposed_matmul"
+        of_x, _ = call.run(operator, blocks, weights, table, purpose=purpose)
+    else:
+        given = blocks, rows, table, weights is not None
+        of_weights, gathered = call.run("all_to_all_matmul", *given, purpose=purpose)
+        made = shares.unpacked(of_weights)
+        if weights is not None and gathered is not None:
+            of_x = torch.mm(gathered.t(), weights)
+    return [one if need else None for one, need in zip((of_x, *made), needs, strict=True)]
 
 
 class _Output(torch.autograd.Function):
@@ -211,36 +242,54 @@ class _Output(torch.autograd.Function):
     def forward(
         ctx: Any, out: torch.Tensor, weight: torch.Tensor, call: ProjectionCall
     ) -> torch.Tensor:
-        batch, heads, positions, size = out.shape
-        world = call.group.size()
-        lies = out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
-        made, _ = call.run("all_to_all_transposed_matmul", lies.transpose(1, 2), weight.t())
+        blocks = _as_blocks(out, call.group.size())
         ctx.call, ctx.options, ctx.shape = call, current(), out.shape
         of_out, of_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(lies if of_weight else None, weight if of_out else None)
-        return made.view(positions // world, batch, weight.shape[0]).transpose(0, 1)
+        ctx.save_for_backward(blocks if of_weight else None, weight if of_out else None)
+        return _by_batch(_output(call, blocks, weight), out.shape[0])
 
     @staticmethod
     @refusing_second
     def backward(
         ctx: Any, tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        (lies, weight), call = tensors, ctx.call
-        batch, heads, positions, size = ctx.shape
-        matrix, of_out, of_weight = _by_positions(grad), None, None
-        purpose = _purpose(OUTPUT, ("out", "weight"), ctx.needs_input_grad[:2])
+        batch, heads, _, size = ctx.shape
         with carried(ctx.options):
-            if weight is not None:
-                operands = weight.t(), matrix.t()
-                blocks, _ = call.run("matmul_all_to_all", *operands, purpose=purpose)
-                of_out = blocks.transpose(1, 2).reshape(positions, batch, heads, size)
-                of_out = of_out.permute(1, 2, 0, 3)
-            if lies is not None:
-                channels = heads * size * call.group.size()
-                of_weight = matrix.new_empty(matrix.shape[1], channels)
-                given = lies.transpose(1, 2), matrix, None, False, of_weight.t()
-                call.run("all_to_all_matmul", *given, purpose=purpose)
+            of_out, of_weight = _output_gradients(ctx.call, _by_positions(grad), *tensors)
+        if of_out is not None:
+            of_out = of_out.reshape(-1, batch, heads, size).permute(1, 2, 0, 3)
         return of_out, of_weight, None
+
+
+def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
+    """Attention of a rank's heads as rows of positions, a block of them for each rank."""
+    batch, heads, positions, size = out.shape
+    return out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
+
+
+def _output(call: ProjectionCall, blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The projection of such blocks at this rank's positions, [S/W * batch, features]."""
+    made, _ = call.run("all_to_all_transposed_matmul", blocks.transpose(1, 2), weight.t())
+    return made
+
+
+def _output_gradients(
+    call: ProjectionCall,
+    grad: torch.Tensor,
+    blocks: torch.Tensor | None,
+    weight: torch.Tensor | None,
+) -> list[torch.Tensor | None]:
+    """Those of the blocks, which needs the weight, and of the weight, which needs the blocks."""
+    of_blocks = of_weight = None
+    purpose = _purpose(OUTPUT, ("out", "weight"), (weight is not None, blocks is not None))
+    if weight is not None:
+        made, _ = call.run("matmul_all_to_all", weight.t(), grad.t(), purpose=purpose)
+        of_blocks = made.transpose(1, 2)
+    if blocks is not None:
+        of_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
+        given = blocks.transpose(1, 2), grad, None, False, of_weight.t()
+        call.run("all_to_all_matmul", *given, purpose=purpose)
+    return [of_blocks, of_weight]
 
 
 def _by_positions(x: torch.Tensor) -> torch.Tensor:
@@ -248,26 +297,39 @@ def _by_positions(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
+def _by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
+    """The reverse."""
+    return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
+
+
 def _checked(
+    call: ProjectionCall,
+    operands: dict[str, torch.Tensor],
+    check: Callable[[ProjectionCall, dict[str, torch.Tensor]], None],
+) -> list[torch.Tensor]:
+    """The operands, cast under autocast."""
+    kind = next(iter(operands.values())).device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        operands = {name: cast(one, kind) for name, one in operands.items()}
+    check(call, operands)
+    return list(operands.values())
+
+
+def _checked_by_all(
     operator: str,
     call: ProjectionCall,
     operands: dict[str, torch.Tensor],
     check: Callable[[ProjectionCall, dict[str, torch.Tensor]], None],
 ) -> list[torch.Tensor]:
-    """The operands, cast under autocast. What refuses them is told to the peers."""
-    check_eager(operator, **operands)
+    """The same for operands that have data. What refuses them is told to the peers."""
     first = next(iter(operands))
     workspace = workspace_for(call.group, operands[first], first, operator)
     try:
-        kind = operands[first].device.type
-        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-            operands = {name: cast(one, kind) for name, one in operands.items()}
-        check(call, operands)
+        return _checked(call, operands, check)
     except BaseException as error:
         number_call(workspace, operator)
         workspace.end(error)
         raise
-    return list(operands.values())
 
 
 def _check_project(call: ProjectionCall, operands: Mapping[str, torch.Tensor]) -> None:
@@ -333,13 +395,28 @@ def _purpose(operator: str, names: Sequence[str], needs: Sequence[bool]) -> str:
     return f"for the gradients of {wanted} of {operator}"
 
 
+def _split(whole: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Heads that lie side by side, [S, batch, heads, size], as [batch, heads, S, size]: those of
+    queries, of keys and of values, ``keys`` of both."""
+    each = whole.shape[2] - 2 * keys
+    q, k, v = (one.permute(1, 2, 0, 3) for one in whole.split((each, keys, keys), 2))
+    return q, k, v
+
+
 class _Shares(NamedTuple):
     """Which channels each rank has: of its heads of queries, of keys, and of values."""
 
     world: int
+    rank: int
     heads_in_all: int
     kv_heads: int
     size: int
+
+    @classmethod
+    def of(cls, call: ProjectionCall, q: torch.Tensor, k: torch.Tensor) -> _Shares:
+        """Those of weights; their number is none that a compiler leaves open."""
+        heads, keys = int(q.shape[0] // call.size), int(k.shape[0] // call.size)
+        return cls(call.group.size(), call.group.rank(), heads, keys, call.size)
 
     def keys(self, rank: int) -> list[int]:
         return keys_of(rank, self.world, self.heads_in_all, self.kv_heads)
@@ -348,6 +425,11 @@ class _Shares(NamedTuple):
     def each(self) -> int:
         """Heads of queries of a rank."""
         return self.heads_in_all // self.world
+
+    @property
+    def keys_each(self) -> int:
+        """Heads of keys of this rank."""
+        return len(self.keys(self.rank))
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -390,22 +472,112 @@ class _Shares(NamedTuple):
 
         return [torch.cat([summed(some) for some in heads]) for heads in parts]
 
-    def heads(self, blocks: torch.Tensor, batch: int, rank: int) -> tuple[torch.Tensor, ...]:
-        """What has arrived as [batch, heads, S, size], of each weight."""
-        world, channels, rows = blocks.shape
-        sizes = world * rows // batch, batch, channels // self.size, self.size
-        whole = blocks.transpose(1, 2).reshape(sizes)
-        keys = len(self.keys(rank))
-        return tuple(whole.permute(1, 2, 0, 3).split((self.each, keys, keys), 1))
-
-    def blocks(
-        self, heads: Sequence[torch.Tensor | None], batch: int, rows: int, rank: int
-    ) -> torch.Tensor:
-        """The reverse; what is None is zero."""
-        like = next(one for one in heads if one is not None)
-        keys, positions = len(self.keys(rank)), self.world * rows
+    def joined(self, heads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The reverse of :func:`_split`; what is None is zero."""
+        like, keys = next(one for one in heads if one is not None), self.keys_each
+        batch, _, positions, _ = like.shape
         whole = like.new_empty(positions, batch, self.each + 2 * keys, self.size)
-        parts = whole.permute(1, 2, 0, 3).split((self.each, keys, keys), 1)
-        for part, given in zip(parts, heads, strict=True):
+        for part, given in zip(_split(whole, keys), heads, strict=True):
             part.zero_() if given is None else part.copy_(given)
-        return whole.view(self.world, rows * batch, self.channels[rank]).transpose(1, 2)
+        return whole
+
+
+# What compilers see: rows of positions, and blocks.
+
+
+def _call_of(call: TracedCall) -> ProjectionCall:
+    return ProjectionCall(call.group, call.schedule, call.asked.get("size", 0))
+
+
+def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+    """The weights, for their sizes, too, and the first operand where a gradient of these is
+    needed."""
+    first, *weights, _ = tensors
+    return first if any(needs[1:]) else None, *weights, None
+
+
+def _traced_project(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    call, (rows, *weights) = _call_of(given), operands
+    shares = _Shares.of(call, *weights[:2])
+    return (_projected(call, shares, rows, shares.packed(*weights)),)
+
+
+def _fake_project(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    rows, *weights = operands
+    shares = _Shares.of(_call_of(given), *weights[:2])
+    heads = shares.each + 2 * shares.keys_each
+    return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
+
+
+def _traced_project_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    call, (rows, *weights, _) = _call_of(given), saved
+    shares = _Shares.of(call, *weights[:2])
+    packed = shares.packed(*weights) if needs[0] else None
+    made = _project_gradients(call, shares, grad.contiguous(), rows, packed, needs)
+    return [one for one in made if one is not None]
+
+
+def _fake_project_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    (_, *weights, _), world = saved, given.group.size()
+    shapes = (grad.shape[0] // world, weights[0].shape[1]), *(one.shape for one in weights)
+    return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+
+
+def _traced_output(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    return (_output(_call_of(given), *operands),)
+
+
+def _fake_output(
+    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor]:
+    blocks, weight = operands
+    return (blocks.new_empty(blocks.shape[1], weight.shape[0]),)
+
+
+def _traced_output_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    blocks, weight, _ = saved
+    made = _output_gradients(_call_of(given), grad, blocks, weight if needs[0] else None)
+    return [one for one in made if one is not None]
+
+
+def _fake_output_backward(
+    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+) -> list[torch.Tensor]:
+    (_, weight, _), world = saved, given.group.size()
+    shapes = (world, grad.shape[0], weight.shape[1] // world), weight.shape
+    return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+
+
+TracedOperator(
+    ("x", "q_weight", "k_weight", "v_weight"),
+    {"size": "int"},
+    (),
+    _traced_project,
+    _fake_project,
+    _saved,
+    _traced_project_backward,
+    _fake_project_backward,
+).declare(PROJECT)
+
+TracedOperator(
+    ("out", "weight"),
+    {},
+    (),
+    _traced_output,
+    _fake_output,
+    _saved,
+    _traced_output_backward,
+    _fake_output_backward,
+).declare(OUTPUT)

@@ -10,6 +10,7 @@ import torch
 
 from ficco.dma.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
+from ficco.ops.registration import Declared, declare
 from ficco.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
 #: Scalings that every engine may serve.
@@ -106,13 +107,12 @@ def _fake_product(a: torch.Tensor, weight: torch.Tensor, text: str, backward: bo
     return a.new_empty((a.shape[0], weight.shape[0]))
 
 
-torch.library.define(
-    "ficco::float8_product",
-    "(Tensor a, Tensor weight, str recipe, bool backward) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+declare(
+    "float8_product",
+    Declared(
+        "(Tensor a, Tensor weight, str recipe, bool backward) -> Tensor", _product, _fake_product
+    ),
 )
-torch.library.impl("ficco::float8_product", "CompositeExplicitAutograd", _product)
-torch.library.register_fake("ficco::float8_product", _fake_product)
 
 
 def recipe_of(given: Any) -> Float8Recipe | None:

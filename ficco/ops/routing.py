@@ -10,17 +10,18 @@ largest one.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
 from ficco.board import TOLD
 from ficco.ops.operands import process_group
-from ficco.ops.operate import refuse_sharded, watched
+from ficco.ops.operate import check_traced
 from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.registration import Declared, declare, overload
 from ficco.options import current
 from ficco.workspace import Workspace, workspaces
 
@@ -34,41 +35,32 @@ OVERFLOWS = ("drop", "again")
 NAME = "route"
 
 
-class Routing:
-    """Where the tokens of a rank go: what :func:`route` gives.
+class Placed(NamedTuple):
+    """Where the pairs of a rank go.
 
     Attributes:
-        indices: [t, top_k], the experts of each token.
-        experts: number of experts of all ranks.
-        counts: int64 [experts], the pairs of this rank for each expert, on the device of
-            ``indices``.
-        exact: there are as many rows as pairs.
+        counts: int64 [experts], pairs for each expert.
+        places: [t, top_k], how many pairs of its expert come before each; None if nobody asks.
+        rows: int64 [t, top_k], the row of each pair in the first round; None if not made yet.
+        held: int64 [t * top_k], without a capacity the token that has each row; None if not made
+            yet.
     """
 
-    def __init__(
-        self,
-        indices: torch.Tensor,
-        experts: int,
-        capacity: int | None,
-        overflow: str,
-        engine: Engine | None = None,
-    ) -> None:
-        self.indices, self.experts, self.exact = indices, experts, capacity is None
-        made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
-        #: The rows of pairs in the first round, and whose they are, if these are known.
-        self._rows: torch.Tensor | None = None
-        self._held: torch.Tensor | None = None
-        if made is None:
-            _check_experts(indices, experts)
-            self.counts, self._places = _counted(indices, experts)
-        else:
-            self.counts, self._places, self._rows, self._held = made
-            if not self.exact:  # the kernel leaves out experts that do not exist
-                torch._assert_async(self.counts.sum() == indices.numel())
-        self._capacity, self._overflow, self._rounds = capacity, overflow, 1
-        self._asked: tuple[Workspace, int] | None = None
+    counts: torch.Tensor
+    places: torch.Tensor | None
+    rows: torch.Tensor | None
+    held: torch.Tensor | None = None
+
+
+class Blocks:
+    """The rows of a rank: ``capacity`` for each of all experts."""
+
+    exact = False
+
+    def __init__(self, experts: int, capacity: int | None) -> None:
+        self.experts, self._capacity, self._rounds = experts, capacity, 1
         self._told: list[list[int]] = []
-        self.blocks: dict[Hashable, Any] = {}  # what calls make of them
+        self.filled: dict[Hashable, Any] = {}  # what calls make of exact ones
 
     @property
     def capacity(self) -> int:
@@ -87,7 +79,7 @@ class Routing:
     @property
     def rows(self) -> int:
         """Rows of this rank."""
-        return self.indices.numel() if self.exact else self.experts * self.capacity
+        return self.experts * self.capacity
 
     @property
     def rounds(self) -> int:
@@ -95,6 +87,52 @@ class Routing:
         if not self.exact:  # else once, which no rank has to be asked for
             self.settle()
         return self._rounds
+
+    def settle(self) -> None:
+        """Wait for what other ranks have to tell."""
+
+    def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
+        """The token whose pair each row is in a round, int64, and ``empty`` where it is none."""
+        many, top_k = slots.shape
+        tokens = slots.new_full((self.rows + 1,), empty)
+        pairs = torch.arange(many, device=slots.device).expand(top_k, many).t()
+        return tokens.index_put_((slots,), pairs)[:-1]
+
+
+class Routing(Blocks):
+    """Where the tokens of a rank go: what :func:`route` gives.
+
+    Attributes:
+        indices: [t, top_k], the experts of each token.
+        experts: number of experts of all ranks.
+        counts: int64 [experts], the pairs of this rank for each expert, on the device of
+            ``indices``.
+        exact: there are as many rows as pairs.
+        overflow: what becomes of pairs that find no room.
+    """
+
+    def __init__(
+        self,
+        indices: torch.Tensor,
+        experts: int,
+        capacity: int | None,
+        overflow: str,
+        placed: Placed,
+    ) -> None:
+        super().__init__(experts, capacity)
+        self.indices, self.exact, self.overflow = indices, capacity is None, overflow
+        self.counts, self._places, self._rows, self._held = placed
+        self._asked: tuple[Workspace, int] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The capacity that was asked for."""
+        return None if self.exact else self._capacity
+
+    @property
+    def rows(self) -> int:
+        """Rows of this rank."""
+        return self.indices.numel() if self.exact else self.experts * self.capacity
 
     @property
     def dropped(self) -> torch.Tensor:
@@ -106,6 +144,7 @@ class Routing:
         take none."""
         if not turn and self._rows is not None:
             return self._rows
+        assert self._places is not None
         if self.exact:
             return (self.counts.cumsum(0) - self.counts)[self.indices.long()] + self._places
         row = self._places - turn * self.capacity if turn else self._places
@@ -115,13 +154,8 @@ class Routing:
         return torch.where(taken, self.indices.long() * self.capacity + row, self.rows)
 
     def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
-        """The token whose pair each row is in a round, int64, and ``empty`` where it is none."""
-        if self.exact and self._held is not None:
-            return self._held
-        many, top_k = slots.shape
-        tokens = slots.new_full((self.rows + 1,), empty)
-        pairs = torch.arange(many, device=slots.device).expand(top_k, many).t()
-        return tokens.index_put_((slots,), pairs)[:-1]
+        """See :meth:`Blocks.tokens`."""
+        return super().tokens(slots, empty) if self._held is None else self._held
 
     # What is asked of the other ranks.
 
@@ -163,8 +197,23 @@ class Routing:
         most = max(map(max, self._told))
         if self._capacity is None:
             self._capacity = rounded(most)
-        elif self._overflow == "again":
+        elif self.overflow == "again":
             self._rounds = max(-(-most // self._capacity), 1)
+
+
+def _placed(
+    indices: torch.Tensor, experts: int, capacity: int | None, engine: Engine | None = None
+) -> Placed:
+    """Where pairs go; an engine may have a kernel for it."""
+    made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
+    if made is None:
+        _check_experts(indices, experts)
+        return Placed(*_counted(indices, experts), None)
+    counts, places, rows, held = made
+    if capacity is None:  # the host will look at the counts
+        return Placed(counts, places, rows, held)
+    torch._assert_async(counts.sum() == indices.numel())  # it leaves out what does not exist
+    return Placed(counts, places, rows)
 
 
 def _counted(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +239,6 @@ def rounded(rows: int) -> int:
     return max(-(-rows // granule), 1) * granule
 
 
-@torch._disable_dynamo
 def route(
     indices: torch.Tensor,
     experts: int,
@@ -215,6 +263,9 @@ def route(
             ``"again"``, all are served, in as many rounds as that takes.
         group: the ranks, default WORLD.
 
+    ``torch.compile`` traces it with a capacity and ``on_overflow="drop"``; otherwise it is a graph
+    break there.
+
     Returns:
         Routing: ``counts``, ``dropped``, ``capacity`` and ``rounds`` tell what became of them.
 
@@ -225,23 +276,37 @@ def route(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
-    members = process_group(group)
-    if not isinstance(indices, torch.Tensor):
-        raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
-    if watched(indices):
-        refuse_sharded(indices=indices)
-        raise NotImplementedError(
-            "ficco.route takes no tensors that are traced or wrapped; call it outside of what "
-            "traces them"
-        )
+    members, traced = process_group(group), check_traced(indices=indices)
     _check(indices, experts, capacity, on_overflow)
+    if traced and capacity is not None and on_overflow == "drop":
+        counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
+        return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
+    if traced and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "ficco.route: tensors that are traced or wrapped are not served without a capacity, or "
+            "by further rounds; pass indices to ficco.experts"
+        )
+    return make_routing(indices, experts, capacity, on_overflow, members)
+
+
+@torch._disable_dynamo
+def make_routing(
+    indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, group: ProcessGroup
+) -> Routing:
+    """The same of indices that have data, and of arguments that are right."""
     with torch.no_grad():
-        if capacity is not None and on_overflow == "drop":
-            known = (one.engine for one in workspaces(members))
-            engine = next((one for one in known if one.device == indices.device), None)
-            return Routing(indices, experts, capacity, on_overflow, engine)
-        workspace = workspace_for(members, indices, "indices", NAME)
-        return _asking(workspace, indices, experts, capacity, on_overflow)
+        if capacity is not None and overflow == "drop":
+            engine = _engine(indices, group)
+            placed = _placed(indices, experts, capacity, engine)
+            return Routing(indices, experts, capacity, overflow, placed)
+        workspace = workspace_for(group, indices, "indices", NAME)
+        return _asking(workspace, indices, experts, capacity, overflow)
+
+
+def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
+    """The engine of a group that has made calls on the device of indices."""
+    known = (one.engine for one in workspaces(group))
+    return next((one for one in known if one.device == indices.device), None)
 
 
 def _asking(
@@ -260,7 +325,8 @@ def _asking(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
                 f"{experts}; pass a capacity"
             )
-        found = Routing(indices, experts, capacity, overflow, workspace.engine)
+        placed = _placed(indices, experts, capacity, workspace.engine)
+        found = Routing(indices, experts, capacity, overflow, placed)
         found.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
         workspace.board.post(workspace.calls, workspace.board.describe(text))
@@ -303,3 +369,34 @@ def _check_experts(indices: torch.Tensor, experts: int) -> None:
             )
         return
     torch._assert_async((low >= 0) & (high < experts))
+
+
+# What compilers see: with a capacity, and nothing in further rounds.
+
+
+def _traced(
+    indices: torch.Tensor, experts: int, capacity: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counts of a routing, and its slots, which lie choice after choice."""
+    members = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    placed = _placed(indices, experts, capacity, _engine(indices, members))
+    slots = Routing(indices, experts, capacity, "drop", placed).slots()
+    return placed.counts, slots.t().contiguous().t()
+
+
+def _fake(
+    indices: torch.Tensor, experts: int, capacity: int, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    many, top_k = indices.shape
+    counts = indices.new_empty(experts, dtype=torch.int64)
+    return counts, indices.new_empty(top_k, many, dtype=torch.int64).t()
+
+
+declare(
+    NAME,
+    Declared(
+        "(Tensor indices, SymInt experts, SymInt capacity, str group) -> (Tensor, Tensor)",
+        _traced,
+        _fake,
+    ),
+)

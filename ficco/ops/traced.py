@@ -1,169 +1,211 @@
-"""The operators of ``torch.library`` for attention, beside those of :mod:`ficco.ops.library`.
+"""The operators of ``torch.library`` beside those of :mod:`ficco.ops.library`: attention, its
+projections, and layers of experts.
 
-For each kind of attention there are ``ficco::<name>``, the result and its log-sum-exp (empty unless
-it ``keeps`` what a gradient needs), and ``ficco::<name>_backward``. What they return are tensors of
-their own: gradients that share memory are views that the autograd formula takes of one result.
+For each kind of call there are ``ficco::<name>``, the result and what it keeps for its gradients
+(empty unless one of the operands ``needs`` that), and ``ficco::<name>_backward``. What they return
+are tensors of their own: results that share memory are views that are taken of one tensor.
 
-Shards are kept for the gradient and travel again; ``options(save_gathered=True)`` is for eager
-calls.
+What a gathering operator has gathered is not kept, and travels again;
+``options(save_gathered=True)`` is for eager calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ficco.ops.gradients import REFUSAL
-from ficco.ops.library import register
+from ficco.ops.gradients import refuse_second
 from ficco.ops.operands import frozen
 from ficco.ops.operate import name_of_schedule, refuse_derivatives
+from ficco.ops.registration import Declared, declare, overload
 from ficco.options import carried, current, current_text, from_text, to_text
 from ficco.schedules import Schedule
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Sequence[torch.Tensor]
+Needs = Sequence[bool]
 
-_ASKED = (
-    "bool causal, float? scale, str placement, int? window, int[] cu_seqlens, str group, "
-    'str schedule="auto", str options=""'
-)
-_QKV = "Tensor q, Tensor k, Tensor v"
-_FORWARD = f"({_QKV}, bool keeps, {_ASKED}) -> (Tensor, Tensor)"
-_BACKWARD = f"(Tensor grad, {_QKV}, Tensor out, Tensor lse, {_ASKED}) -> Tensor[]"
+_WHERE = "str group, str schedule, str options"
 
 
-class TracedAttention(NamedTuple):
-    """How a kind of attention is carried out, and what it makes.
+class TracedCall(NamedTuple):
+    """What a call is, without its operands."""
+
+    group: ProcessGroup
+    schedule: str | Schedule
+    asked: dict[str, Any]
+
+
+def needed(made: Tensors, needs: Needs) -> tuple[torch.Tensor | None, ...]:
+    """One for each operand, of gradients of those that need one."""
+    rest = iter(made)
+    return tuple(next(rest) if needs_it else None for needs_it in needs)
+
+
+class TracedOperator(NamedTuple):
+    """How a kind of call is carried out, and what it makes.
 
     Attributes:
-        forward: of q, k, v, whether it keeps, group, schedule and what is asked: the result, and
-            the log-sum-exp if it keeps.
-        backward: of the gradient, q, k, v, the result, the log-sum-exp, and the same: gradients, of
-            which none shares memory with another.
-        fake_forward: of q, k, v and the number of ranks: the result and the log-sum-exp, not
-            computed.
-        fake_backward: of q and k: the gradients, not computed.
-        gradients: dq, dk and dv of what ``backward`` returns.
-        check: refuses q, k and v that do not fit together.
+        operands: their names.
+        asked: what a call is asked for, and the type that each has in a schema.
+        kept: the names of what it keeps.
+        forward: of a call, its operands, and which of these need gradients: the result and, if any
+            does, what is kept, None for what these gradients do not need.
+        fake_forward: the same, not computed; refuses operands that do not fit.
+        saved: of the operands, the result and what is kept, and which gradients are needed: the
+            same, None for what they are not made of.
+        backward: of a call, the gradient of the result, what is saved, and which gradients are
+            needed: gradients, of which none shares memory with another.
+        fake_backward: the same, not computed.
+        gradients: one for each operand, None if it needs none, of what ``backward`` returns.
     """
 
-    forward: Callable[..., Tensors]
-    backward: Callable[..., Sequence[torch.Tensor]]
-    fake_forward: Callable[[torch.Tensor, torch.Tensor, int], Tensors]
-    fake_backward: Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]
-    gradients: Callable[[Sequence[torch.Tensor]], Tensors]
-    check: Callable[..., None]
+    operands: tuple[str, ...]
+    asked: Mapping[str, str]
+    kept: tuple[str, ...]
+    forward: Callable[[TracedCall, Tensors, Needs], Sequence[torch.Tensor | None]]
+    fake_forward: Callable[[TracedCall, Tensors, Needs], Sequence[torch.Tensor | None]]
+    saved: Callable[[Tensors, Needs], Sequence[torch.Tensor | None]]
+    backward: Callable[[TracedCall, torch.Tensor, Any, Needs], Tensors]
+    fake_backward: Callable[[TracedCall, torch.Tensor, Any, Needs], Tensors]
+    gradients: Callable[[Tensors, Needs], Sequence[torch.Tensor | None]] = needed
 
+    @property
+    def schema(self) -> str:
+        operands = ", ".join(f"Tensor {name}" for name in self.operands)
+        results = ", ".join(["Tensor"] * (1 + len(self.kept)))
+        return f"({operands}, {self._call}) -> {f'({results})' if self.kept else results}"
 
-class _Asked(NamedTuple):
-    """What a call is, in the order of its schema."""
+    @property
+    def schema_of_backward(self) -> str:
+        saved = ", ".join(f"Tensor? {name}" for name in (*self.operands, "result", *self.kept))
+        return f"(Tensor grad, {saved}, {self._call}) -> Tensor[]"
 
-    causal: bool
-    scale: float | None
-    placement: str
-    window: int | None
-    cu_seqlens: Sequence[int]
-    group: str
-    schedule: str = "auto"
-    options: str = ""
+    @property
+    def _call(self) -> str:
+        asked = "".join(f"{kind} {name}, " for name, kind in self.asked.items())
+        return f"bool[] needs, {asked}{_WHERE}"
 
-    def given(self) -> tuple[ProcessGroup, str, dict[str, Any]]:
-        asked = {**self._asdict(), "cu_seqlens": tuple(self.cu_seqlens)}
-        for name in ("group", "schedule", "options"):
-            del asked[name]
-        ranks = distributed_c10d._resolve_process_group(self.group)  # type: ignore[arg-type]
-        return ranks, self.schedule, asked
+    def declare(self, name: str) -> None:
+        """Have both operators registered when they are first asked for."""
+        back = f"{name}_backward"
+        declare(
+            name,
+            Declared(
+                self.schema,
+                partial(_forward, self),
+                partial(_fake_forward, self),
+                (partial(_autograd, self, back), partial(_keep, self)),
+            ),
+        )
+        real, fake = partial(_backward, self), partial(_fake_backward, self)
+        declare(back, Declared(self.schema_of_backward, real, fake, (refuse_second, None)))
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        options = from_text(self.options) if self.options else current()
-        with carried(replace(options, save_gathered=False)):
-            yield
+    def given(self, args: Sequence[Any]) -> TracedCall:
+        """The call of what follows ``needs``."""
+        *asked, group, schedule, _ = args
+        values = (tuple(one) if isinstance(one, list) else one for one in asked)
+        ranks = distributed_c10d._resolve_process_group(group)
+        return TracedCall(ranks, schedule, dict(zip(self.asked, values, strict=True)))
 
 
 def trace(
-    op: OpOverload,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    name: str,
+    operands: Tensors,
     group: ProcessGroup,
     schedule: str | Schedule,
-    asked: dict[str, Any],
+    asked: Mapping[str, Any],
 ) -> torch.Tensor:
-    """A call through the ``torch.library`` operator; can be traced."""
+    """The result of a call through the ``torch.library`` operator; can be traced."""
     refuse_derivatives()
     text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
-    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    kind = asked["causal"], asked["scale"], asked.get("placement", "ranks"), asked["window"]
-    bounds = asked["cu_seqlens"]
+    grad = torch.is_grad_enabled()
+    needs = [grad and one.requires_grad for one in operands]
+    where = {"group": group.group_name, "schedule": text, "options": current_text()}
+    made = overload(name)(*operands, needs, **asked, **where)
+    result: torch.Tensor = made if isinstance(made, torch.Tensor) else made[0]
+    return result
+
+
+def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
+    """``cu_seqlens`` as an operator takes them; can be traced."""
     if not torch.compiler.is_compiling():
         bounds = frozen(bounds)
     elif isinstance(bounds, torch.Tensor):
         raise ValueError("cu_seqlens: required a list in a compiled function, got a tensor")
-    bounds = list(bounds or ())
-    out: torch.Tensor = op(q, k, v, keeps, *kind, bounds, group.group_name, text, current_text())[0]
-    return out
+    return list(bounds or ())
 
 
-def define(name: str, calls: TracedAttention) -> OpOverload:
-    """Define and register the operators of a kind of attention; the forward one."""
-    forward = register(name, _FORWARD, partial(_forward, calls), partial(_fake_forward, calls))
-    backward = register(
-        f"{name}_backward", _BACKWARD, partial(_backward, calls), partial(_fake_backward, calls)
-    )
-    torch.library.register_autograd(
-        f"ficco::{name}", partial(_autograd, backward, calls), setup_context=_setup_context
-    )
-    torch.library.register_autograd(f"ficco::{name}_backward", _second_derivative)
-    return forward
+@contextmanager
+def _in_force(text: str) -> Iterator[None]:
+    options = from_text(text) if text else current()
+    with carried(replace(options, save_gathered=False)):
+        yield
 
 
-def _forward(calls: TracedAttention, *args: Any) -> Tensors:
-    *qkv, keeps = args[:4]
-    asked = _Asked(*args[4:])
-    with asked.in_force():
-        out, *lse = calls.forward(*qkv, keeps, *asked.given())
-    return out, lse[0] if keeps else out.new_empty(0)
+def _results(calls: TracedOperator, made: Sequence[torch.Tensor | None]) -> Any:
+    """What an operator returns: nothing of what is not kept."""
+    result, *kept = made
+    assert result is not None
+    if not calls.kept:
+        return result
+    kept += [None] * (len(calls.kept) - len(kept))
+    return result, *(result.new_empty(0) if one is None else one for one in kept)
 
 
-def _fake_forward(calls: TracedAttention, *args: Any) -> Tensors:
-    q, k, v, keeps = args[:4]
-    group, schedule, asked = _Asked(*args[4:]).given()
-    calls.check({"q": q, "k": k, "v": v}, schedule, asked)
-    out, lse = calls.fake_forward(q, k, group.size())
-    return out, lse if keeps else q.new_empty(0)
+def _forward(calls: TracedOperator, *args: Any) -> Any:
+    count = len(calls.operands)
+    with _in_force(args[-1]):
+        made = calls.forward(calls.given(args[count + 1 :]), args[:count], args[count])
+    return _results(calls, made)
 
 
-def _backward(calls: TracedAttention, *args: Any) -> list[torch.Tensor]:
-    asked = _Asked(*args[6:])
-    with asked.in_force():
-        return list(calls.backward(*args[:6], *asked.given()))
+def _fake_forward(calls: TracedOperator, *args: Any) -> Any:
+    count = len(calls.operands)
+    made = calls.fake_forward(calls.given(args[count + 1 :]), args[:count], args[count])
+    return _results(calls, made)
 
 
-def _fake_backward(calls: TracedAttention, *args: Any) -> list[torch.Tensor]:
-    return calls.fake_backward(args[1], args[2])
+def _backward(calls: TracedOperator, *args: Any) -> list[torch.Tensor]:
+    with _in_force(args[-1]):
+        return list(calls.backward(*_of_backward(calls, args)))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    q, k, v, _, *asked, text = inputs
-    ctx.asked = *asked, text or to_text(current())
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output)
+def _fake_backward(calls: TracedOperator, *args: Any) -> list[torch.Tensor]:
+    return list(calls.fake_backward(*_of_backward(calls, args)))
+
+
+def _of_backward(
+    calls: TracedOperator, args: Sequence[Any]
+) -> tuple[TracedCall, torch.Tensor, Sequence[Any], Needs]:
+    count = 2 + len(calls.operands) + len(calls.kept)
+    return calls.given(args[count + 1 :]), args[0], args[1:count], args[count]
+
+
+def _keep(calls: TracedOperator, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    count = len(calls.operands)
+    *asked, text = inputs[count + 1 :]
+    result, *kept = output if calls.kept else (output,)
+    ctx.needs, ctx.asked = inputs[count], (*asked, text or to_text(current()))
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*calls.saved((*inputs[:count], result, *kept), ctx.needs))
 
 
 def _autograd(
-    op: OpOverload, calls: TracedAttention, ctx: Any, grad: torch.Tensor, _: Any
+    calls: TracedOperator, name: str, ctx: Any, grad: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    made = calls.gradients(op(grad, *ctx.saved_tensors, *ctx.asked))
-    needed = zip(made, ctx.needs_input_grad, strict=False)
-    return *(one if needs else None for one, needs in needed), *[None] * 9
-
-
-def _second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise NotImplementedError(REFUSAL)
+    needs = ctx.needs
+    if any(asked and not kept for asked, kept in zip(ctx.needs_input_grad, needs, strict=False)):
+        raise NotImplementedError(
+            f"{name}: required operands that needed gradients when the call was traced; trace it "
+            "with gradients"
+        )
+    made = calls.gradients(overload(name)(grad, *ctx.saved_tensors, needs, *ctx.asked), needs)
+    wanted = zip(made, ctx.needs_input_grad, strict=False)
+    rest = [None] * (1 + len(ctx.asked))
+    return *(one if wants else None for one, wants in wanted), *rest

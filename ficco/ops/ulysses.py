@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
 from ficco.ops import problem_log
-from ficco.ops.attention import check_operands, check_together
+from ficco.ops.attention import ASKED, check_operands, check_together, save_all
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
@@ -24,7 +24,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
-from ficco.ops.traced import TracedAttention, define, trace
+from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
 from ficco.workspace import CachedCall, Workspace
@@ -91,23 +91,15 @@ def ulysses_attention(
         "causal": causal,
         "scale": scale,
         "window": window,
-        "cu_seqlens": cu_seqlens if traced else frozen(cu_seqlens) or (),
+        "cu_seqlens": listed(cu_seqlens) if traced else frozen(cu_seqlens) or (),
     }
-    call = HeadsCall(process_group(group), schedule, asked)
+    call = TracedCall(process_group(group), schedule, asked)
     if traced:
-        return trace(_OP, q, k, v, *call)
+        return trace(NAME, (q, k, v), *call)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out: torch.Tensor = HeadsFunction.apply(q, k, v, call)
         return out
     return _forward(call, q, k, v, "")["out"]
-
-
-class HeadsCall(NamedTuple):
-    """What a call is, without its operands."""
-
-    group: ProcessGroup
-    schedule: str | Schedule
-    asked: dict[str, Any]
 
 
 class HeadsFunction(torch.autograd.Function):
@@ -115,7 +107,7 @@ class HeadsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: HeadsCall
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: TracedCall
     ) -> torch.Tensor:
         ctx.call, ctx.options, ctx.shapes = call, current(), (q.shape, k.shape)
         made = _forward(call, q, k, v, "heads" if ctx.options.save_gathered else "shards")
@@ -139,7 +131,7 @@ class HeadsFunction(torch.autograd.Function):
 
 
 def _forward(
-    call: HeadsCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saves: str
+    call: TracedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saves: str
 ) -> dict[str, torch.Tensor]:
     """The result, and what its gradient needs of what was made."""
     workspace = workspace_for(call.group, q, "q", NAME)
@@ -155,7 +147,7 @@ def _forward(
 
 
 def _backward(
-    call: HeadsCall, operands: dict[str, torch.Tensor], q_shape: torch.Size, k_shape: torch.Size
+    call: TracedCall, operands: dict[str, torch.Tensor], q_shape: torch.Size, k_shape: torch.Size
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k and v. What several ranks have made for a head of keys is summed."""
     saves = "heads" if "kept q" in operands else "shards"
@@ -198,7 +190,7 @@ def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
 def _run(
     workspace: Workspace,
     options: Options,
-    call: HeadsCall,
+    call: TracedCall,
     shapes: tuple[torch.Size, torch.Size],
     operands: dict[str, torch.Tensor],
     **part: Any,
@@ -262,21 +254,20 @@ def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # What compilers see.
 
 
-def _traced_forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    q, k, v, keeps, *given = args
-    made = _forward(_call_of(*given), q, k, v, "shards" if keeps else "")
-    return (made["out"], made["kept lse"]) if keeps else (made["out"],)
+def _traced_forward(
+    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = operands
+    made = _forward(call, q, k, v, "shards" if any(needs) else "")
+    return (made["out"], made["kept lse"]) if any(needs) else (made["out"],)
 
 
-def _traced_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    grad, q, k, v, out, lse, *given = args
+def _traced_backward(
+    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v, out, lse = saved
     operands = {"grad": grad, "kept lse": lse, "q": q, "k": k, "v": v, "out": out}
-    return _backward(_call_of(*given), operands, q.shape, k.shape)
-
-
-def _call_of(group: ProcessGroup, schedule: str, asked: dict[str, Any]) -> HeadsCall:
-    """Of what the operator was given: attention by heads has no placement."""
-    return HeadsCall(group, schedule, {n: one for n, one in asked.items() if n != "placement"})
+    return _backward(call, operands, q.shape, k.shape)
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,20 +276,31 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_forward(
-    q: torch.Tensor, k: torch.Tensor, world: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, rows, _ = q.shape
+    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = operands
+    check_together({"q": q, "k": k, "v": v}, call.schedule, call.asked)
+    if not any(needs):
+        return (_fake_like(q),)
+    (batch, heads, rows, _), world = q.shape, call.group.size()
     wide = torch.promote_types(q.dtype, torch.float32)
     return _fake_like(q), q.new_empty(heads // world, world * rows * batch, dtype=wide)
 
 
-def _fake_backward(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    return [_fake_like(q), _fake_like(k), _fake_like(k)]
+def _fake_backward(
+    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+) -> list[torch.Tensor]:
+    return [_fake_like(one) for one in saved[:3]]
 
 
-_OP = define(
-    NAME,
-    TracedAttention(
-        _traced_forward, _traced_backward, _fake_forward, _fake_backward, tuple, check_together
-    ),
-)
+TracedOperator(
+    ("q", "k", "v"),
+    ASKED,
+    ("lse",),
+    _traced_forward,
+    _fake_forward,
+    save_all,
+    _traced_backward,
+    _fake_backward,
+    lambda made, needs: made,
+).declare(NAME)

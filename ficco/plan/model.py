@@ -16,7 +16,7 @@ publish    copy of A for peers to read (pull); for scattering operators the prod
 staging    where pieces of peers land
 sum        float32 sums of pieces, if the dtype is narrower
 parts      of attention: what each step gives, a mean of values and the weight of all these keys.
-           An engine keeps one beside the other until they are merged
+           An engine keeps one beside the other, whenever they come, until they are merged
 partial    the product before it travels (scattering operators)
 q heads    of attention by heads: all positions of a rank's heads; and so for other matrices
 gathered   the gathered A that a collective makes
@@ -208,7 +208,8 @@ class Attending(NamedTuple):
         q, kv, out: regions of whole rows. Rows of ``q`` and ``out`` have the same numbers.
         first: number of the first row of ``kv`` where it lands.
         pairs: how many pairs of a query and a key, for one head.
-        accumulate: ``out`` holds what earlier keys gave, and this is added.
+        accumulate: ``out`` is a sum that holds what earlier keys gave, and this is added; parts are
+            not summed.
         back: of a backward, the gradient of ``kv``; ``out`` is then that of ``q``.
         calls: those of a library that it is.
     """

@@ -285,6 +285,16 @@ class Departures(Groups):
         whole = Unit(self.rank, 0, 0, length, self.group_count)
         return finer(whole, self.schedule.tail, self.least)
 
+    @cached_property
+    def sums(self) -> list[Unit]:
+        """The parts in which :attr:`own` is summed, and sent back; over several hosts about as many
+        as a block has pieces, so that only the last one waits for the last arrival."""
+        if self.schedule.uniform or self.problem.hosts == 1 or not self.problem.kind.sums:
+            return self.own
+        parts = -(-self.rounds // max(len(self.own), 1)) or 1
+        finest = [part for unit in self.own for part in finer(unit, parts, self.least)]
+        return [one._replace(ordinal=i, group=self.group_count) for i, one in enumerate(finest)]
+
     def of(self, peer: int) -> list[Unit]:
         """The units for a rank, in order."""
         return self.own if peer == self.rank else self.units(peer)

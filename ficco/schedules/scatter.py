@@ -53,7 +53,7 @@ class ScatterWorld(World):
             arriving = [one.count(dst) for one in leaving for dst in ranks if dst != one.rank]
         else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [one.group_count for one in leaving]
-        returning = [len(one.own) for one in leaving] if problem.kind.returns else [0]
+        returning = [len(one.sums) for one in leaving] if problem.kind.returns else [0]
         self.most = most = max([1, *arriving])
         #: Of the units for each host: the waiter's own, then those that it sums for its rail.
         self.arriving = words.block(most * (problem.hosts if problem.kind.sums else 1))
@@ -196,7 +196,8 @@ class ScatterWorld(World):
     def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
         """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
         departures = self.departures[owner if kind == "summed" else poster]
-        units, begin = departures.of(owner), self.problem.lands(poster, owner)
+        units = departures.sums if kind == "summed" else departures.of(owner)
+        begin = self.problem.lands(poster, owner)
         if kind == "valid":  # of the product at the poster, which the waiter reads there
             begin = self.problem.leaves(poster, owner)
         first = self.arriving.first(poster)
@@ -368,11 +369,11 @@ class ScatterStage(Stage):
 
     @cached_property
     def results(self) -> list[Region]:
-        """The regions of the result that this rank's own units go to."""
+        """The regions of the result that this rank's own units, or their sums, go to."""
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
-        return self.mine.regions(self.world.out.name, self.me, row, self.mine.own)
+        return self.mine.regions(self.world.out.name, self.me, row, self.mine.sums)
 
     def _ring_terms(self, sender: int, owner: int) -> int:
         """The ranks whose products are in a block that ``sender`` sends on: those it has passed."""
@@ -436,18 +437,20 @@ class ScatterStage(Stage):
 
     def _sum(self) -> None:
         """Sum each part of the own block once all ranks' products of it have arrived."""
+        sums_come_first = self.schedule.beta and bool(self.peers)
         for turn, unit in enumerate(self.mine.own):
             lane = self._own_lane(turn)
-            if self.schedule.beta and self.peers:
+            if sums_come_first:
                 after = () if self.single else (self._reduce(unit),)
-                summed = self._matmul(lane, [unit], after)
-            else:
-                summed = self._matmul(lane, [unit]) if self.own_is_separate else self.made_by[unit]
-                if self.problem.world > 1:
-                    summed = self._reduce(unit, summed)
-            self.made_by[unit] = summed
-            if self.problem.kind.returns:
-                self._send_back(unit, summed)
+                self.made_by[unit] = self._matmul(lane, [unit], after)
+            elif self.own_is_separate:
+                self.made_by[unit] = self._matmul(lane, [unit])
+            made = self.made_by[unit]
+            for part in [one for one in self.mine.sums if _overlap(one, unit)]:
+                alone = sums_come_first or self.problem.world == 1
+                self.made_by[part] = summed = made if alone else self._reduce(part, made)
+                if self.problem.kind.returns:
+                    self._send_back(part, summed)
 
     def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
         """The region of the sum of all others, which comes from one peer, and what to wait for."""
@@ -492,7 +495,7 @@ class ScatterStage(Stage):
                 waits += signals
                 after += copies
             elif own is not None:
-                parts.append(self._product_of(unit).out)
+                parts.append(self._multiplied(unit))
             else:
                 continue
             terms.append(holds)
@@ -510,6 +513,11 @@ class ScatterStage(Stage):
         if owner == me:
             found |= {source: self.world.host_terms(source) for _, source in legs(problem, me)}
         return dict(sorted(found.items()))
+
+    def _multiplied(self, unit: Unit) -> Region:
+        """Where this rank's product of a unit, or of a part of its own, is before it is summed."""
+        row = self.problem.leaves(self.me, unit.peer)
+        return self.mine.region(self.world.product.name, self.me, row, unit)
 
     def _summed(self, unit: Unit) -> Region:
         """Where the sum of a unit's products goes."""
@@ -578,7 +586,7 @@ class ScatterStage(Stage):
         crossed = self._cross_back() if problem.hosts > 1 else {}
         others = peers_in_order(me, problem.world, problem.hosts)[problem.local_world - 1 :]
         peers = [*self.lane_of, *others]
-        coming = [(unit, p) for p in peers for unit in self.world.departures[p].own]
+        coming = [(unit, p) for p in peers for unit in self.world.departures[p].sums]
         for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):
             waits, after = list[Signal](), list[int]()
             if (through := via(problem, me, peer)) == me:
@@ -605,18 +613,18 @@ class ScatterStage(Stage):
                     world.returning(src, dst, unit),
                     everyone,
                 )
-                for unit in departures.own
+                for unit in departures.sums
             ]
 
         sent, received = {}, {}
         for target, source in legs(self.problem, me):
-            made = [(self.made_by[unit],) for unit in self.mine.own]
+            made = [(self.made_by[unit],) for unit in self.mine.sums]
             sent[target] = list(map(Sending, zip(moves(me, target)), made))
             received[source] = list(zip(moves(source, me)))
         brought = add_moves(self.problem, self.builder, self.schedule.order, sent, received)
         for (source, turn), index in brought.items():
             ((_, here, *_),) = received[source][turn]
-            unit = world.departures[source].own[turn]
+            unit = world.departures[source].sums[turn]
             for peer, lane in self.lane_of.items():
                 move = Transfer(here, world.returning(source, peer, unit), everyone)
                 posts = (world.of_units("summed", me, peer, source)[turn],)

@@ -24,8 +24,10 @@ What is modelled, and how:
   or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
   processors' time, and the last one also what the last wave lacks. A part that was waited for is
   over no sooner than a product of its own, but leaves processors to the next.
+- *Batches* of products with a matrix each, as layers of experts have them, take what the machine
+  has of them (``Machine.experts``), else what other products do.
 - *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
-  with these.
+  with these; calls on several lanes fill each other's start and last blocks as products do.
 - *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
   memory. They go before products that are not yet served, whose lanes have a lower priority, but
   start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
@@ -349,6 +351,7 @@ class Simulation:
         self.scaled = scaling is not None
         self.gemm = machine.products(scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
+        self.experts = machine.experts or self.gemm
         if self.gemm:
             self.attention = machine.attends(self.gemm)
         self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
@@ -641,8 +644,8 @@ class Simulation:
     def _attention_seconds(
         self, calls: Iterable[LibraryCall], itemsize: int
     ) -> tuple[float, float]:
-        """Seconds of calls of a library's attention if nothing else runs, and if others fill the
-        processors that are done before the last."""
+        """Seconds of calls of a library's attention if nothing else runs, and with their starts and
+        last blocks filled by others."""
         times = [self.attention.times(self.gemm, itemsize, *call) for call in calls]
         return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
@@ -652,7 +655,8 @@ class Simulation:
         if not (m and n and k):
             return 0.0, 0.0
         if not apart:
-            return self.gemm.times(m, n, k, batch=batch, **how)
+            library = self.experts if "rights" in how else self.gemm
+            return library.times(m, n, k, batch=batch, **how)
         one, filled = self.gemm.times(m, n, k, **how)
         between = self.gemm.launch * (batch - 1)
         return one * batch + between, filled * batch + between

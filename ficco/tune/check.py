@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,7 +17,7 @@ from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tune import attention, communication, fits, products
-from ficco.tune.effort import EFFORTS
+from ficco.tune.effort import EFFORTS, Shape
 from ficco.tune.run import TIMEOUT_S
 from ficco.tune.site import Site
 
@@ -53,7 +53,7 @@ def check(machine: Machine, device: str) -> list[Point]:
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for some in (_gemm, _scaled, _attention, _copies, _collective, _memory, _calls):
+        for some in (_gemm, _scaled, _attention, _experts, _copies, _collective, _memory, _calls):
             points += some(site)
             watch.release()
     watch.close()
@@ -64,22 +64,28 @@ def _gemm(site: Site) -> Iterator[Point]:
     model = site.machine.gemm
     if model is None:
         return
-    yield from _products(site, "gemm", model)
+    yield from _products(site, "gemm", model, _plain(site))
     shape, longest = site.effort.heating[0], site.effort.rows[-1]
     (time,) = products.row_times(site, (shape,), (longest,))
     stored = longest * model.seconds(*shape[:3], itemsize=site.itemsize)
     yield Point("gemm", f"{longest} of {time.product} in a row", model.heated(stored), time.seconds)
 
 
-def _products(site: Site, block: str, model: Gemm) -> Iterator[Point]:
-    usual = sorted((one for one in site.effort.gemms if one.plain), key=lambda one: one.flops)
+def _plain(site: Site) -> list[Shape]:
+    return [one for one in site.effort.gemms if one.plain]
+
+
+def _products(site: Site, block: str, model: Gemm, shapes: Sequence[Shape]) -> Iterator[Point]:
+    usual = sorted(shapes, key=lambda one: one.flops)
     chosen = usual[len(usual) // 4 :: max(len(usual) // (PRODUCTS + 1), 1)][:PRODUCTS]
-    rows = {shape[:3]: shape.in_a_row for shape in chosen}
+    rows = {shape[:4]: shape.in_a_row for shape in chosen}
     for one in products.samples(site, chosen, products.row_of, step=block):
         size = one.m, one.n, one.k
-        row = rows[size]
-        stored = model.heated(row * model.seconds(*size, itemsize=site.itemsize)) / row
-        yield Point(block, "{} x {} x {}".format(*size), stored, one.seconds)
+        row = rows[(*size, one.batch)]
+        how = {"batch": one.batch, "rights": one.rights, "itemsize": site.itemsize}
+        stored = model.heated(row * model.seconds(*size, **how)) / row
+        what = f"{one.batch} of " * (one.batch > 1) + "{} x {} x {}".format(*size)
+        yield Point(block, what, stored, one.seconds)
 
 
 def _attention(site: Site) -> Iterator[Point]:
@@ -94,12 +100,18 @@ def _attention(site: Site) -> Iterator[Point]:
         yield Point("attention", what, stored, seconds)
 
 
+def _experts(site: Site) -> Iterator[Point]:
+    model = site.machine.experts
+    if model is not None:
+        yield from _products(site, "experts", model, site.effort.experts)
+
+
 def _scaled(site: Site) -> Iterator[Point]:
     """Products of float8 operands, by each recipe of which the file has some."""
     for recipe, block in SCALED_PRODUCTS.items():
         model, there = getattr(site.machine, block), products.scaled_site(site, recipe)
         if model is not None and there is not None:
-            yield from _products(there, block, model)
+            yield from _products(there, block, model, _plain(there))
 
 
 def _copies(site: Site) -> Iterator[Point]:

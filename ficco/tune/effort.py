@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 class Shape(NamedTuple):
-    """A product of one rank; ``wide`` ones accumulate into float32."""
+    """A product of one rank, or a batch of such; ``wide`` ones accumulate into float32. Each of a
+    batch that is ``apart`` has a right operand of its own; ``turned`` ones lie transposed."""
 
     m: int
     n: int
     k: int
     batch: int = 1
     wide: bool = False
+    apart: bool = False
+    turned: bool = False
+
+    @property
+    def rights(self) -> int:
+        """Right operands."""
+        return self.batch if self.apart else 1
 
     @property
     def flops(self) -> int:
@@ -79,6 +88,7 @@ class Effort:
         pieces: copies to each peer in a row; two different numbers.
         least_bytes: copies of more than this are measured with fewer pieces.
         attends: calls of attention, of two numbers of queries and keys or more for every size.
+        experts: batches of products with a matrix each.
         products: products that are measured during communication, and
             ``traffic``: bytes of the shards that are communicated meanwhile.
         moves: bytes of copies within a rank.
@@ -102,6 +112,7 @@ class Effort:
     pieces: tuple[int, int]
     least_bytes: int
     attends: tuple[Attends, ...]
+    experts: tuple[Shape, ...]
     products: tuple[Shape, ...]
     traffic: int
     moves: tuple[int, ...]
@@ -146,10 +157,28 @@ def grid(
     return tuple(dict.fromkeys(chosen))
 
 
+def by_experts(
+    experts: tuple[int, ...],
+    rows: tuple[int, ...],
+    widths: tuple[tuple[int, int], ...],
+    most_flops: float,
+) -> tuple[Shape, ...]:
+    """The products of layers with so many experts, rows for each, and inner and outer columns, that
+    take no more operations: the first, whose result is gated, and the second; and of every other
+    number of rows the two of their gradients, by the same matrices."""
+    sizes = [(n, k) for inner, outer in widths for n, k in ((2 * inner, outer), (outer, inner))]
+    made = partial(Shape, apart=True)
+    every = [made(m, n, k, batch) for batch in experts for m in rows for n, k in sizes]
+    every += [
+        made(m, k, n, batch, turned=True) for batch in experts for m in rows[::2] for n, k in sizes
+    ]
+    return tuple(one for one in every if one.flops <= most_flops)
+
+
 #: In the order of the steps: what a step needs of the machine comes before it.
 _GPU_SECONDS = {
-    "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "tiled": 12.0,
-    "attention": 5.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
+    "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "experts": 6.0,
+    "tiled": 12.0, "attention": 5.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
     "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
     "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0, "network": 20.0,
 }  # fmt: skip
@@ -180,6 +209,9 @@ GPU = Effort(
     attends=attends(
         (512, 1024, 4096), (1024, 4096, 8192), ((32, 8, 64), (32, 8, 128), (32, 8, 256))
     ),
+    experts=by_experts(
+        (2, 4, 8, 16), (40, 80, 160, 320, 640, 1280, 2560), ((1408, 4096), (14336, 4096)), 1.5e12
+    ),
     products=(Shape(8192, 2048, 8192), Shape(8192, 3584, 4096), Shape(4096, 4096, 16384)),
     traffic=64 * MIB,
     moves=(1 * MIB, 16 * MIB, 256 * MIB),
@@ -208,6 +240,7 @@ CPU = Effort(
     pieces=(1, 4),
     least_bytes=4 * MIB,
     attends=attends((128, 256), (256, 512), ((4, 2, 64), (4, 2, 128))),
+    experts=by_experts((2, 4), (16, 64, 256), ((64, 64), (128, 128)), 1.5e8),
     # Long against the time slices in which ranks share cores: what is shorter waits for whole
     # slices of others, and seems to be ten times as slow.
     products=(Shape(512, 512, 512), Shape(1024, 512, 512)),
@@ -216,8 +249,8 @@ CPU = Effort(
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
     seconds={
-        "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "tiled": 0.0,
-        "attention": 1.2, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
+        "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "experts": 1.2,
+        "tiled": 0.0, "attention": 1.2, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
         "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
         "memory": 2.0, "contention": 7.0, "host": 4.0, "thresholds": 6.0, "network": 5.0,
     },

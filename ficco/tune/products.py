@@ -113,6 +113,15 @@ def tiled(site: Site) -> Gemm | None:
     return fitted(site, measured, heat, "burst and sustained as of gemm", **known)
 
 
+def experts(site: Site) -> Gemm:
+    """Batches of products with a matrix each."""
+    known = site.machine.gemm
+    heat = fits.heat_of(known) if known else fits.COLD
+    measured = samples(site, site.effort.experts, row_of, heat, step="experts")
+    peak = known.peak if known is not None and site.watch.on_gpu else None
+    return fitted(site, measured, heat, "burst and sustained as of gemm", peak=peak, known=known)
+
+
 def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
     """The model of products that take so long, from what is ``known`` of them."""
     model = fit(measured, units=units(site), **known)
@@ -123,12 +132,18 @@ def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **kno
     return replace(model, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
-def refitted(watch: Stopwatch, machine: Machine, recipes: Sequence[str] = ()) -> Machine:
-    """A machine with products as they are on this device, measured for a few seconds, those of
-    float8 operands by some recipes included."""
+#: Measures a block of products that a machine need not have.
+MORE: dict[str, Callable[[Site], Gemm | None]] = {
+    **{block: partial(scaled, recipe=recipe) for recipe, block in SCALED_PRODUCTS.items()},
+    "experts": experts,
+}
+
+
+def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Machine:
+    """A machine with products as they are on this device, measured for a few seconds, some blocks
+    of :data:`MORE` included."""
     quick = EFFORTS[watch.device.type, True]
-    blocks = {recipe: SCALED_PRODUCTS[recipe] for recipe in recipes}
-    times = dict.fromkeys(("gemm", *blocks.values()), REFIT_S)
+    times = dict.fromkeys(("gemm", *more), REFIT_S)
     effort = replace(quick, seconds={**quick.seconds, **times})
 
     def source(kind: str, note: str) -> Provenance:
@@ -136,7 +151,7 @@ def refitted(watch: Stopwatch, machine: Machine, recipes: Sequence[str] = ()) ->
 
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))
-    measured: dict[str, Any] = {block: scaled(site, one) for one, block in blocks.items()}
+    measured: dict[str, Any] = {block: MORE[block](site) for block in more}
     return replace(site.machine, tiled=tiled(site), **measured)
 
 
@@ -158,7 +173,7 @@ def samples(
     calls = {str(i): row(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
     seconds = cold_seconds(site, parts, calls, heat, step)
     return [
-        Sample(s.m, s.n, s.k, s.batch, site.itemsize, s.wide, seconds[str(i)] / s.in_a_row)
+        Sample(*s[:4], site.itemsize, s.wide, seconds[str(i)] / s.in_a_row, s.rights)
         for i, s in enumerate(order)
     ]
 
@@ -180,13 +195,15 @@ def cold_seconds(
 def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
     """Grow the memory of all operands before the first is cut from it."""
     parts.matrix("a", max(s.batch * s.m * s.k for s in shapes), 1)
-    parts.matrix("b", max(s.k * s.n for s in shapes), 1)
+    parts.matrix("b", max(s.rights * s.k * s.n for s in shapes), 1)
     parts.matrix("out", max(s.batch * s.m * s.n for s in shapes), 1)
 
 
 def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
     """So many products in a row."""
-    return repeated(parts.matmul(*shape[:3], batch=shape.batch, wide=shape.wide), count)
+    how = ("batch", "wide", "apart", "turned")
+    call = parts.matmul(*shape[:3], **{name: getattr(shape, name) for name in how})
+    return repeated(call, count)
 
 
 def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:

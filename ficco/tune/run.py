@@ -30,7 +30,6 @@ from ficco.errors import ConfigError
 from ficco.launch import local_device
 from ficco.machine import (
     COLLECTIVES,
-    SCALED_PRODUCTS,
     Fingerprint,
     Machine,
     Provenance,
@@ -54,7 +53,7 @@ NETWORK = "network"
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
-    **{block: partial(products.scaled, recipe=one) for one, block in SCALED_PRODUCTS.items()},
+    **products.MORE,
     "tiled": products.tiled,
     "attention": attention.attention,
     "copies": communication.copies,
@@ -177,7 +176,7 @@ class _TuningRun:
             f"{self.here.accelerator}, {self.world} ranks: {steps} steps, about {whole:.0f} s; "
             f"every one is saved to {settings.path}"
         )
-        watch = self._watch()
+        watch = Stopwatch(self.group, self.device, hosts=self.hosts)
         for number, (name, own) in enumerate(todo.items(), 1):
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
@@ -211,9 +210,6 @@ class _TuningRun:
         if not outcome.error and not outcome.failures and self.rank == 0:
             Journal.remove(settings.path)
         return outcome
-
-    def _watch(self) -> Stopwatch:
-        return Stopwatch(self.group, self.device, hosts=self.hosts)
 
     def _say(self, text: str, console: Console | None = None) -> None:
         (console or self.console).print(text, markup=False, highlight=False, soft_wrap=True)
@@ -282,7 +278,7 @@ class _TuningRun:
         """Free what the step held. After a failure, ranks begin with a new barrier."""
         if failed:
             watch.close()
-            watch = self._watch()
+            watch = Stopwatch(self.group, self.device)
         try:
             watch.release()
         except RuntimeError as error:

@@ -15,7 +15,8 @@ which is proved for every interleaving by vector clocks over the lanes. The rule
    transposed, its rows, in any order. Partial sums are kept in a dtype that does not round them.
    If products of ranks are summed, all steps that touch a sum state whose products are in it. No
    product is in it twice, and in the end all are. A function of a library reads and makes whole
-   rows: those, of the matrices, that the specification names together.
+   rows: those, of the matrices, that the specification names together. What attention gives
+   of several keys stays side by side, written in any order, and is read after all of it.
 4. Calls compose: a rank touches the shared memory of a peer only after that peer has handed over
    its slot, and all who touch it do so before the peer hands the slot on. The previous and the next
    call, whatever they are, obey the same rule, so that no pair of calls needs a proof of its own.

@@ -87,6 +87,7 @@ class Footprint:
             that sums over on each rank.
         attention, senders: by matrix, the attention that makes it, and which ranks have rows for a
             rank, if that is asked for.
+        apart: by matrix, whether what steps write stays beside what others have written.
         transposed: by matrix, whether what is summed over comes in any order.
         sums, terms: by matrix, whether products of all ranks are added up in it, and whether steps
             say whose products they move.
@@ -146,9 +147,11 @@ class Footprint:
             self.transposed[number] = contraction.transposed
             self.share[number] = contraction.share
         self.attention: dict[int, Attention] = {}
+        self.apart = np.zeros(len(matrix), np.bool_)
         for attention in self.asked.attentions:
             number = matrix[attention.out]
             self.attention[number] = attention
+            self.apart[number] = not attention.back
             self.summed[number], self.transposed[number] = attention.landed, True
 
     @cached_property
@@ -463,7 +466,8 @@ class Footprint:
         demand(fits, who, "attends with regions that do not fit")
         right = of.operand[q.buffer] & ~of.operand[out.buffer] & of.placed[out.buffer]
         right &= ~of.leaves[out.buffer] & ((adds == 0) | (of.itemsize[out.buffer] >= 4))
-        demand(right, who, "attends in the wrong buffers, or adds to what has been rounded")
+        right &= (adds == 0) | ~self.apart[of.holds[out.buffer]]
+        demand(right, who, "attends in the wrong buffers, or adds to what is no sum")
         self._inside(q, who)
         fixed = of.placed[kv.buffer]
         same = ~fixed | (self._first(kv, who) == first)

@@ -64,7 +64,22 @@ def _read(footprint: Footprint, visits: _Visits) -> Claim:
     demand(same, who, "finds the products of other ranks than it says")
     done = (visits.k_first[before] < 0) | (visits.k_last[before] == _summed(footprint, new))
     demand(done, who, "rounds before the last term")
+    old, new = _with_parts(footprint, visits, before, np.flatnonzero(reads))
+    who = footprint.by_access(new)
     return Claim(access.step[old], access.step[new], who, "may read before it is written")
+
+
+def _with_parts(footprint: Footprint, visits: _Visits, made: Ints, read: Ints) -> tuple[Ints, Ints]:
+    """The accesses of pairs of visits, a write and a read; and of what is read with it, since it
+    stays beside that."""
+    apart = footprint.apart[footprint.buffers.holds[footprint.access.buffer]]
+    writes, reads = [made], [read]
+    while len(made):
+        more = (visits.before[made] >= 0) & apart[visits.each[made]]
+        made, read = visits.before[made[more]], read[more]
+        writes.append(made)
+        reads.append(read)
+    return visits.each[np.concatenate(writes)], visits.each[np.concatenate(reads)]
 
 
 def _written(footprint: Footprint, visits: _Visits) -> Claim:
@@ -73,7 +88,8 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
     before, last_of_all = visits.before[write], visits.after[write] < 0
     old, new = visits.each[before], visits.each[write]
     who, again = footprint.by_access(new), before >= 0
-    adds, joins = access.adds[new] > 0, access.joins[new]
+    beside = again & footprint.apart[buffers.holds[access.buffer[new]]]
+    adds, joins = (access.adds[new] > 0) | beside, access.joins[new]
     first, last, so_far = visits.k_first[write], visits.k_last[write], visits.k_last[before]
     more = adds | (joins >= 0)
     demand(again | ~more, who, "adds to what nobody has written")
@@ -102,7 +118,7 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
             everyone[at] = footprint.numbers.get(mask, -1)
     demand(~final | (access.terms[new] == everyone), who, "leaves out the product of a rank")
     # If there is a read in between, the rules for that read cover both writes.
-    bare = again & (before == np.flatnonzero(write) - 1)
+    bare = again & ~beside & (before == np.flatnonzero(write) - 1)
     old, new = old[bare], new[bare]
     why = "may be overwritten by an unordered step"
     return Claim(access.step[old], access.step[new], footprint.by_access(new), why)
