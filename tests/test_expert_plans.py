@@ -138,18 +138,19 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
         landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for plan in plans:
-            at = Filled(block_starts(asked, counts, plan.rank), {})
+            at = Filled(block_starts(asked, counts, plan.rank))
             made = {"b": 0, "c": 0}
             for step in plan.steps:
                 for one in step.products:
-                    rows = spans(plan, one.a, one.batch, one.a_stride)(at)
-                    made[one.b.buffer] += sum(end - first for first, end in rows)
+                    first, last = spans(plan, one.a, one.batch, one.a_stride)(at)
+                    made[one.b.buffer] += int((last - first).sum())
                     apart = {one.a_stride, one.a.rows, one.out_stride}
                     assert grouped(plan, one) == (one.batch > 1 and len(apart) == 1)
                 if step.transfer is not None:
-                    for _, first, count in moves(plan, step.transfer)(at):
-                        end = step.transfer.dst
-                        landed.setdefault(end[:2], []).append((first, first + count))
+                    _, to, rows = moves(plan, step.transfer)(at)
+                    assert (rows > 0).all()
+                    end = step.transfer.dst
+                    landed.setdefault(end[:2], []).extend(zip(to, to + rows, strict=True))
             assert made == dict.fromkeys("bc", sum(came[plan.rank]))
         for rank in range(world):
             back = sorted(landed.get(("out", rank), []))
@@ -174,7 +175,7 @@ def test_copies_read_what_the_library_returned_where_it_lies() -> None:
     address = places.row(Region("partial", 0, 0, 5, 0, 8))
     parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
     made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
-    call = Call({}, filled=Filled({}, {}, made))
+    call = Call({}, filled=Filled({}, made=made))
     for row in range(7):
         part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
         assert address(call, row) == part[row - first :].data_ptr()
@@ -256,6 +257,25 @@ def test_weights_are_read_by_every_step_that_multiplies_by_them() -> None:
     seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
     assert seconds["shard-overlap"] > 1.15 * seconds["serial"]
     assert seconds["uniform-fused-1d:pieces=2"] < seconds["serial"]
+
+
+@pytest.mark.parametrize("mode", ["queued", "idle"])
+def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: str) -> None:
+    """Rows of all sources are groups that follow each other; those of some are not."""
+    machine = find("h200-4", None)
+    sizes = {"experts": 16, "capacity": 160, "k": 4096, "h": 2816, "n": 4096}
+    exact, blocks = (layer(exact=exact, **sizes) for exact in (True, False))
+    for name in EXPERTS.compared:
+        one, two = (
+            simulate(planned(asked, name), machine, mode).stop_s for asked in (exact, blocks)
+        )
+        if name.startswith(("uniform", "serial")):  # the host looks rows up for each step
+            assert one > two if mode == "idle" else one == pytest.approx(two)
+        else:
+            assert one > 1.3 * two
+    plan = planned(exact)[0]
+    products = [one for step in plan.steps for one in step.products if plan.apart(one)]
+    assert sum(one.batch for one in products) == 2 * 4 * 16  # of four sources
 
 
 def test_batches_take_what_the_machine_has_of_experts() -> None:

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco.heuristics.family import Family
-from ficco.ops.routing import rounded
+from ficco.ops import expert_rounds as ops
+from ficco.ops.routing import Routing, rounded
 
 SCHEDULES = (
     "auto",
@@ -353,6 +354,32 @@ def early(at: Rank) -> None:
 
 def test_counts_are_exchanged_before_other_calls() -> None:
     run(2, early)
+
+
+def in_turn(at: Rank) -> list[str]:
+    """What a call does first: bring tokens to their rows, or wait for the counts."""
+    layer, seen = Layer((9, 4), experts=4), []
+    sent, settle = ops._sent, Routing.settle
+
+    def noting_sent(*given: Any) -> Any:
+        seen.append("rows")
+        return sent(*given)
+
+    def noting_settle(routing: Routing) -> None:
+        seen.append("counts")
+        settle(routing)
+
+    with (
+        mock.patch.object(ops, "_sent", noting_sent),
+        mock.patch.object(Routing, "settle", noting_settle),
+    ):
+        call(at, layer, data(layer, at.rank), capacity=None)
+    return seen
+
+
+def test_tokens_are_on_their_way_to_their_rows_before_a_rank_waits_for_counts() -> None:
+    for seen in run(2, in_turn):
+        assert seen[:2] == ["rows", "counts"]
 
 
 def decided(at: Rank) -> list[tuple[int, bool]]:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import pytest
 import torch
 from programs import Program
@@ -921,7 +922,7 @@ def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = No
     ):
         whole = torch.rand(tokens, 12, device=device).argsort(1) % experts
         for chosen in (whole[:, :choices], whole[:, :choices].t().contiguous().t()):
-            counts, places, rows = route(chosen, experts, capacity, stream)
+            counts, places, rows, held = route(chosen, experts, capacity, stream)
             flat = chosen.t().flatten()
             assert torch.equal(counts, torch.bincount(flat, minlength=experts))
             each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
@@ -930,6 +931,12 @@ def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = No
             if capacity:
                 taken = chosen * capacity + wanted
                 assert torch.equal(rows, taken.where(wanted < capacity, experts * capacity))
+            else:
+                order = flat.argsort(stable=True)
+                assert torch.equal(
+                    rows.t().flatten()[order], torch.arange(len(flat), device=device)
+                )
+                assert torch.equal(held, order % max(tokens, 1))
 
 
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
@@ -998,6 +1005,32 @@ def test_gate(on_host: Kernels) -> None:
     ):
         with pytest.raises(ValueError, match="multiples of 16 bytes"):
             on_host.gate(*wrong, None)
+
+
+def check_copy_runs(
+    copy_runs: Callable[..., None], device: str = "cpu", stream: Any = None
+) -> None:
+    """Runs of any length, more than a launch takes; nothing beside them is written."""
+    for count, most in ((1, 1), (5, 3), (launch.MAX_RUNS, 700), (2 * launch.MAX_RUNS + 1, 9)):
+        units = torch.arange(count * most * 4, dtype=torch.int32, device=device).view(-1, 4)
+        out = torch.full_like(units, -1)
+        draw = np.random.default_rng(count)
+        rows = draw.integers(1, most + 1, count)
+        at, to = (most * draw.permutation(count) for _ in range(2))
+        ends = [16 * one + base for one, base in ((to, out.data_ptr()), (at, units.data_ptr()))]
+        copy_runs(*ends, 16 * rows, stream)
+        wanted = torch.full_like(units, -1)
+        for there, here, some in zip(to, at, rows, strict=True):
+            wanted[there : there + some] = units[here : here + some]
+        assert torch.equal(out, wanted)
+
+
+def test_copy_runs(on_host: Kernels) -> None:
+    check_copy_runs(on_host.copy_runs)
+    one = np.array([32])
+    for wrong in ((one + 8, one, one), (one, one + 8, one), (one, one, one + 8)):
+        with pytest.raises(ValueError, match="multiples of 16 bytes"):
+            on_host.copy_runs(*wrong, None)
 
 
 def test_combine(on_host: Kernels) -> None:

@@ -21,6 +21,7 @@ from test_kernels import (
     at_peers,
     check_casts,
     check_combine,
+    check_copy_runs,
     check_gate,
     check_halves,
     check_merge,
@@ -95,6 +96,7 @@ def _reduce(at: Rank) -> None:
     check_reduce(mine.reduce, "cuda", stream)
     check_merge(mine.merge, "cuda", stream)
     check_combine(mine.combine, "cuda", stream)
+    check_copy_runs(mine.copy_runs, "cuda", stream)
     check_gate(mine.gate, "cuda", stream)
     check_route(mine.route, "cuda", stream)
     arrived = torch.zeros(1, dtype=torch.int32, device="cuda")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -401,6 +403,70 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
     edge = [] if edges is None else [[(0, 0, 0)]]
     restored = [("update", "stream", ["node"], *edge, 1, 1)] if plain else []
     assert calls == [("hold", "stream"), *restored]
+
+
+def test_many_copies_are_one_call_of_cuda() -> None:
+    """Its arguments, as a function of C gets them."""
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    seen: list[Any] = []
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+
+    def copies(*given: Any) -> int:
+        dst, src, sizes, count, how, first, kinds, failed, stream = given
+        for one in (dst, src, sizes):
+            seen.append(list((size * count).from_address(one)))
+        order = ctypes.c_int.from_address(how).value
+        seen.append((order, size.from_address(first).value, kinds, bool(failed), stream))
+        return 0 if stream == 9 else 1
+
+    arrays = pointer, pointer, pointer, size, pointer, pointer, size
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(copies)
+    address = ctypes.cast(function, pointer).value
+    assert address is not None
+    at_once = cuda_driver.CopiesAtOnce(address)
+    ends = np.array([4096, 1 << 46, 64]), np.array([128, 256, 512]), np.array([16, 32, 48])
+    assert at_once(*ends, 9)
+    orders = cuda_driver.driver.CUmemcpySrcAccessOrder
+    in_order = int(orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+    assert seen == [*(one.tolist() for one in ends), (in_order, 0, 1, True, 9)]
+    assert not at_once(*ends, 8)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 1)])
+def test_copies_that_are_not_taken_at_once_are_made_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+) -> None:
+    """Those within a device never are: the legacy default stream would refuse them."""
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    calls: list[Any] = []
+    answers = [True, False]
+
+    def at_once(*given: Any) -> bool:
+        calls.append("at once")
+        return answers.pop(0)
+
+    def copy(dst: Any, src: int, nbytes: int, stream: Any) -> tuple[int]:
+        calls.append((int(dst), src, nbytes, stream))
+        return (0,)
+
+    monkeypatch.setattr(cuda_driver.driver, "cuMemcpyDtoDAsync", copy)
+    made = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    vars(made)["_copies_at_once"] = at_once
+    copies = made.copies(ranks)
+    ends = np.array([4096, 8192]), np.array([128, 256]), np.array([16, 32])
+    for _ in range(3):
+        copies(*ends, "stream")
+    each = [(4096, 128, 16, "stream"), (8192, 256, 32, "stream")]
+    if ranks == (0, 1):  # taken, refused, and never tried again
+        assert calls == ["at once", "at once", *each, *each]
+    else:
+        assert calls == 3 * each
 
 
 # Beside a recording.

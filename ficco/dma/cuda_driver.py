@@ -8,6 +8,7 @@ follows it on the same path.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
-from ficco.dma.driver import URGENT, WORD, Driver, Means, StreamEngine
+from ficco.dma.driver import URGENT, WORD, Copies, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
@@ -25,7 +26,7 @@ from ficco.dma.scaled import cuda_release, lacking_on_cuda
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.build import can_compile
-from ficco.hip_kernels.launch import Kernels
+from ficco.hip_kernels.launch import Kernels, Numbers
 
 try:
     from cuda.bindings import driver
@@ -49,6 +50,8 @@ _THREAD_LOCAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _RECORD_EXTERNAL = int(driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
 _WAIT_EXTERNAL = int(driver.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL)
 
+#: The version of CUDA whose cuMemcpyBatchAsync is called, the first to have it.
+COPIES_SINCE = 12080
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
 
@@ -93,6 +96,26 @@ class Batch:
         for part in self._parts:
             if (result := driver.cuStreamBatchMemOp(stream, len(part), part, 0))[0]:
                 check("cuStreamBatchMemOp", result)
+
+
+class CopiesAtOnce:
+    """cuMemcpyBatchAsync: copies in any order, enqueued with one call. By ctypes: the binding wraps
+    each address anew."""
+
+    def __init__(self, address: int) -> None:
+        """``address``: of the function, as CUDA 12.8 has it."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        arrays = pointer, pointer, pointer, size, pointer, pointer, size
+        self._call = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(address)
+        self._how = driver.CUmemcpyAttributes()
+        self._how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._first, self._failed = size(0), size(0)
+
+    def __call__(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> bool:
+        """Whether the driver has taken them."""
+        arrays = (one.ctypes.data for one in (dst, src, sizes))
+        how, first, failed = self._how.getPtr(), *map(ctypes.addressof, (self._first, self._failed))
+        return not self._call(*arrays, len(sizes), how, first, 1, failed, int(stream))
 
 
 class Event:
@@ -295,6 +318,27 @@ class CudaDriver(Driver):
                 check("cuMemcpyDtoDAsync", result)
 
         return copy
+
+    def copies(self, ranks: tuple[int, int]) -> Copies:
+        one_by_one = super().copies(ranks)
+        # Those within a device are kernels either way, and may go to the legacy default stream,
+        # which takes no batch.
+        if ranks[0] == ranks[1]:
+            return one_by_one
+
+        def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+            at_once = self._copies_at_once
+            if at_once is None or not at_once(dst, src, sizes, stream):
+                self._copies_at_once = None  # also if it was refused: what is wrong shows below
+                one_by_one(dst, src, sizes, stream)
+
+        return copies
+
+    @cached_property
+    def _copies_at_once(self) -> CopiesAtOnce | None:
+        """What enqueues many copies by one call, if this driver has it."""
+        error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", COPIES_SINCE, 0)
+        return None if error or not int(address) else CopiesAtOnce(int(address))
 
     def rectangle(
         self, dst: int, dst_pitch: int, width: int, height: int

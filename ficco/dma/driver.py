@@ -18,11 +18,13 @@ import torch
 from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
-from ficco.hip_kernels.launch import Kernels
+from ficco.hip_kernels.launch import Kernels, Numbers
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.tiled.products import TiledProducts
 
+#: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
+Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.
 WORD = 4
 #: Priorities of streams: before products, with them, and apart from both. Streams of a priority may
@@ -301,6 +303,16 @@ class Driver(ABC):
     ) -> Callable[[int, Any], None]:
         """Copies bytes from an address, on a stream. ``ranks`` are those at both ends, the
         receiving first; None for a signal."""
+
+    def copies(self, ranks: tuple[int, int]) -> Copies:
+        """Many copies, in any order: a function of destinations, sources, sizes and the stream."""
+
+        def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+            each = (one.tolist() for one in (dst, src, sizes))
+            for to, at, nbytes in zip(*each, strict=True):
+                self.copy(to, nbytes, ranks)(at, stream)
+
+        return copies
 
     @abstractmethod
     def rectangle(

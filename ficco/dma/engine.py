@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -154,18 +155,23 @@ class Part(NamedTuple):
         return part._replace(first=part.first - first, last=part.last - first)
 
 
+#: The groups of a grouped product: the first block, how many each has, and how many groups.
+Groups = tuple[int, int, int]
+
+
 @dataclass
 class Filled:
     """What a call has of buffers whose rows are in blocks (:attr:`ficco.plan.Buffer.block`).
 
     Attributes:
-        starts: by buffer and rank, the rows before each block, and in all.
-        ends: the same numbers of own buffers on the device, int32.
+        starts: by buffer and rank, the rows before each block, and in all, int64.
+        ends: of grouped products, the row after each group, from its first row on: int32 on the
+            device.
         made: of buffers that are made in parts, the rows of each part and the part.
     """
 
-    starts: Mapping[tuple[str, int], Sequence[int]]
-    ends: Mapping[str, torch.Tensor]
+    starts: Mapping[tuple[str, int], np.ndarray[Any, Any]]
+    ends: Mapping[Groups, torch.Tensor] = field(default_factory=dict)
     made: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
 
 
@@ -365,7 +371,7 @@ class Engine(ABC):
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """As :meth:`ficco.hip_kernels.launch.Kernels.route`, on the current stream; None if
         PyTorch's operations are as good."""
         return None

@@ -8,22 +8,36 @@ other, so that a batch of products with a matrix each becomes one grouped produc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Filled, Op, Program
+from ficco.dma.engine import Call, Filled, Groups, Op, Program
 from ficco.plan import Plan, Product, Region, Transfer
 
-#: First row here and there, and how many.
-Move = tuple[int, int, int]
 #: Bytes of which rows of operands of a grouped product are multiples.
 ALIGNED = 16
 #: What a call has of blocks if there are none.
-EMPTY = Filled({}, {})
+EMPTY = Filled({})
+
+
+class Spans(NamedTuple):
+    """First rows and ends of several regions."""
+
+    first: np.ndarray[Any, Any]
+    last: np.ndarray[Any, Any]
+
+
+class Moves(NamedTuple):
+    """First rows at both ends of several copies, and how many rows each copies: at least one."""
+
+    src: np.ndarray[Any, Any]
+    dst: np.ndarray[Any, Any]
+    rows: np.ndarray[Any, Any]
 
 
 def filled(plan: Plan, region: Region) -> bool:
@@ -31,59 +45,65 @@ def filled(plan: Plan, region: Region) -> bool:
     return plan.buffer[region.buffer].block > 0
 
 
-def spans(
-    plan: Plan, region: Region, count: int, stride: int
-) -> Callable[[Filled], list[tuple[int, int]]]:
+def by_copies(plan: Plan, transfer: Transfer) -> bool:
+    """Whether such rows go as they are, so that copies of the driver can move them."""
+    whole = not (transfer.function or plan.buffer[transfer.src.buffer].indexed)
+    return filled(plan, transfer.src) and whole
+
+
+def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Filled], Spans]:
     """Where the rows of so many regions, each ``stride`` rows below the one before, lie in a
     call."""
     key, block = (region.buffer, region.rank), plan.buffer[region.buffer].block
-    downs = range(0, count * stride, stride) if stride else [0]
     if not block:
-        fixed = [(region.row + down, region.row_stop + down) for down in downs]
+        downs = stride * np.arange(count)
+        fixed = Spans(region.row + downs, region.row_stop + downs)
         return lambda at: fixed
-    ends = []
-    for down in downs:
-        first, row = divmod(region.row + down, block)
-        last, before = divmod(region.row_stop + down - 1, block)
-        ends.append((first, row, last, before + 1))
+    (first, row), (last, stop) = divmod(region.row, block), divmod(region.row_stop, block)
+    apart, rest = divmod(stride, block)
+    assert not rest, "regions of a batch begin alike in their blocks"
 
-    whole = [(first, last + 1) for first, row, last, stop in ends if not row and stop == block]
+    def every(number: int) -> slice:
+        return slice(number, number + count * apart, apart) if apart else slice(number, number + 1)
 
-    def of_blocks(at: Filled) -> list[tuple[int, int]]:
-        starts = at.starts[key]
-        return [(starts[i], starts[j]) for i, j in whole]
+    begins, ends = every(first), every(last)
+    if not (row or stop):
 
-    if len(whole) == len(ends):  # as nearly always, and a call looks up hundreds
+        def of_blocks(at: Filled) -> Spans:
+            starts = at.starts[key]
+            return Spans(starts[begins], starts[ends])
+
         return of_blocks
+    after_begins, after_ends = every(first + 1), every(last + 1)
 
-    def found(at: Filled) -> list[tuple[int, int]]:
+    def found(at: Filled) -> Spans:
         starts = at.starts[key]
-        return [
-            (min(starts[i] + row, starts[i + 1]), min(starts[j] + stop, starts[j + 1]))
-            for i, row, j, stop in ends
-        ]
+        begin = np.minimum(starts[begins] + row, starts[after_begins])
+        end = np.minimum(starts[ends] + stop, starts[after_ends]) if stop else starts[ends]
+        return Spans(begin, end)
 
     return found
 
 
-def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], list[Move]]:
-    """The rows that a transfer moves in a call, as few copies."""
-    src = spans(plan, transfer.src, transfer.batch, transfer.src_stride)
-    dst = spans(plan, transfer.dst, transfer.batch, transfer.dst_stride)
+def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
+    """The rows that a transfer moves in a call, regions that follow each other at both ends as one
+    copy."""
+    one, two = transfer.src, transfer.dst
+    batch, down, across = transfer.batch, transfer.src_stride, transfer.dst_stride
+    block = max(plan.buffer[one.buffer].block, 1)
+    if one.rows == down == across and not (one.row % block or down % block):
+        one = one._replace(row_stop=one.row + batch * down)
+        batch, down, across = 1, 0, 0
+        two = two._replace(row_stop=two.row + one.rows)
+    src, dst = spans(plan, one, batch, down), spans(plan, two, batch, across)
 
-    def found(at: Filled) -> list[Move]:
-        few: list[Move] = []
-        before, last, down = -1, -1, 0  # where the latest move begins and ends, and how far it goes
-        for (one, end), (two, _) in zip(src(at), dst(at), strict=True):
-            if one == last and two - one == down:
-                last = end
-            elif end > one:
-                if last > before:
-                    few.append((before, before + down, last - before))
-                before, last, down = one, end, two - one
-        if last > before:
-            few.append((before, before + down, last - before))
-        return few
+    def found(at: Filled) -> Moves:
+        (first, last), (to, _) = src(at), dst(at)
+        rows = last - first
+        if np.count_nonzero(rows) < len(rows):
+            some = rows > 0
+            first, to, rows = first[some], to[some], rows[some]
+        return Moves(first, to, rows)
 
     return found
 
@@ -97,7 +117,8 @@ def move_op(
 
     def op(call: Call) -> None:
         assert call.filled is not None
-        for at, to, count in rows(call.filled):
+        each = (some.tolist() for some in rows(call.filled))
+        for at, to, count in zip(*each, strict=True):
             move(dst(call, to, to + count), src(call, at, at + count))
 
     return op
@@ -110,7 +131,8 @@ def pick_op(program: Program, transfer: Transfer) -> Op:
 
     def op(call: Call) -> None:
         matrix, index = call.tensors[name], call.tensors[index_of(name)]
-        for at, to, count in rows(call.filled or EMPTY):
+        each = (some.tolist() for some in rows(call.filled or EMPTY))
+        for at, to, count in zip(*each, strict=True):
             out = dst(call, to, to + count)
             torch.index_select(matrix, 0, index[at : at + count], out=out)
 
@@ -130,8 +152,7 @@ def grouped(plan: Plan, product: Product) -> bool:
     return (
         product.batch > 1
         and product.b_stride > 0
-        and product.a_stride == product.a.rows == product.out_stride == product.out.rows
-        and product.a.row % a.block == product.a.rows % a.block == product.out.row % out.block == 0
+        and not plan.apart(product)
         and a.dtype == out.dtype == "bfloat16"
         and all(cols * a.itemsize % ALIGNED == 0 for cols in widths)
         and hasattr(F, "grouped_mm")
@@ -151,6 +172,33 @@ def made_whole(plan: Plan) -> frozenset[str]:
     return frozenset(name for name, whole in found.items() if whole)
 
 
+def groups_of(plan: Plan) -> list[Groups]:
+    """Those of the grouped products of a Plan."""
+    products = (one for step in plan.steps for one in step.products)
+    return list(dict.fromkeys(_groups(plan, one) for one in products if grouped(plan, one)))
+
+
+def _groups(plan: Plan, product: Product) -> Groups:
+    block = plan.buffer[product.a.buffer].block
+    return product.a.row // block, product.a.rows // block, product.batch
+
+
+def ends_of(
+    groups: Sequence[Groups], starts: np.ndarray[Any, Any], device: torch.device
+) -> dict[Groups, torch.Tensor]:
+    """Where groups of blocks end, each counted from the first of its product, by one copy to the
+    device. ``starts``: the rows before each block, and in all."""
+    each = [
+        starts[first + apart : first + count * apart + 1 : apart] - starts[first]
+        for first, apart, count in groups
+    ]
+    counts, on_gpu = [count for _, _, count in groups], device.type != "cpu"
+    ends = torch.empty(sum(counts), dtype=torch.int32, pin_memory=on_gpu)
+    np.concatenate([*each, starts[:0]], out=ends.numpy(), casting="same_kind")
+    parts = ends.to(device, non_blocking=True).split(counts)
+    return dict(zip(groups, parts, strict=True))
+
+
 def product_op(program: Program, product: Product) -> Op:
     """Multiplies the rows that a call has, each by the matrix of its block."""
     plan, places = program.plan, buffers_of(program)
@@ -163,23 +211,27 @@ def product_op(program: Program, product: Product) -> Op:
     def one_by_one(call: Call) -> None:
         assert call.filled is not None
         b = right(call)
-        pairs = zip(left(call.filled), made(call.filled), strict=True)
-        for i, (some, there) in enumerate(pairs):
-            if some[1] > some[0]:
-                torch.mm(rows(call, *some), b[i] if b.dim() == 3 else b, out=out(call, *there))
+        (first, last), (to, end) = left(call.filled), made(call.filled)
+        rows_of = zip(*(some.tolist() for some in (first, last, to, end)), strict=True)
+        for i, (at, stop, there, there_stop) in enumerate(rows_of):
+            if stop > at:
+                result = out(call, there, there_stop)
+                torch.mm(rows(call, at, stop), b[i] if b.dim() == 3 else b, out=result)
+
+    if not grouped(plan, product):
+        return one_by_one
+    groups = _groups(plan, product)
 
     def at_once(call: Call) -> None:
         at = call.filled
         assert at is not None
-        some, there = left(at), made(at)
-        (begin, _), (_, end) = some[0], some[-1]
-        first, apart = (rows_ // block for rows_ in (product.a.row, product.a.rows))
-        ends = at.ends[product.a.buffer][first + apart : first + batch * apart + 1 : apart] - begin
-        result = F.grouped_mm(rows(call, begin, end), right(call), offs=ends)
+        (first, last), (to, end) = left(at), made(at)
+        some = rows(call, int(first[0]), int(last[-1]))
+        there = int(to[0]), int(end[-1])
+        result = F.grouped_mm(some, right(call), offs=at.ends[groups])
         if name in call.tensors:
-            out(call, there[0][0], there[-1][1]).copy_(result)
+            out(call, *there).copy_(result)
         else:
-            at.made.setdefault(name, []).append((there[0][0], there[-1][1], result))
+            at.made.setdefault(name, []).append((*there, result))
 
-    block = plan.buffer[product.a.buffer].block
-    return at_once if grouped(plan, product) else one_by_one
+    return at_once

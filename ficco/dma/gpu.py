@@ -49,7 +49,7 @@ from ficco.dma.engine import (
     Span,
     Symmetric,
 )
-from ficco.dma.filled import filled, moves
+from ficco.dma.filled import by_copies, moves
 from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
 from ficco.dma.heads import apply_op
@@ -396,7 +396,7 @@ class GpuEngine(StreamEngine):
         if mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        if filled(program.plan, transfer.src):
+        if by_copies(program.plan, transfer):
             return self._filled(program, step, transfer)
         if transfer.batch > 1:
             return self._strided(program, step, transfer)
@@ -423,18 +423,27 @@ class GpuEngine(StreamEngine):
         return op
 
     def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """Copies the rows that a call has, those that follow each other at both ends at once."""
+        """Copies the rows that a call has: to a peer by one call of the driver if it takes so many
+        copies at once, here by one launch, since copies within a device are kernels anyhow."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        dst, ranks = transfer.dst, (transfer.dst.rank, transfer.src.rank)
-        source, rows = places.row(transfer.src), moves(program.plan, transfer)
-        to, pitch = places.place(dst._replace(row=0, row_stop=1))
-        copy = self.driver.copy
+        src, dst = transfer.src, transfer.dst
+        source, target = places.row(src), places.row(dst)
+        pitch, _ = places.size(dst)
+        found = moves(program.plan, transfer)
+        copies = self.driver.copies((dst.rank, src.rank))
+        if dst.rank == src.rank and self.keeps_made and not pitch % 16:
+            kernels = self._kernels_or_none
+            copies = kernels.copy_runs if kernels else copies
 
         def op(call: Call) -> None:
             assert call.filled is not None
-            stream = call.state[lane]
-            for at, down, count in rows(call.filled):
-                copy(to + down * pitch, count * pitch, ranks)(source(call, at), stream)
+            some, there, rows = found(call.filled)
+            if len(rows):
+                # What is made in parts has all of these rows in one of them.
+                one, two = int(some[0]), int(there[0])
+                at = some * pitch + (source(call, one) - one * pitch)
+                to = there * pitch + (target(call, two) - two * pitch)
+                copies(to, at, rows * pitch, call.state[lane])
 
         return op
 
@@ -533,6 +542,8 @@ class GpuEngine(StreamEngine):
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
+        if by_copies(program.plan, transfer):
+            return self._filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -630,7 +641,7 @@ class GpuEngine(StreamEngine):
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is None:
             return None

@@ -7,6 +7,9 @@ what else can be chosen; ranks find out together what the machine allows.
 call. It is not used: its documentation promises no order among its operations, and until July 2026
 AMD's runtime carried them out concurrently (ROCm/rocm-systems #8911 says so).
 
+``hipMemcpyBatchAsync`` would enqueue many copies by one call, but hip-python 7.2 takes no sizes for
+it, only addresses: copies are enqueued one by one.
+
 Written without a card. ``docs/amd.md`` says what was proven, and on what.
 """
 

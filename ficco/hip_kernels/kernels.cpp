@@ -12,6 +12,7 @@ constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 CAST_THREADS = 256;
 constexpr u32 MAX_PARTS = 16;
 constexpr u32 MAX_ENDS = 16;
+constexpr u32 MAX_RUNS = 64;
 constexpr u32 MAX_SIGNALS = 48;
 
 // 16-byte units that a thread has in flight, loads first, then stores; where each store takes two
@@ -173,6 +174,23 @@ struct Ends {
 
 COPY(ficco_copy_aligned, copy_aligned)
 COPY(ficco_copy_shifted, copy_shifted)
+
+// Where runs of 16-byte units lead, where they come from, and how many units end with each.
+struct Runs {
+  u8* dst[MAX_RUNS];
+  const u8* src[MAX_RUNS];
+  u32 end[MAX_RUNS];
+};
+
+KERNEL(COPY_THREADS)
+ficco_copy_runs(CONSTANT Runs runs, u32 count, u32 blocks) {
+  const u32 total = runs.end[count - 1], stride = blocks * COPY_THREADS;
+  u32 run = 0, begin = 0;
+  for (u32 i = block_index() * COPY_THREADS + thread_index(); i < total; i += stride) {
+    while (i >= runs.end[run]) begin = runs.end[run++];
+    move<u32x4>(runs.dst[run], runs.src[run], (u64)(i - begin) * 16);
+  }
+}
 
 // What the ranks have to tell each other around a launch: waits for words and writes of words, which
 // one thread carries out one after the other.
@@ -453,20 +471,24 @@ MERGE(ficco_merge_float16, f16)
 // Experts: the rows that were made for a token become one.
 
 // A block for each expert: how many pairs of a token and a choice chose it, and for each of these
-// how many did so before, first choices first, then tokens in order. With a capacity also the row
-// that it takes, or one behind all rows. Pairs have places and rows in that order, each thread a
-// part of them. What tokens chose lies `by_token` apart, and each of their choices `by_choice`.
+// how many did so before, first choices first, then tokens in order; and the row that it takes. With
+// a capacity that may be one behind all rows. Without, the rows of an expert follow those of the
+// experts before, and `held` tells which token has a row. Pairs have places and rows in that order,
+// each thread a part of them. What tokens chose lies `by_token` apart, and each of their choices
+// `by_choice`. Sums have in their upper half what chose an expert before.
 KERNEL(ROUTE_THREADS)
-ficco_route(u64* places, u64* rows, u64* counts, const u64* chosen, u64 by_token, u64 by_choice,
-            u64 tokens, u64 pairs, u64 capacity, u32 blocks) {
-  SHARED u32 sums[2][ROUTE_THREADS];
+ficco_route(u64* places, u64* rows, u64* held, u64* counts, const u64* chosen, u64 by_token,
+            u64 by_choice, u64 tokens, u64 pairs, u64 capacity, u32 blocks) {
+  SHARED u64 sums[2][ROUTE_THREADS];
   const u32 me = thread_index();
   const u64 expert = block_index(), each = (pairs + ROUTE_THREADS - 1) / ROUTE_THREADS;
   const u64 first = me * each, last = first + each < pairs ? first + each : pairs;
   u64 token = first % tokens, choice = first / tokens;
-  u32 found = 0, from = 0;
+  u64 found = 0;
+  u32 from = 0;
   for (u64 pair = first; pair < last; pair++) {
-    found += chosen[token * by_token + choice * by_choice] == expert;
+    const u64 its = chosen[token * by_token + choice * by_choice];
+    found += (u64)(its < expert) << 32 | (its == expert);
     if (++token == tokens) token = 0, choice++;
   }
   sums[0][me] = found;
@@ -476,13 +498,19 @@ ficco_route(u64* places, u64* rows, u64* counts, const u64* chosen, u64 by_token
     from = 1 - from;
     barrier();
   }
-  u64 place = sums[from][me] - found;
-  if (me == ROUTE_THREADS - 1) counts[expert] = sums[from][me];
+  u64 place = (u32)(sums[from][me] - found);
+  const u64 all = sums[from][ROUTE_THREADS - 1], before = all >> 32;
+  if (me == ROUTE_THREADS - 1) counts[expert] = (u32)all;
   token = first % tokens, choice = first / tokens;
   for (u64 pair = first; pair < last; pair++) {
     if (chosen[token * by_token + choice * by_choice] == expert) {
       places[pair] = place;
-      if (capacity) rows[pair] = place < capacity ? expert * capacity + place : blocks * capacity;
+      if (capacity) {
+        rows[pair] = place < capacity ? expert * capacity + place : blocks * capacity;
+      } else {
+        rows[pair] = before + place;
+        held[before + place] = token;
+      }
       place++;
     }
     if (++token == tokens) token = 0, choice++;

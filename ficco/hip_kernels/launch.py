@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ficco.hip_kernels.build import Target, compiled
@@ -25,6 +26,7 @@ SIGNAL_THREADS = 64
 CAST_THREADS, CAST_HELD = 256, 8
 MAX_PARTS = 16
 MAX_ENDS = 16
+MAX_RUNS = 64
 MAX_SIGNALS = 48
 
 #: Blocks of a peer copy, each on an SM or CU of its own. On 4 H200s 32 were as fast at 0.5 MiB per
@@ -44,6 +46,8 @@ MAX_UNITS = 1 << 30
 BLOCK = 128
 
 _U32, _U64 = ctypes.c_uint32, ctypes.c_uint64
+#: Addresses, or numbers of bytes, int64.
+Numbers = np.ndarray[Any, Any]
 
 #: Sums: dtype of the parts and of the result.
 REDUCTIONS = {
@@ -78,6 +82,7 @@ def _text(dtype: torch.dtype) -> str:
 NAMES = (
     "ficco_copy_aligned",
     "ficco_copy_shifted",
+    "ficco_copy_runs",
     "ficco_exchange_aligned",
     "ficco_exchange_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
@@ -122,6 +127,12 @@ class CopyAddresses(ctypes.Structure):
     """Destinations and sources of copies of one shape."""
 
     _fields_ = [("dst", _U64 * MAX_ENDS), ("src", _U64 * MAX_ENDS)]
+
+
+class Runs(ctypes.Structure):
+    """Destinations and sources of runs of 16-byte units, and how many units end with each."""
+
+    _fields_ = [("dst", _U64 * MAX_RUNS), ("src", _U64 * MAX_RUNS), ("end", _U32 * MAX_RUNS)]
 
 
 class ScriptStep(NamedTuple):
@@ -490,6 +501,24 @@ class Kernels:
         for prepared in self._copies(((to, at),), shape, blocks, False, None):
             self.binding.launch(*prepared, stream)
 
+    def copy_runs(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+        """Copy runs of bytes within the device, on all of its SMs or CUs. Addresses and sizes, of
+        which none is 0, are multiples of 16."""
+        if int(np.bitwise_or.reduce(dst | src | sizes)) % 16 or sizes.sum() > 16 * MAX_UNITS:
+            raise ValueError(
+                f"required runs at multiples of 16 bytes, {MAX_UNITS} such units in all, got "
+                f"{sizes.tolist()} bytes from {src.tolist()} to {dst.tolist()}"
+            )
+        for first in range(0, len(sizes), MAX_RUNS):
+            some = slice(first, first + MAX_RUNS)
+            ends, runs = np.cumsum(sizes[some] // 16).astype(np.uint32), Runs()
+            for field, values in ((runs.dst, dst[some]), (runs.src, src[some]), (runs.end, ends)):
+                ctypes.memmove(field, values.ctypes.data, values.nbytes)
+            blocks = -(-int(ends[-1]) // COPY_THREADS)
+            blocks = min(BLOCKS_PER_PROCESSOR * self.binding.processors, blocks)
+            given = runs, _U32(len(ends)), _U32(blocks)
+            self._launch("ficco_copy_runs", blocks, COPY_THREADS, given, stream)
+
     def _prepare(
         self,
         ends: tuple[tuple[int, int], ...],
@@ -607,11 +636,12 @@ class Kernels:
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int, stream: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of experts that tokens chose, int64 [t, choices]: how often each was, [experts]; for each
         pair how often its expert was before, [t, choices], first choices first; and the row that it
-        takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. No
-        row is meant if ``capacity`` is 0."""
+        takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. If
+        ``capacity`` is 0, blocks have the rows that they need, and [t * choices] is the token that
+        has each; otherwise that is nothing."""
         if chosen.dim() != 2 or chosen.dtype != torch.int64 or experts < 1 or capacity < 0:
             raise ValueError(
                 f"required int64 [t, choices], at least one expert and no capacity below 0, got "
@@ -619,15 +649,15 @@ class Kernels:
             )
         tokens, choices = chosen.shape
         counts = chosen.new_zeros(experts)
-        places, rows = chosen.new_zeros(2, choices, tokens)
+        places, rows, held = chosen.new_zeros(3, choices, tokens)
         if chosen.numel():
             given = (
-                *(_U64(one.data_ptr()) for one in (places, rows, counts, chosen)),
+                *(_U64(one.data_ptr()) for one in (places, rows, held, counts, chosen)),
                 *map(_U64, (*chosen.stride(), tokens, chosen.numel(), capacity)),
                 _U32(experts),
             )
             self._launch("ficco_route", experts, ROUTE_THREADS, given, stream)
-        return counts, places.t(), rows.t()
+        return counts, places.t(), rows.t(), held.flatten()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""

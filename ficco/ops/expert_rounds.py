@@ -17,17 +17,18 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.dma.engine import Call, Engine, Filled
-from ficco.dma.filled import index_of, made_whole
+from ficco.dma.engine import Call, Engine, Filled, Groups
+from ficco.dma.filled import ends_of, groups_of, index_of, made_whole
 from ficco.dma.products import FUNCTIONS
 from ficco.heuristics.experts import EXPERTS
 from ficco.ops import problem_log
@@ -39,9 +40,13 @@ from ficco.ops.traced import Needs
 from ficco.schedules import Schedule
 from ficco.schedules.experts import LANDING, ExpertLayer, block_starts, expert_plans
 from ficco.specification import gated
+from ficco.workspace import CachedCall
 
 #: What errors and the board call it.
 NAME = "experts"
+
+#: Layers of calls: few kinds of them.
+_known = lru_cache(maxsize=256)(ExpertLayer)
 
 #: The gradients of the functions' operands, of those of their results and of the operands.
 DERIVATIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -89,9 +94,9 @@ def run_round(
     tokens, weights, up, down = operands
     of_tokens, of_weights, of_up, of_down = needs
     keeps = of_tokens or of_up or of_down
-    layer = _layer("experts", call, blocks, tokens, up, down, keeps)
     # What no token has is multiplied by zeros in the backward: it must be finite.
-    given = {**_indexed(tokens, slots, blocks, keeps), "b": up, "c": down}
+    given = {**_sent(tokens, slots, blocks, keeps), "b": up, "c": down}
+    layer = _layer("experts", call, blocks, tokens, up, down, keeps)  # may wait for counts
     made = _run(layer, call, blocks, given)
     back = _terms(made["out"], layer)
     summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
@@ -132,7 +137,7 @@ def round_gradients(
         d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
     rank, starts = call.group.rank(), None
     if blocks.exact:
-        starts = _filled(layer, blocks, rank, grad.device).starts[LANDING[0], rank]
+        starts = _starts(layer, blocks, rank)[LANDING[0], rank].tolist()
     if of_up:
         d_up = _of_weights(arrived, d_hidden, up, layer, starts)
     if of_down:
@@ -168,10 +173,11 @@ def _layer(
     k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
     n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
-    sizes = call.group.size(), some.shape[0], blocks.capacity, k, h, n
-    flags = keeps, call.gathers, blocks.exact, operator == NAME
-    layer = ExpertLayer(operator, *sizes, dtype, function, *flags)
-    return replace(layer, room=_room(layer, blocks)) if layer.exact else layer
+    each = some.shape[0]
+    sizes = call.group.size(), each, blocks.capacity, k, h, n
+    flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
+    room = _room(blocks, each, call.gathers) if blocks.exact else (0, 0)
+    return _known(operator, *sizes, dtype, function, *flags, room)
 
 
 def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
@@ -183,14 +189,13 @@ def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
     return replace(layer, capacity=max(-(-pairs // parts), 1))
 
 
-def _room(layer: ExpertLayer, blocks: Blocks) -> tuple[int, int]:
+def _room(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
     """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
     sent = [sum(counts) for counts in blocks.every]
-    if layer.gathers:
-        return rounded(sum(sent)), rounded(layer.world * max(sent))
-    each = layer.experts
+    if gathers:
+        return rounded(sum(sent)), rounded(len(sent) * max(sent))
     there = [sum(column) for column in zip(*blocks.every, strict=True)]
-    landing = max(sum(there[i : i + each]) for i in range(0, len(there), each))
+    landing = max(sum(there[i : i + experts]) for i in range(0, len(there), experts))
     return rounded(landing), rounded(max(sent))
 
 
@@ -222,25 +227,30 @@ def _run(
             options.machine,
             first.device,
         )
-        cached = workspace.programs.get(key)
+        cached: ExpertKind | None = workspace.programs.get(key)  # type: ignore[assignment]
         if cached is None:
             known = workspace.known(options.machine)
-            decision = EXPERTS.decide(_usual(layer, blocks), schedule, machine=known.machine)
+            mode = "idle" if layer.exact else "queued"  # the host has waited for the device
+            usual = _usual(layer, blocks)
+            decision = EXPERTS.decide(usual, schedule, machine=known.machine, mode=mode)
             (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
             problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
             keep_to_cap(engine, plan, options.workspace_bytes)
             single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
-            cached = new_kind(workspace, plan, options, [*agreed, purpose], single)
+            known_as = [*agreed, purpose]
+            cached = new_kind(workspace, plan, options, known_as, single, kind=ExpertKind)
         tensors = {name: plain(tensor) for name, tensor in operands.items()}
         plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
         if layer.exact:
-            filled = _filled(layer, blocks, engine.rank, first.device)
-            whole = made_whole(plan) if engine.keeps_made else whole
+            starts = _starts(layer, blocks, engine.rank)
+            landing = starts[LANDING[0], engine.rank]
+            filled = Filled(starts, ends_of(cached.groups, landing, first.device))
+            whole = cached.whole if engine.keeps_made else whole
         for buffer in plan.buffers:
             if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]
                 if filled is not None:
-                    rows = filled.starts[buffer.name, engine.rank][-1]
+                    rows = int(filled.starts[buffer.name, engine.rank][-1])
                 made = first.new_empty(rows + (buffer.name == "out"), cols)
                 tensors[buffer.name] = made[:rows]
                 if buffer.memory == "result":
@@ -259,29 +269,43 @@ def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
     return workspace_for(call.group, tensor, "tokens", NAME).engine
 
 
-def _filled(layer: ExpertLayer, blocks: Blocks, rank: int, device: torch.device) -> Filled:
-    """What calls of an exact layer, and of its halves, have of blocks."""
-    found: Filled | None = blocks.filled.get(layer.gathers)
-    if found is None:
-        starts = block_starts(layer, blocks.every, rank)
-        ends = torch.tensor(starts[LANDING[0], rank], dtype=torch.int32)
-        if device.type != "cpu":
-            ends = ends.pin_memory().to(device, non_blocking=True)
-        names = LANDING if layer.world > 1 else ("a", *LANDING)  # as they leave, so they lie
-        found = blocks.filled[layer.gathers] = Filled(starts, dict.fromkeys(names, ends))
-    return replace(found, made={})
+class ExpertKind(CachedCall):
+    """What is kept for a kind of layer."""
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Those of its grouped products."""
+        return groups_of(self.plan)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers that these make."""
+        return made_whole(self.plan)
+
+
+def _starts(
+    layer: ExpertLayer, blocks: Blocks, rank: int
+) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
+    """What calls of an exact layer, and of its halves, have before each block."""
+    if layer.gathers not in blocks.filled:
+        blocks.filled[layer.gathers] = block_starts(layer, blocks.every, rank)
+    found: dict[tuple[str, int], np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
+    return found
 
 
 # What depends on the blocks.
 
 
-def _indexed(
+def _sent(
     tokens: torch.Tensor, slots: torch.Tensor, blocks: Blocks, zeros: bool
 ) -> dict[str, torch.Tensor]:
-    """Tokens, and which of them each row of a block is. Where it is none it is zeros or, unless
-    these are asked for, any."""
+    """What ``a`` is: the rows of all pairs, where there are exactly these, which a device brings
+    there while the host waits for counts. Else tokens, and which of them each row of a block is;
+    where it is none it is zeros or, unless these are asked for, any."""
     many = tokens.shape[0]
-    if not blocks.exact and (zeros or not many):
+    if blocks.exact:
+        return {"a": tokens.index_select(0, blocks.tokens(slots, 0))}
+    if zeros or not many:
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
     return {"a": tokens, index_of("a"): blocks.tokens(slots, tokens.shape[0] - 1)}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,10 @@ def number_call(workspace: Workspace, operator: str) -> Options:
     return options
 
 
+#: What is kept for a kind of call.
+Kind = TypeVar("Kind", bound=CachedCall)
+
+
 def new_kind(
     workspace: Workspace,
     plan: Plan,
@@ -52,7 +57,8 @@ def new_kind(
     agreed: Iterable[str] = (),
     single: bool = False,
     source: tuple[Symmetric, int] | None = None,
-) -> CachedCall:
+    kind: type[Kind] = CachedCall,  # type: ignore[assignment]
+) -> Kind:
     """What is kept for a kind of call that is seen for the first time.
 
     The ranks compare its problem, its schedule, the cap on its memory and, as texts, what else is
@@ -61,7 +67,7 @@ def new_kind(
     texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
     if options.workspace_bytes is not None:
         texts.append(f"workspace_bytes={options.workspace_bytes}")
-    return CachedCall(plan, workspace.board.describe(", ".join(texts)), single, source)
+    return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
 
 
 def post_call(

@@ -41,12 +41,15 @@ class Placed(NamedTuple):
     Attributes:
         counts: int64 [experts], pairs for each expert.
         places: [t, top_k], how many pairs of its expert come before each; None if nobody asks.
-        rows: int64 [t, top_k], the row of each pair in blocks of a capacity; None if not made yet.
+        rows: int64 [t, top_k], the row of each pair in the first round; None if not made yet.
+        held: int64 [t * top_k], without a capacity the token that has each row; None if not made
+            yet.
     """
 
     counts: torch.Tensor
     places: torch.Tensor | None
     rows: torch.Tensor | None
+    held: torch.Tensor | None = None
 
 
 class Blocks:
@@ -81,7 +84,8 @@ class Blocks:
     @property
     def rounds(self) -> int:
         """How often the rows are used, the same on every rank."""
-        self.settle()
+        if not self.exact:  # else once, which no rank has to be asked for
+            self.settle()
         return self._rounds
 
     def settle(self) -> None:
@@ -117,7 +121,7 @@ class Routing(Blocks):
     ) -> None:
         super().__init__(experts, capacity)
         self.indices, self.exact, self.overflow = indices, capacity is None, overflow
-        self.counts, self._places, self._rows = placed
+        self.counts, self._places, self._rows, self._held = placed
         self._asked: tuple[Workspace, int] | None = None
 
     @property
@@ -149,6 +153,10 @@ class Routing(Blocks):
             taken &= row >= 0
         return torch.where(taken, self.indices.long() * self.capacity + row, self.rows)
 
+    def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
+        """See :meth:`Blocks.tokens`."""
+        return super().tokens(slots, empty) if self._held is None else self._held
+
     # What is asked of the other ranks.
 
     def ask(self, workspace: Workspace, number: int) -> None:
@@ -179,6 +187,10 @@ class Routing(Blocks):
             seconds, board = current().timeout_s, workspace.board
             board.agree(number, seconds, NAME, "none")
             self._told = board.told(number, len(self._tells), seconds, NAME)
+            if self.exact and sum(self._told[board.rank]) != self.indices.numel():
+                raise ValueError(
+                    f"indices: required experts from 0 to {self.experts - 1}, got others"
+                )
         except BaseException as error:
             workspace.end(error)
             raise
@@ -197,9 +209,11 @@ def _placed(
     if made is None:
         _check_experts(indices, experts)
         return Placed(*_counted(indices, experts), None)
-    counts, places, rows = made
+    counts, places, rows, held = made
+    if capacity is None:  # the host will look at the counts
+        return Placed(counts, places, rows, held)
     torch._assert_async(counts.sum() == indices.numel())  # it leaves out what does not exist
-    return Placed(counts, places, rows if capacity else None)
+    return Placed(counts, places, rows)
 
 
 def _counted(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,7 +271,8 @@ def route(
 
     Raises:
         ValueError: an argument is wrong. On CPUs also if there is no expert of that number; on a
-            GPU that is an assertion of the device.
+            GPU that is an assertion of the device or, without a capacity, raised when the counts of
+            other ranks are asked for.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """

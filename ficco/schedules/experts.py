@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -245,7 +245,7 @@ HOME = ("out", "staging out")
 
 def block_starts(
     layer: ExpertLayer, counts: Sequence[Sequence[int]], rank: int
-) -> dict[tuple[str, int], list[int]]:
+) -> dict[tuple[str, int], np.ndarray[Any, Any]]:
     """For the buffers of a rank, and those of its peers that it copies to, how many rows a call has
     before each block, and in all. ``counts``: by rank, the rows that it has for each expert."""
     table = np.array(counts, np.int64)  # [source, expert]
@@ -255,7 +255,10 @@ def block_starts(
     else:  # [rank, expert, source]
         landing = table.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
         home = table
-    rows = [[[0, *some] for some in one.cumsum(1).tolist()] for one in (table, landing, home)]
+    rows = []
+    for one in (table, landing, home):
+        rows.append(np.zeros((world, one.shape[1] + 1), np.int64))
+        one.cumsum(1, out=rows[-1][:, 1:])
     found = dict.fromkeys((("a", rank), ("leaving", rank)), rows[0][rank])
     for names, starts in ((LANDING, rows[1]), (HOME, rows[2])):
         found |= {(name, at): starts[at] for name in names for at in range(world)}

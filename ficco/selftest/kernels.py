@@ -187,7 +187,7 @@ class _Trial:
     def routed(self) -> list[str]:
         """Pairs of tokens and experts, counted in their order."""
         chosen = torch.arange(1400, device=self.at.device).view(700, 2) ** 2 % 11
-        counts, places, rows = self.kernels.route(chosen, 11, 100, self.stream)
+        counts, places, rows, _ = self.kernels.route(chosen, 11, 100, self.stream)
         flat = chosen.t().flatten()
         order = flat.argsort(stable=True)
         begins = counts.cumsum(0) - counts
@@ -195,6 +195,9 @@ class _Trial:
         found = (begins[flat] + places.t().flatten())[order]
         right &= torch.equal(found, torch.arange(1400, device=found.device))
         right &= torch.equal(rows, (chosen * 100 + places).where(places < 100, 1100))
+        *_, rows, held = self.kernels.route(chosen, 11, 0, self.stream)
+        right &= torch.equal(rows, begins[chosen] + places)
+        right &= torch.equal(held, order % 700)
         return [] if right else ["the route of 700 tokens to 11 experts is wrong"]
 
     def combined(self) -> list[str]:

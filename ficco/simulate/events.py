@@ -84,6 +84,11 @@ MODES = ("queued", "idle")
 #: Points of time per second: what differs by less than a femtosecond happens at the same time.
 GRID = 2.0**50
 
+#: Seconds of the host for each launch or copy of exact rows, which looks up what the call has of
+#: them. Calls of four pieces took 831 us longer to enqueue than calls of one, with seven more for
+#: each piece (64 experts, two H100, 2026-11-26, commit 841d812).
+LOOK_UP = 40e-6
+
 #: Share of the start and of the last wave of a product that the next one on another lane does not
 #: fill. Fitted: with it, the times with two compute lanes over those with one are 1.1 % from those
 #: in docs/results/measured-h200-4.csv in the mean, with 0 they are 2.2 % from them.
@@ -221,11 +226,12 @@ class _SimulatedRank:
                 now += host.signal
             available = now
             if step.op == "copy":
-                available = now = now + host.copy
+                available = now = now + host.copy + self._looks_up(step)
             elif step.op in ("place", "reduce") and index not in self.placed:
-                available = now = now + host.matmul
+                available = now = now + host.matmul + self._looks_up(step)
             elif step.op == "matmul" and not one_launch:
                 now += LIVE * host.call * (index in self.tiled)
+                now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(step.products))
             elif step.op == "attend":
@@ -238,6 +244,15 @@ class _SimulatedRank:
                 now += host.signal
             for one in launch:
                 self.enqueued[one] = available, now
+
+    def _looks_up(self, step: Step) -> float:
+        """Seconds of the host for rows of blocks of which only the call knows how many there
+        are."""
+        buffer = self.plan.buffer
+        if step.transfer is not None:
+            return LOOK_UP * (buffer[step.transfer.src.buffer].block > 0)
+        products = [one for one in step.products if buffer[one.a.buffer].block]
+        return LOOK_UP * sum(one.batch if self.plan.apart(one) else 1 for one in products)
 
     def unserved(self) -> list[_SimulatedLane]:
         """The compute lanes whose products are not yet served."""
@@ -573,7 +588,7 @@ class Simulation:
             itemsize = self.itemsize[step.attends[0].q.buffer]
             whole, filled = self._attention_seconds(calls, itemsize)
         elif multiplies:
-            whole, filled = self._product_seconds(step)
+            whole, filled = self._product_seconds(step, rank.plan)
         else:
             whole = filled = self._move_seconds(step)
         if not whole:
@@ -603,7 +618,7 @@ class Simulation:
         self.changed_ranks[lane.rank] = None
         self._push(self.now + (lane.ends - rank.clock) * rank.slowdown, _END, lane)
 
-    def _product_seconds(self, step: Step) -> tuple[float, float]:
+    def _product_seconds(self, step: Step, plan: Plan) -> tuple[float, float]:
         """Seconds of a step's products if nothing else runs, and with their last waves filled by
         other products."""
         whole = filled = 0.0
@@ -613,12 +628,13 @@ class Simulation:
             wide = itemsize < 4 <= self.itemsize[out.buffer]
             adds = not wide and (product.accumulate or product.addend is not None)
             rights = product.batch if product.b_stride else 1
-            key = (*sizes, product.batch, itemsize, wide, adds, rights)
+            apart = self.scaled or plan.apart(product)
+            key = (*sizes, product.batch, itemsize, wide, adds, rights, apart)
             if key not in self._seconds:
                 how: dict[str, Any] = {"itemsize": itemsize, "wide": wide, "adds": adds}
-                if rights > 1:
+                if rights > 1 and not apart:
                     how["rights"] = rights
-                self._seconds[key] = self._batch_seconds(*sizes, product.batch, how)
+                self._seconds[key] = self._batch_seconds(*sizes, product.batch, apart, how)
             seconds = self._seconds[key]
             between = self.gemm.launch if whole else 0.0
             whole += seconds[0] + between
@@ -634,11 +650,11 @@ class Simulation:
         return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
     def _batch_seconds(
-        self, m: int, n: int, k: int, batch: int, how: dict[str, Any]
+        self, m: int, n: int, k: int, batch: int, apart: bool, how: dict[str, Any]
     ) -> tuple[float, float]:
         if not (m and n and k):
             return 0.0, 0.0
-        if not self.scaled:
+        if not apart:
             library = self.experts if "rights" in how else self.gemm
             return library.times(m, n, k, batch=batch, **how)
         one, filled = self.gemm.times(m, n, k, **how)
@@ -794,15 +810,9 @@ class Simulation:
             self._finish(lane, seen, seen)
             return
         if rank.launches[index][-1] == index:
-            free += self.copies.gap * self._copies_of(step, rank.plan)
+            free += self.copies.gap
         self._push(free, _ENGINE, lane)
         self._finish(lane, self.now + self.copies.seen(lane.computes), free)
-
-    @staticmethod
-    def _copies_of(step: Step, plan: Plan) -> int:
-        """How many copies a transfer is: of blocks of which calls have only some rows, one each."""
-        assert step.transfer is not None
-        return step.transfer.batch if plan.buffer[step.transfer.src.buffer].block else 1
 
     def _free_engine(self, lane: _SimulatedLane) -> None:
         rank = self.ranks[lane.rank]

@@ -1032,31 +1032,37 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
 int route(Stream& stream, uint32_t blocks, void** arguments) {
   auto* places = argument<uint64_t*>(arguments, 0);
   auto* rows = argument<uint64_t*>(arguments, 1);
-  auto* counts = argument<uint64_t*>(arguments, 2);
-  auto* chosen = argument<const uint64_t*>(arguments, 3);
-  size_t by_token = argument<uint64_t>(arguments, 4), by_choice = argument<uint64_t>(arguments, 5);
-  size_t tokens = argument<uint64_t>(arguments, 6), pairs = argument<uint64_t>(arguments, 7);
-  size_t capacity = argument<uint64_t>(arguments, 8), experts = argument<uint32_t>(arguments, 9);
+  auto* held = argument<uint64_t*>(arguments, 2);
+  auto* counts = argument<uint64_t*>(arguments, 3);
+  auto* chosen = argument<const uint64_t*>(arguments, 4);
+  size_t by_token = argument<uint64_t>(arguments, 5), by_choice = argument<uint64_t>(arguments, 6);
+  size_t tokens = argument<uint64_t>(arguments, 7), pairs = argument<uint64_t>(arguments, 8);
+  size_t capacity = argument<uint64_t>(arguments, 9), experts = argument<uint32_t>(arguments, 10);
   if (!tokens || !pairs || pairs % tokens || experts != blocks)
     return violation(InvalidValue, "a route of %zu pairs of %zu tokens to %zu experts, by %u blocks",
                      pairs, tokens, experts, blocks);
   size_t read = (tokens - 1) * by_token + (pairs / tokens - 1) * by_choice + 1;
   Uses uses;
   for (auto [from, length] : {std::pair<const void*, size_t>{places, pairs}, {rows, pairs},
-                              {counts, experts}, {chosen, read}}) {
+                              {held, pairs}, {counts, experts}, {chosen, read}}) {
     int code = 0;
     auto memory = reach(stream, from, length * 8, "a route", code);
     if (!memory) return code;
     uses.push_back(memory);
   }
   auto run = [=] {
+    size_t row = 0;
     for (size_t expert = 0; expert < experts; expert++) {
       size_t place = 0;
       for (size_t pair = 0; pair < pairs; pair++) {
         if (chosen[pair % tokens * by_token + pair / tokens * by_choice] != expert) continue;
         places[pair] = place;
-        if (capacity)
+        if (capacity) {
           rows[pair] = place < capacity ? expert * capacity + place : experts * capacity;
+        } else {
+          held[row] = pair % tokens;
+          rows[pair] = row++;
+        }
         place++;
       }
       counts[expert] = place;
@@ -1173,7 +1179,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
-// Names of the other kernels. The last six are found, but not carried out.
+// Names of the other kernels. The last seven are found, but not carried out.
 const std::set<std::string> KERNELS = {
     "ficco_post",
     "ficco_wait",
@@ -1181,6 +1187,7 @@ const std::set<std::string> KERNELS = {
     "ficco_copy_shifted",
     "ficco_exchange_aligned",
     "ficco_exchange_shifted",
+    "ficco_copy_runs",
     "ficco_one_shot_bfloat16",
     "ficco_one_shot_float16",
     "ficco_one_shot_float32",
