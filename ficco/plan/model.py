@@ -396,8 +396,8 @@ class Plan:
     def apart(self, product: Product) -> bool:
         """Whether a batch is one product after the other: of rows in blocks, of which calls have
         only some, a library multiplies groups at once that follow each other without gaps."""
-        a, out, block = product.a, product.out, self.buffer[product.a.buffer].block
-        if not block or product.batch == 1:
+        a, out = product.a, product.out
+        if product.batch == 1 or not (block := self.buffer[a.buffer].block):
             return False
         rows = {product.a_stride, a.rows, product.out_stride, out.rows}
         return len(rows) > 1 or bool(a.row % block or a.rows % block or out.row % block)
