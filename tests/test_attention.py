@@ -575,8 +575,10 @@ def exact(at: Rank, schedules: Sequence[str] = EXACT) -> None:
             q = torch.zeros(1, 4, rows, 8, dtype=dtype)
             out = ficco.all_gather_attention(q, k, v[:, :, mine], schedule=schedule)
             wanted = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
-            # Their weights are sums of exponentials: right to some ulps of float32.
-            assert torch.allclose(out.double(), wanted.to(dtype).double(), rtol=0, atol=2e-6)
+            # Their weights are sums of exponentials: right to some ulps of float32. PyTorch's of
+            # narrow dtypes are off by 5.4e-5 on CPUs with AVX-512, where there are 16 keys or more.
+            off = 2e-6 if dtype == torch.float32 else 1.2e-4
+            assert torch.allclose(out.double(), wanted.to(dtype).double(), rtol=0, atol=off)
             # One key outweighs all others: its value, in any dtype.
             where = (5 * torch.arange(rows) + 3 * at.rank + iteration) % (world * rows)
             codes = torch.eye(world * rows, dtype=dtype).view(1, 1, world * rows, world * rows)

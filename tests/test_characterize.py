@@ -24,7 +24,7 @@ from ficco.bench.cases import Case, of_dtypes
 from ficco.bench.characterize import COLLECTIVE, PIECES, SHARDS
 from ficco.bench.frames import LOSSES, append, read_description
 from ficco.bench.inputs import GAIN
-from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, add, calls_to_cover, contended
+from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 from ficco.errors import ConfigError
 from ficco.options import current
 from ficco.scaling import SCALED, operands_of
@@ -179,11 +179,13 @@ def run_parts(at: ranks.Rank, csv: str, kinds: tuple[str, ...]) -> Any:
 
 def test_one_rank_measures_products_as_several_cut_them(tmp_path: Path) -> None:
     csv = tmp_path / "losses.csv"
-    ranks.run(1, run_parts, str(csv), ("float32", "fp8-row"))
+    ranks.run(1, run_parts, str(csv), ("float32", "bfloat16", "fp8-row"))
     read = LOSSES.read(csv)
     assert set(read["status"]) == {"ok"} and set(read["loss"]) == {characterise.GEMM_DIL}
-    assert list(read["case"]) == ["x float32"] * 4 + ["x fp8-row"] * 4
-    assert list(read["parts"]) == [4, 16, 4, 16] * 2 and set(read["world"]) == {4}
+    assert list(read["case"]) == [
+        name for name in ("x float32", "x bfloat16", "x fp8-row") for _ in range(4)
+    ]
+    assert list(read["parts"]) == [4, 16, 4, 16] * 3 and set(read["world"]) == {4}
     assert [path.name for path in plots.draw(read, csv.with_suffix(""), "")] == [
         "losses_gemm-dil.png"
     ]
@@ -215,14 +217,6 @@ def test_what_is_said_to_be_left_follows_the_pace_of_the_run(
         f"{seconds} s left ..." for seconds in (100, 255, 128)
     ]
     assert now == [300.0]
-
-
-def test_sums_are_added_to_or_begun() -> None:
-    sums, a, b = torch.ones(2, 2), torch.full((2, 3), 2.0), torch.ones(3, 2)
-    add(sums, a, b)
-    assert torch.equal(sums, torch.full((2, 2), 7.0))
-    add(sums, a, b, start=True)
-    assert torch.equal(sums, torch.full((2, 2), 6.0))
 
 
 class FakeGroup:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -294,7 +295,9 @@ def test_one_host_without_peer_access_is_named_on_all() -> None:
     for rank, (failure, threads) in enumerate(found):
         assert failure.type == ("PeerFailed" if rank < 2 else "NotImplementedError"), failure
         assert "device 0 of rank 3 cannot access the memory of device 1" in failure.text
-        assert rank > 1 or ("rank 2 failed" in failure.text and "host-1" in failure.text)
+        # Which of the two is first varies.
+        told = re.search("rank [23] failed", failure.text) and "host-1" in failure.text
+        assert rank > 1 or told, failure
         assert not threads, threads
 
 

@@ -299,7 +299,6 @@ TRUTH = replace(load(configs() / "h200-4.yaml").gemm, burst=2e-3, sustained=0.81
 @pytest.fixture
 def made_up(monkeypatch: Any) -> Site:
     monkeypatch.setattr(products, "row_of", lambda parts, shape, count: (shape, count))
-    monkeypatch.setattr(products, "_adds_wide", lambda site: True)
     monkeypatch.setattr(products, "units", lambda site: TRUTH.units)
     # A third, for a fit in seconds, and all that take the card to its limit.
     large = [shape for shape in effort.GPU.gemms if shape.flops > 1.7e12]

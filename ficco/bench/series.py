@@ -28,6 +28,7 @@ from ficco.bench.calls import Runner, all_gather
 from ficco.bench.inputs import draw_normal, factors
 from ficco.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds
 from ficco.dma.hosts import Hosts, hosts_of
+from ficco.dma.products import multiply
 from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Planned
 from ficco.scaling import Scaling, factors_of
@@ -366,7 +367,8 @@ class MeasuredCalls:
 
         def run() -> None:
             for i, (first, last) in enumerate(cuts):
-                add(sums, a[:, first:last], b[first:last], start=single and i == 0)
+                addend = None if single and i == 0 else sums
+                multiply(a[:, first:last], b[first:last], sums, addend)
             if rounding and out.dtype != sums.dtype:
                 out.copy_(sums)
 
@@ -410,13 +412,3 @@ class MeasuredCalls:
                 out.copy_(into)
 
         return run
-
-
-def add(sums: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: bool = False) -> None:
-    """``sums (+)= a @ b`` into float32, as engines accumulate column pieces."""
-    if a.dtype == sums.dtype:
-        torch.mm(a, b, out=sums) if start else torch.addmm(sums, a, b, out=sums)
-    elif start:
-        torch.mm(a, b, out_dtype=sums.dtype, out=sums)
-    else:
-        torch.addmm(sums, a, b, out_dtype=sums.dtype, out=sums)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ficco.accelerator import gpu
-from ficco.bench.series import MeasuredCalls, Stopwatch, add
+from ficco.bench.series import MeasuredCalls, Stopwatch
 from ficco.heuristics import problem_of_sizes
 from ficco.machine import (
     SCALED_PRODUCTS,
@@ -51,8 +51,6 @@ def gemm(site: Site) -> Gemm:
     rows = row_times(site, site.effort.heating, site.effort.rows)
     heat = fits.heat(rows)
     shapes = site.effort.gemms
-    if not _adds_wide(site):
-        shapes = tuple(shape for shape in shapes if not shape.wide)
     measured = samples(site, shapes, row_of, heat)
     known = known_gemm(site)
     peak = known.peak if known is not None and site.watch.on_gpu else None  # of the data sheet
@@ -230,17 +228,6 @@ def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[
             steady = median(times[len(times) // 2 :])
             measured.append(fits.RowTime(f"{shape.m} x {shape.n} x {shape.k}", count, steady))
     return measured
-
-
-def _adds_wide(site: Site) -> bool:
-    """Whether half-precision products can accumulate into float32 (PyTorch 2.8 and later)."""
-    sums = torch.zeros(8, 8, device=site.watch.device)
-    a = sums.to(getattr(torch, site.effort.dtype))
-    try:
-        add(sums, a, a)
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def known_gemm(site: Site) -> Gemm | None:
