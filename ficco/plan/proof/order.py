@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -57,15 +58,17 @@ class Order:
         by_second = np.argsort(second, kind="stable")
         first, second = first[by_second], second[by_second]
         asked, begin = np.unique(second, return_index=True)
-        parts = np.split(np.arange(len(second)), begin[1:])
-        questions = dict(zip(asked.tolist(), parts, strict=False))  # none: one empty part
+        begins = begin.tolist()
+        parts = map(slice, begins, [*begins[1:], len(second)])
+        questions = dict(zip(asked.tolist(), parts, strict=True))
         lane_of_first = self.lane[first]
         answers = np.zeros(len(first), np.bool_)
 
         told = np.unique(np.concatenate([self.source, self.target, asked]))
         lanes, to_come = self.lane.tolist(), Counter(self.source.tolist())
-        clocks = list(np.zeros((max(lanes, default=-1) + 1,) * 2, np.int64))
-        kept: dict[int, Ints] = {}  # by step, for those that will wait for it
+        # As narrow as numbers of steps allow: most of the time goes into copies of clocks.
+        clocks: list[Any] = list(np.zeros((max(lanes, default=-1) + 1,) * 2, np.int32))
+        kept: dict[int, Any] = {}  # by step, for those that will wait for it
         in_use = [False] * len(clocks)  # a kept clock must not change
         for step in told[np.argsort(self.when[told])].tolist():
             lane = lanes[step]
