@@ -30,9 +30,10 @@ from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH
 from ficco.bench.traces import machine_of, measured
 from ficco.cli import bench as bench_command
+from ficco.cli.demo import DEMO_S
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError, InvalidArgument
-from ficco.launch import RankFailed, check_ranks, launch, own_rank
+from ficco.launch import START_S, RankFailed, check_ranks, launch, own_rank
 from ficco.plan import Plan
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule, plans
