@@ -82,18 +82,18 @@ class Board:
             parts[rank] = memoryview(bytearray(shown))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
-        nothing = np.zeros((ENTRIES, TOLD), np.uint64)  # of other hosts
         self._told = [
             np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
             if len(part) > shown
-            else nothing
+            else np.zeros((ENTRIES, TOLD), np.uint64)  # of another host
             for part in parts
         ]
         self._courier: BoardCourier | None = None
         if hosts.far:
             theirs = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
-            self._courier = BoardCourier(store, self.rank, mine, theirs, ENTRIES * 8)
+            told = {rank: self._told[rank] for rank in hosts.far}
+            self._courier = BoardCourier(store, self.rank, mine, theirs, ENTRIES * 8, told)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
@@ -144,9 +144,11 @@ class Board:
             self._courier.changed()
 
     def tell(self, number: int, values: Sequence[int]) -> None:
-        """Tell the ranks of this host up to ``TOLD`` numbers of at most 40 bits with a call."""
+        """Tell the other ranks up to ``TOLD`` numbers of at most 40 bits with a call."""
         told = np.array(values, np.uint64) | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
         self._told[self.rank][number % ENTRIES, : len(values)] = told
+        if self._courier is not None:
+            self._courier.tell(number % ENTRIES, told.tobytes())
 
     def told(self, number: int, count: int, timeout_s: float, operator: str) -> list[list[int]]:
         """What every rank tells with a call that all agree on and tell so many numbers with.
@@ -166,7 +168,14 @@ class Board:
                 )
             return not (behind % _NUMBERS).any()
 
-        self._await(there, number, timeout_s, operator, "none", "learn the counts of other ranks")
+        if self._courier is not None:
+            self._courier.ask(number % ENTRIES)
+        try:
+            step = "learn the counts of other ranks"
+            self._await(there, number, timeout_s, operator, "none", step)
+        finally:
+            if self._courier is not None:
+                self._courier.ask(None)
         return [[entry & _DIGEST for entry in ring.tolist()] for ring in rings]
 
     def posted(self, number: int) -> bool:

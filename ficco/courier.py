@@ -10,8 +10,11 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 from torch.distributed import Store
 
 #: Seconds between two looks: while a call waits for ranks to agree, and otherwise.
@@ -30,11 +33,15 @@ class BoardCourier:
         mine: memoryview,
         theirs: Mapping[int, memoryview],
         ring: int,
+        told: Mapping[int, np.ndarray[Any, Any]],
     ) -> None:
         """``mine``: this rank's part, of which the first ``ring`` bytes change with every call;
-        ``theirs``: where to put the parts of ranks on other hosts."""
+        ``theirs``: where to put the parts of ranks on other hosts, and ``told`` what they tell with
+        calls, a row for each."""
         self._store, self._rank, self._mine, self._theirs = store, rank, mine, theirs
-        self._ring = ring
+        self._ring, self._told = ring, told
+        self._tells: deque[tuple[int, bytes]] = deque()
+        self._asked: int | None = None  # the row that a call waits for
         self._known: dict[str, bytes] = {}
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
@@ -54,6 +61,16 @@ class BoardCourier:
         if agrees:
             self._pause = AT_ONCE_S
             self._changed.set()
+
+    def tell(self, row: int, numbers: bytes) -> None:
+        """Publish what this rank tells with a call."""
+        self._tells.append((row, numbers))
+        self._changed.set()
+
+    def ask(self, row: int | None) -> None:
+        """Read what other ranks tell with a call, again and again until this is called with
+        None."""
+        self._asked = row
 
     def stop(self) -> None:
         """End the thread, once what this rank has posted is published."""
@@ -84,6 +101,9 @@ class BoardCourier:
             if data != self._sent.get(kind):
                 self._sent[kind] = data
                 self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
+        while self._tells:
+            row, numbers = self._tells.popleft()
+            self._store.set(f"told/{self._rank}/{row}", numbers)
 
     def _read(self) -> None:
         keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
@@ -97,3 +117,11 @@ class BoardCourier:
                 part = self._theirs[int(rank)]
                 begin, end = (0, self._ring) if kind == "calls" else (self._ring, len(part))
                 part[begin:end] = zlib.decompress(data)
+        if (row := self._asked) is not None:
+            keys = [f"told/{rank}/{row}" for rank in self._told]
+            if self._store.check(keys):
+                for rows, data in zip(
+                    self._told.values(), self._store.multi_get(keys), strict=True
+                ):
+                    numbers = np.frombuffer(data, np.uint64)
+                    rows[row, : len(numbers)] = numbers

@@ -216,13 +216,14 @@ def _experts(
     activation: str,
     gated: bool,
     split: str,
+    **more: Any,
 ) -> ExpertLayer:
     gathers = split == "columns"
     if not gathers and experts % world:
         raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
     sizes = experts if gathers else experts // world, capacity, k, h * (1 + gated), n
     function = named_gated(activation) if gated else activation
-    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers)
+    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
 
 
 class Askable(NamedTuple):
@@ -250,7 +251,7 @@ ASKABLE: dict[str, Askable] = {
     **dict.fromkeys(OPERATORS, Askable("products", OF_PRODUCTS, _product, ("rows", "hosts"))),
     "all_gather_attention": Askable("attention", OF_ATTENTION, _attention, ("hosts",)),
     "ulysses_attention": Askable("attention", OF_HEADS, _attention, ("hosts",)),
-    "experts": Askable("experts", OF_EXPERTS, _experts),
+    "experts": Askable("experts", OF_EXPERTS, _experts, ("hosts",)),
 }
 
 
@@ -267,7 +268,7 @@ def problem_of(
 
     Args:
         sizes: by name, those that were given, as :data:`ASKABLE` has them.
-        spread: of products ``rows``; of these and of attention ``hosts``.
+        spread: ``hosts``, and of products ``rows``.
 
     Raises:
         ValueError: a size is wrong, missing, or none of the operator's.

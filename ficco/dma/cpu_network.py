@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
-from ficco.dma.buffers import buffers_of
 from ficco.dma.cpu_collectives import DEATH_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
+from ficco.dma.filled import rows_op
 from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
 
 
@@ -32,13 +32,14 @@ class GlooNetwork:
 
     def send(self, program: Program, step: int) -> Op:
         """Send what a step moves; where it posts signals, wait for its end, too."""
-        view, posts = buffers_of(program).view, bool(program.plan.steps[step].posts)
+        posts = bool(program.plan.steps[step].posts)
         found = [one for one in messages(program.plan, step) if one.outward]
-        moves = [(one, view(one.region)) for one in found]
+        moves = [(one, rows_op(program, one.region)) for one in found]
 
         def op(call: Call) -> None:
             state: CallState = call.state
-            parts = [(True, one.peer, bytes_of(mine(call).contiguous())) for one, mine in moves]
+            rows = ((one.peer, mine(call)) for one, mine in moves)
+            parts = [(True, peer, bytes_of(part.contiguous())) for peer, part in rows if len(part)]
             exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
             self._await(program, step, state, exchange, self._sends)
             state.sent[step].set()
@@ -49,9 +50,13 @@ class GlooNetwork:
 
     def receives(self, program: Program) -> list[Op]:
         """Receive what all steps move, one after the other, each once it has sent its part."""
-        view, plan = buffers_of(program).view, program.plan
+        plan = program.plan
         moves = {
-            step: [(one, view(one.region)) for one in messages(plan, step) if not one.outward]
+            step: [
+                (one, rows_op(program, one.region))
+                for one in messages(plan, step)
+                if not one.outward
+            ]
             for step, one in enumerate(plan.steps)
             if one.op == "network"
         }
@@ -62,6 +67,8 @@ class GlooNetwork:
                 parts, landed = [], []
                 for one, mine in some:
                     part = data = mine(call)
+                    if not len(part):
+                        continue
                     if not part.is_contiguous():
                         data = torch.empty_like(part, memory_format=torch.contiguous_format)
                         landed.append((part, data))

@@ -56,7 +56,8 @@ class Message(NamedTuple):
 
 
 def messages(plan: Plan, step: int) -> list[Message]:
-    """What a network step sends and receives, without what is empty."""
+    """What a network step sends and receives, without what is empty. Of blocks a call may have no
+    rows: then both sides leave the message out."""
     found = []
     for move in plan.steps[step].moves:
         outward = move.src.rank == plan.rank

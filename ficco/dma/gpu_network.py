@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WORD, StreamEngine, drained
 from ficco.dma.engine import Call, Missing, Op, Program, timed_out
+from ficco.dma.filled import rows_op
 from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
@@ -105,10 +106,6 @@ class _Job(NamedTuple):
     parts: Sequence[tuple[bool, int, torch.Tensor]]
 
 
-#: A region in memory of the host, and where it lies on the device.
-_Staged = tuple[torch.Tensor, Callable[[Call], torch.Tensor]]
-
-
 class GlooRelay(GpuNetwork):
     """A thread that sends what a stream has copied to pinned memory, and receives there.
 
@@ -144,30 +141,33 @@ class GlooRelay(GpuNetwork):
         places = buffers_of(program)
         sizes = [program.plan.nbytes(one.region) for one in moves]
         cut = self._cut(sizes)
-        packs: list[_Staged] = []
-        lands: list[_Staged] = []
+        staged = []
         for one, data in zip(moves, cut, strict=True):
             region = data.view(places.dtype(one.region)).view(one.region.rows, one.region.cols)
-            (packs if one.outward else lands).append((region, places.view(one.region)))
-        parts = [(one.outward, one.peer, data) for one, data in zip(moves, cut, strict=True)]
-        job = _Job(program.plan, step, parts)
+            staged.append((one, region, rows_op(program, one.region)))
+        packs = [(region, view) for one, region, view in staged if one.outward]
+        lands = [(region, view) for one, region, view in staged if not one.outward]
         there, back = MemOp(WRITE_32, self._reached, 1), MemOp(WAIT_32, self._done, 1)
         meet = self._batch([there, back, MemOp(WRITE_32, self._done, 0)])
 
         def pack(call: Call) -> None:
             for region, view in packs:
-                region.copy_(view(call), non_blocking=True)
+                rows = view(call)
+                region[: len(rows)].copy_(rows, non_blocking=True)
 
         def land(call: Call) -> None:
             for region, view in lands:
-                view(call).copy_(region, non_blocking=True)
+                rows = view(call)
+                rows.copy_(region[: len(rows)], non_blocking=True)
 
         begin, end = (driver.on_lane(lane, one) for one in (pack, land))
 
         def op(call: Call) -> None:
             if packs:
                 begin(call)
-            self._jobs.put(job)
+            rows = ((one, region[: len(view(call))]) for one, region, view in staged)
+            parts = [(one.outward, one.peer, bytes_of(some)) for one, some in rows if len(some)]
+            self._jobs.put(_Job(program.plan, step, parts))
             meet.enqueue(call.state[lane])
             if lands:
                 end(call)
@@ -308,8 +308,7 @@ class NcclNetwork(GpuNetwork):
                     "connect in a capture; make one such call before it"
                 )
             self._connect(new)
-        view = buffers_of(program).view
-        moves = [(one, view(one.region)) for one in found]
+        moves = [(one, rows_op(program, one.region)) for one in found]
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
@@ -318,6 +317,8 @@ class NcclNetwork(GpuNetwork):
             parts, lands, own = [], [], bool(self._engine.capturing())
             for one, mine in moves:
                 data = part = mine(call)
+                if not len(part):
+                    continue
                 if own or not part.is_contiguous():
                     data = torch.empty_like(part, memory_format=torch.contiguous_format)
                     if one.outward:
@@ -326,7 +327,8 @@ class NcclNetwork(GpuNetwork):
                         lands.append((part, data))
                 parts.append((one.outward, one.peer, bytes_of(data)))
             try:
-                self._move(parts)
+                if parts:
+                    self._move(parts)
             except RuntimeError as error:
                 raise self._refused(program.plan, step, error) from error
             for part, data in lands:

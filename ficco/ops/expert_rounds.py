@@ -96,7 +96,7 @@ def run_round(
     keeps = of_tokens or of_up or of_down
     # What no token has is multiplied by zeros in the backward: it must be finite.
     given = {**_sent(tokens, slots, blocks, keeps), "b": up, "c": down}
-    layer = _layer("experts", call, blocks, tokens, up, down, keeps)  # may wait for counts
+    layer = _layer(NAME, call, blocks, tokens, up, down, keeps)  # may wait for counts
     made = _run(layer, call, blocks, given)
     back = _terms(made["out"], layer)
     summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
@@ -177,7 +177,8 @@ def _layer(
     sizes = call.group.size(), each, blocks.capacity, k, h, n
     flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
     room = _room(blocks, each, call.gathers) if blocks.exact else (0, 0)
-    return _known(operator, *sizes, dtype, function, *flags, room)
+    hosts = _engine(call, left).hosts.count
+    return _known(operator, *sizes, dtype, function, *flags, room, hosts)
 
 
 def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
@@ -212,11 +213,6 @@ def _run(
     workspace = workspace_for(given.group, first, "tokens", NAME)
     try:
         engine, options = workspace.engine, number_call(workspace, NAME)
-        if engine.hosts.count > 1:
-            raise NotImplementedError(
-                f"ficco.experts: the ranks of this group are on {engine.hosts.count} hosts, which "
-                "is not served yet; pass a group of ranks of one host"
-            )
         schedule = given.schedule
         key = (
             NAME,

@@ -85,7 +85,7 @@ def experts(
 
     Raises:
         ValueError: an operand or argument is wrong.
-        NotImplementedError: the dtype or several hosts are not served.
+        NotImplementedError: the dtype is not served.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """

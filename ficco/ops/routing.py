@@ -315,11 +315,6 @@ def _asking(
     """A routing for which ranks tell each other something."""
     try:
         number_call(workspace, NAME)
-        if workspace.engine.hosts.count > 1:
-            raise NotImplementedError(
-                f"ficco.route: the ranks of this group are on {workspace.engine.hosts.count} "
-                "hosts, and they tell each other numbers on one; pass a capacity"
-            )
         if capacity is None and experts > TOLD:
             raise NotImplementedError(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "

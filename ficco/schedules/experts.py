@@ -11,7 +11,7 @@ Plan; either half can be one of its own, as gradients need them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -24,6 +24,7 @@ from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import ITEMSIZE, MOST, MOST_RANKS
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
+from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer, Contraction, Exchange, Specification, gated
 
@@ -71,6 +72,7 @@ class ExpertLayer:
         indexed: ``a`` is given as tokens, and which of them each row is.
         room: of an exact layer, the most rows that any rank multiplies, and that any gets back, if
             these are known. No Plan depends on them but for the memory that it asks for.
+        hosts: how many hosts the ranks are on, each with as many, which follow each other.
 
     Raises:
         ValueError: a value is wrong.
@@ -112,6 +114,10 @@ class ExpertLayer:
             if not least <= getattr(self, name) <= most:
                 bounds = f"{least} to {most}"
                 raise InvalidArgument(name, f"required {bounds}, got {getattr(self, name)}")
+        if self.hosts < 1 or self.world % self.hosts:
+            raise InvalidArgument(
+                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
+            )
         functions = ("", *ACTIVATIONS, *map(gated, ACTIVATIONS))
         whole = self.operator == "experts"
         if self.function not in functions or whole != bool(self.function):
@@ -232,8 +238,9 @@ class ExpertLayer:
         keeps = ", keeps" if self.keeps else ""
         of = "columns of" if self.gathers else "x"
         most = "exact rows, at most " if self.exact else "capacity="
+        over = f" on {self.hosts} hosts" if self.hosts > 1 else ""
         return (
-            f"{self.operator}({self.experts} experts {of} {self.world} ranks, {most}"
+            f"{self.operator}({self.experts} experts {of} {self.world} ranks{over}, {most}"
             f"{self.capacity}, k={self.k}, h={self.h}, n={self.n}, {self.dtype}{between}{keeps})"
         )
 
@@ -281,6 +288,10 @@ class _Strided(NamedTuple):
     batch: int
     stride: int
 
+    def on(self, rank: int) -> _Strided:
+        """The same of another rank."""
+        return self._replace(region=self.region._replace(rank=rank))
+
 
 class ExpertWorld:
     """What all ranks know: how blocks are cut, in which order they come, and the signals."""
@@ -325,7 +336,7 @@ class ExpertWorld:
     def sets(self, rank: int) -> list[list[int]]:
         """The sources whose rows are multiplied together at a rank, in order, its own apart from
         those of others unless the schedule is uniform."""
-        order = peers_in_order(rank, self.layer.world)
+        order = peers_in_order(rank, self.layer.world, self.layer.hosts)
         sets = [some for some in peer_sets(self.schedule, rank, order) if some]
         if self.schedule.uniform:
             return [[rank, *order]] if self.schedule.grouping == "fused" else [[rank], *sets]
@@ -357,15 +368,20 @@ class ExpertStage:
         self.world, self.layer, self.schedule = world, world.layer, world.schedule
         self.builder = Builder(world.layer, rank)
         self.me, self.peers, self.add = rank, self.builder.peers, self.builder.add
-        targets = targets_in_order(rank, world.layer.world)
-        lanes = self.schedule.copy
+        ranks = rank, world.layer.world, world.layer.hosts
+        targets, lanes = targets_in_order(*ranks)[: len(self.peers)], self.schedule.copy
         self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
+        self.legs = list(far_legs(*ranks))
         self.turn = 0
         self.leaving = "leaving" if world.layer.indexed else "a"
         #: The steps that bring tokens to the rows in which they leave, by target and piece, and
         #: the one that brings own rows to those of others.
         self.brought: dict[tuple[int, int], int] = {}
         self.placed: tuple[int, ...] = ()
+        #: By rank of another host and piece, the steps that bring its rows, and that make those
+        #: that go back to it.
+        self.crossed: dict[tuple[int, int], int] = {}
+        self.made: dict[tuple[int, int], int] = {}
         #: Places beside the products, by the turn whose rows they bring: in this order none waits
         #: for a later turn before it brings what is there.
         self.aside: list[tuple[int, Step]] = []
@@ -374,7 +390,7 @@ class ExpertStage:
         world, layer = self.world, self.layer
         if layer.indexed:
             self._bring_tokens()
-        own = [] if self.schedule.uniform or not self.peers else self._own_shares()
+        own = [] if self.schedule.uniform or layer.world == 1 else self._own_shares()
         first, last = own[: len(own) // 2], own[len(own) // 2 :]
         if not layer.combines:
             first, last = own, []
@@ -384,7 +400,7 @@ class ExpertStage:
         if layer.dispatches:
             self._dispatch()
             self._place_own()
-        if self.peers:
+        if layer.world > 1:
             for sources, number in world.turns(self.me):
                 self._step(sources, world.shares[number], _label(sources, number), number)
         else:
@@ -392,6 +408,7 @@ class ExpertStage:
         for share in last:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
         if layer.combines:
+            self._cross_back()
             self._bring_home()
         for _, step in sorted(self.aside, key=lambda one: one[0]):
             self.add(step)
@@ -460,7 +477,8 @@ class ExpertStage:
         """Bring tokens to the rows in which they leave, those that are sent first before others:
         piece by piece, or target by target."""
         layer, world = self.layer, self.world
-        targets = [*self.builder.lane_of, *([] if self.mixes else [self.me])]
+        far = [target for target, _ in self.legs]
+        targets = [*far, *self.builder.lane_of, *([] if self.mixes else [self.me])]
         numbers = range(len(world.shares))
         whole = Share(0, layer.experts, 0, layer.capacity)
         if self.schedule.order == "peer" and not layer.gathers:
@@ -485,13 +503,45 @@ class ExpertStage:
                     sent.append((place, turn, number))
         targets = list(self.builder.lane_of)
         for _, turn, number in sorted(sent):
-            target, share = targets[turn], self.world.shares[number]
-            landing = self._landed("staging", [self.me], share)
-            region = landing.region._replace(rank=target)
-            here = self._at_home(self.leaving, self.me, target, share)
-            move = self._move(here, landing._replace(region=region))
+            target = targets[turn]
             signal = self.world.signal("ready", self.me, target, number)
+            move = self._outward(self.me, target, number)
             self._copy(move, target, signal, self._brought(target, number))
+        self.crossed = self._cross(self._outward, self._brought)
+
+    def _outward(self, source: int, target: int, number: int) -> Transfer:
+        """A piece of a rank's tokens, to the experts of another."""
+        share = self.world.shares[number]
+        landing = self._landed("staging", [source], share).on(target)
+        return self._move(self._at_home(self.leaving, source, target, share), landing)
+
+    def _homeward(self, source: int, home: int, number: int) -> Transfer:
+        """What the experts of a rank make of it, back: from another host to its place."""
+        share, out = self.world.shares[number], "staging out"
+        if home not in self.builder.lane_of and source not in self.builder.lane_of:
+            out = "out"
+        rows = self._landed("partial", [home], share).on(source)
+        return self._move(rows, self._at_home(out, home, source, share))
+
+    def _cross(
+        self,
+        move: Callable[[int, int, int], Transfer],
+        after: Callable[[int, int], tuple[int, ...]],
+    ) -> dict[tuple[int, int], int]:
+        """Exchange pieces with the ranks of other hosts; by source and piece, the steps that bring
+        them. A message has no strides."""
+        numbers, sent, received = range(len(self.world.shares)), {}, {}
+        for target, source in self.legs:
+            sent[target] = [
+                Sending(_singly(move(self.me, target, number)), after(target, number))
+                for number in numbers
+            ]
+            received[source] = [_singly(move(source, self.me, number)) for number in numbers]
+        return add_moves(self.builder, self.schedule.order, sent, received)
+
+    def _cross_back(self) -> None:
+        """Exchange what came of pieces with the ranks of other hosts."""
+        self._cross(self._homeward, lambda home, number: (self.made[home, number],))
 
     def _brought(self, target: int, number: int) -> tuple[int, ...]:
         """The step after which the rows of a piece are there to leave."""
@@ -518,7 +568,14 @@ class ExpertStage:
         runs = _runs(sources, share, layer.capacity)
         if layer.dispatches:
             waits = tuple(
-                self.world.signal("ready", source, me, number) for source in sources if source != me
+                self.world.signal("ready", source, me, number)
+                for source in sources
+                if source in self.builder.lane_of
+            )
+            crossed = tuple(
+                self.crossed[source, number]
+                for source in sources
+                if (source, number) in self.crossed
             )
             left = [
                 self._at_home(self.leaving, me, me, share)
@@ -531,6 +588,7 @@ class ExpertStage:
             after: tuple[int, ...] = ()
             if me in sources and lane != "compute0":
                 after = self._brought(me, number) if alone else self.placed
+            after += crossed
             index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
@@ -574,9 +632,11 @@ class ExpertStage:
             if source == me:
                 move = self._move(rows, self._at_home("out", me, me, share))
                 self._aside(f"{label} own", move, index)
-                continue
-            move = self._move(rows, self._at_home("staging out", source, me, share))
-            self._copy(move, source, self.world.signal("returned", me, source, number), (index,))
+            elif source in self.builder.lane_of:
+                signal = self.world.signal("returned", me, source, number)
+                self._copy(self._homeward(me, source, number), source, signal, (index,))
+            else:
+                self.made[source, number] = index
 
     def _multiply(
         self, left: Sequence[_Strided], right: str, made: Sequence[_Strided], share: Share
@@ -624,6 +684,18 @@ class ExpertStage:
             return _Strided(region, batch, stride)
         apart = self.layer.home(1)
         return _Strided(region, batch * len(owners), stride if batch > 1 else apart)
+
+
+def _singly(move: Transfer) -> tuple[Transfer, ...]:
+    """The copies of a batch."""
+    return tuple(
+        Transfer(_down(move.src, i * move.src_stride), _down(move.dst, i * move.dst_stride))
+        for i in range(move.batch)
+    )
+
+
+def _down(region: Region, rows: int) -> Region:
+    return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
 
 
 def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
