@@ -382,7 +382,7 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
         ("ulysses_attention", ["--placement", "ranks"], "--placement: required none for ulysses_"),
         ("ulysses_attention", ["--world", "8", "--sequence", "64"], "the 8 ranks share equally"),
         ("experts", ["--experts", "6"], "--experts: required a multiple of 4"),
-        ("experts", ["--hosts", "2"], "--hosts: required none for experts"),
+        ("experts", ["--hosts", "3"], "--hosts: required a divisor of --world"),
         ("experts", ["--activation", "tanh"], "--activation: required one of relu, silu"),
         ("experts", ["--search"], "search: required False for experts"),
         ("experts", ["--measure"], "--measure: required an operator of products, got experts"),
