@@ -457,7 +457,9 @@ def test_the_bench_of_a_replay(tmp_path: Path) -> None:
             for name in (*right[3:], *predicted):
                 row = mine[name]
                 assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
-                assert 0 < row["share"] < 1 < row["ms_high"] / mine["copies"]["ms"]
+                # No replay ends before its last arrival. Of the ideal it may have more than all:
+                # others use the cores, too, and may hold that up.
+                assert row["share"] > 0 and row["ms_high"] > mine["copies"]["ms"]
             last = received_s(CASES[case].problem(3), machine, 1)
             assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
     about = json.loads((tmp_path / "rows.json").read_text())
