@@ -3,7 +3,8 @@
 Every rank has ``experts`` of the layer's experts, and room for ``capacity`` tokens of each rank for
 each of them. The tokens of one rank for the experts of another are a block, which travels in one
 strided copy, or in pieces. They land expert by expert, and for each expert source by source, so
-that the tokens of neighbouring sources for all experts are one batch of products.
+that the tokens of neighbouring sources for all experts are one batch of products. Blocks from and
+for ranks of other hosts are sent expert by expert, and come back to their place.
 
 The dispatch, the product with ``b``, the function, the product with ``c`` and the way back are one
 Plan; either half can be one of its own, as gradients need them.
@@ -516,10 +517,10 @@ class ExpertStage:
         return self._move(self._at_home(self.leaving, source, target, share), landing)
 
     def _homeward(self, source: int, home: int, number: int) -> Transfer:
-        """What the experts of a rank make of it, back: from another host to its place."""
-        share, out = self.world.shares[number], "staging out"
-        if home not in self.builder.lane_of and source not in self.builder.lane_of:
-            out = "out"
+        """What the experts of a rank make of it, back: from another host to its place. One of both
+        ranks is this one."""
+        crosses = self.builder.lane_of.keys().isdisjoint((source, home))
+        share, out = self.world.shares[number], "out" if crosses else "staging out"
         rows = self._landed("partial", [home], share).on(source)
         return self._move(rows, self._at_home(out, home, source, share))
 
