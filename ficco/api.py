@@ -130,7 +130,7 @@ def explain(
         world: number of ranks.
         dtype: of the operands, or its name.
         rows: as for operators of products; None for rows as equal as their number allows.
-        hosts: how many hosts the ranks are on, with as many each; one for experts.
+        hosts: how many hosts the ranks are on, with as many each.
         schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.

@@ -82,8 +82,9 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
     flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
     flops += sum(map(attended_flops, step.attends))
     flops += step.applied.flops if step.applied else 0.0
-    moved = [step.transfer.src] if step.transfer else []
-    moved += [move.src for move in step.moves if move.src.rank == plan.rank]
+    moves = [step.transfer] if step.transfer else []
+    moves += [move for move in step.moves if move.src.rank == plan.rank]
+    nbytes = sum(map(plan.moved_bytes, moves))
     if step.op == "collective":
         problem, rank = plan.problem, plan.rank
         assert isinstance(problem, Problem)
@@ -91,10 +92,10 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
         rows = sum(problem.block(peer, rank) for peer in peers)
         if problem.kind.returns:
             rows += sum(problem.rows[peer] for peer in peers)
-        moved = [moved[0]._replace(row=0, row_stop=rows)]
+        nbytes = plan.nbytes(moves[0].src._replace(row=0, row_stop=rows))
     elif step.reduction:
-        moved = [*step.reduction.parts, step.reduction.out]
-    return flops, float(sum(map(plan.nbytes, moved)))
+        nbytes = sum(map(plan.nbytes, (*step.reduction.parts, step.reduction.out)))
+    return flops, float(nbytes)
 
 
 def assemble(

@@ -138,7 +138,7 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
         landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for plan in plans:
-            at = Filled(block_starts(asked, counts, plan.rank))
+            at = Filled(block_starts(asked, counts))
             made = {"b": 0, "c": 0}
             for step in plan.steps:
                 for one in step.products:

@@ -69,8 +69,8 @@ def crosses_once(plans: list[Plan]) -> bool:
         for step in plan.steps:
             if step.op == "copy":
                 assert step.transfer.dst.rank // local == plan.rank // local
-        sent = sum(move.src.rows for move in moves if move.src.rank == plan.rank)
-        come = sum(move.src.rows for move in moves if move.dst.rank == plan.rank)
+        sent = sum(move.batch * move.src.rows for move in moves if move.src.rank == plan.rank)
+        come = sum(move.batch * move.src.rows for move in moves if move.dst.rank == plan.rank)
         if not sent == come == each:
             return False
     return True

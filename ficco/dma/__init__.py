@@ -29,6 +29,7 @@ replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
 products                 products, sums and placement by PyTorch
 filled                   the same of rows that only the call knows
+messages                 what of a Plan's Regions goes between hosts, with those rows
 attention                libraries' attention, its backward, and merging what they give
 heads                    the same for all positions of some heads
 scaled                   products of float8 operands, and what libraries lack for them

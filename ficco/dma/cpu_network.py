@@ -14,13 +14,11 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import torch
-
 from ficco.dma.cpu_collectives import DEATH_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
-from ficco.dma.filled import rows_op
-from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
+from ficco.dma.gloo import GlooLinks, PeerExchange
+from ficco.dma.messages import bytes_of, joined, joint_room, messages, parts_of, take_apart
 
 
 class GlooNetwork:
@@ -34,12 +32,12 @@ class GlooNetwork:
         """Send what a step moves; where it posts signals, wait for its end, too."""
         posts = bool(program.plan.steps[step].posts)
         found = [one for one in messages(program.plan, step) if one.outward]
-        moves = [(one, rows_op(program, one.region)) for one in found]
+        moves = [(one.peer, parts_of(program, one)) for one in found]
 
         def op(call: Call) -> None:
             state: CallState = call.state
-            rows = ((one.peer, mine(call)) for one, mine in moves)
-            parts = [(True, peer, bytes_of(part.contiguous())) for peer, part in rows if len(part)]
+            some = [(peer, mine) for peer, rows in moves if (mine := rows(call))]
+            parts = [(True, peer, bytes_of(joined(mine))) for peer, mine in some]
             exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
             self._await(program, step, state, exchange, self._sends)
             state.sent[step].set()
@@ -53,7 +51,7 @@ class GlooNetwork:
         plan = program.plan
         moves = {
             step: [
-                (one, rows_op(program, one.region))
+                (one.peer, parts_of(program, one))
                 for one in messages(plan, step)
                 if not one.outward
             ]
@@ -65,14 +63,11 @@ class GlooNetwork:
             state: CallState = call.state
             for step, some in moves.items():
                 parts, landed = [], []
-                for one, mine in some:
-                    part = data = mine(call)
-                    if not len(part):
-                        continue
-                    if not part.is_contiguous():
-                        data = torch.empty_like(part, memory_format=torch.contiguous_format)
-                        landed.append((part, data))
-                    parts.append((False, one.peer, bytes_of(data)))
+                for peer, rows in some:
+                    if mine := rows(call):
+                        data = joint_room(mine)
+                        landed.append((data, mine))
+                        parts.append((False, peer, bytes_of(data)))
                 exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
                 self._links.expected.add(exchange)
                 state.coming[step] = exchange, landed
@@ -82,8 +77,8 @@ class GlooNetwork:
             exchange, landed = state.coming.pop(step)
             self._await(program, step, state, exchange, self._receives)
             self._links.expected.remove(exchange)
-            for part, data in landed:
-                part.copy_(data)
+            for data, mine in landed:
+                take_apart(data, mine)
             while not state.sent[step].wait(SLICE_S):
                 state.check()
             state.stamps.append((step, True, time.perf_counter()))

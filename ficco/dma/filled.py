@@ -108,21 +108,6 @@ def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
     return found
 
 
-def rows_op(program: Program, region: Region) -> Callable[[Call], torch.Tensor]:
-    """The rows of a region that a call has."""
-    places = buffers_of(program)
-    if not filled(program.plan, region):
-        return places.view(region)
-    rows, found = places.rows(region), spans(program.plan, region, 1, 0)
-
-    def view(call: Call) -> torch.Tensor:
-        assert call.filled is not None
-        (first,), (last,) = found(call.filled)
-        return rows(call, int(first), int(last))
-
-    return view
-
-
 def move_op(
     program: Program, transfer: Transfer, move: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> Op:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from ficco.dma.collectives import LONGEST_S
 from ficco.dma.engine import Engine
 from ficco.dma.hosts import Hosts
 from ficco.errors import SignalTimeout
-from ficco.plan import Plan, Region
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -45,31 +44,6 @@ def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
     rank, world = hosts.group.rank(), hosts.group.size()
     limit = timedelta(seconds=min(seconds, LONGEST_S))
     return dist.ProcessGroupGloo(hosts.store(purpose), rank, world, limit)
-
-
-class Message(NamedTuple):
-    """A side of a move between hosts: this rank's region, sent to a peer or received from it."""
-
-    outward: bool
-    peer: int
-    region: Region
-
-
-def messages(plan: Plan, step: int) -> list[Message]:
-    """What a network step sends and receives, without what is empty. Of blocks a call may have no
-    rows: then both sides leave the message out."""
-    found = []
-    for move in plan.steps[step].moves:
-        outward = move.src.rank == plan.rank
-        mine, peer = (move.src, move.dst.rank) if outward else (move.dst, move.src.rank)
-        if mine.elements:
-            found.append(Message(outward, peer, mine))
-    return found
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, whatever the stride of a dimension of size 1."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class PeerExchange:

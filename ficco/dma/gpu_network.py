@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -26,11 +26,20 @@ from ficco.dma.buffers import buffers_of
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WORD, StreamEngine, drained
 from ficco.dma.engine import Call, Missing, Op, Program, timed_out
-from ficco.dma.filled import rows_op
-from ficco.dma.gloo import GlooLinks, PeerExchange, bytes_of, messages
+from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import align
+from ficco.dma.messages import (
+    bytes_of,
+    joined,
+    joint_room,
+    messages,
+    most_bytes,
+    parts_of,
+    put_together,
+    take_apart,
+)
 from ficco.errors import BackendError, FiccoError, SignalTimeout
 from ficco.plan import Plan
 
@@ -106,6 +115,15 @@ class _Job(NamedTuple):
     parts: Sequence[tuple[bool, int, torch.Tensor]]
 
 
+class _Staged(NamedTuple):
+    """A message in memory of the host, and what of it a call has on the device."""
+
+    outward: bool
+    peer: int
+    data: torch.Tensor
+    parts: Callable[[Call], list[torch.Tensor]]
+
+
 class GlooRelay(GpuNetwork):
     """A thread that sends what a stream has copied to pinned memory, and receives there.
 
@@ -138,39 +156,36 @@ class GlooRelay(GpuNetwork):
         lane, driver = program.plan.steps[step].lane, self._engine.driver
         if not (moves := messages(program.plan, step)):
             return lambda call: None
-        places = buffers_of(program)
-        sizes = [program.plan.nbytes(one.region) for one in moves]
-        cut = self._cut(sizes)
-        staged = []
-        for one, data in zip(moves, cut, strict=True):
-            region = data.view(places.dtype(one.region)).view(one.region.rows, one.region.cols)
-            staged.append((one, region, rows_op(program, one.region)))
-        packs = [(region, view) for one, region, view in staged if one.outward]
-        lands = [(region, view) for one, region, view in staged if not one.outward]
+        plan, dtype = program.plan, buffers_of(program).dtype
+        cut = self._cut([most_bytes(plan, one) for one in moves])
+        staged = [
+            _Staged(one.outward, one.peer, data.view(dtype(one.region)), parts_of(program, one))
+            for one, data in zip(moves, cut, strict=True)
+        ]
         there, back = MemOp(WRITE_32, self._reached, 1), MemOp(WAIT_32, self._done, 1)
         meet = self._batch([there, back, MemOp(WRITE_32, self._done, 0)])
 
         def pack(call: Call) -> None:
-            for region, view in packs:
-                rows = view(call)
-                region[: len(rows)].copy_(rows, non_blocking=True)
+            for one in staged:
+                if one.outward and (parts := one.parts(call)):
+                    put_together(parts, one.data[: _elements(parts)])
 
         def land(call: Call) -> None:
-            for region, view in lands:
-                rows = view(call)
-                rows.copy_(region[: len(rows)], non_blocking=True)
+            for one in staged:
+                if not one.outward and (parts := one.parts(call)):
+                    take_apart(one.data[: _elements(parts)], parts)
 
         begin, end = (driver.on_lane(lane, one) for one in (pack, land))
 
         def op(call: Call) -> None:
-            if packs:
-                begin(call)
-            rows = ((one, region[: len(view(call))]) for one, region, view in staged)
-            parts = [(one.outward, one.peer, bytes_of(some)) for one, some in rows if len(some)]
-            self._jobs.put(_Job(program.plan, step, parts))
+            some = [(one, count) for one in staged if (count := _elements(one.parts(call)))]
+            if not some:
+                return
+            begin(call)
+            parts = [(one.outward, one.peer, bytes_of(one.data[:count])) for one, count in some]
+            self._jobs.put(_Job(plan, step, parts))
             meet.enqueue(call.state[lane])
-            if lands:
-                end(call)
+            end(call)
 
         return op
 
@@ -223,6 +238,10 @@ class GlooRelay(GpuNetwork):
         self._jobs.put(None)
         self._links.broken = self._under_way is not None
         self._links.close()
+
+
+def _elements(parts: Sequence[torch.Tensor]) -> int:
+    return sum(part.numel() for part in parts)
 
 
 # NCCL, on the lane's stream.
@@ -308,31 +327,30 @@ class NcclNetwork(GpuNetwork):
                     "connect in a capture; make one such call before it"
                 )
             self._connect(new)
-        moves = [(one, rows_op(program, one.region)) for one in found]
+        moves = [(one, parts_of(program, one)) for one in found]
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
             # In a graph NCCL registers by itself what it can. Replays of long messages hung where
             # that was one side only, as it seems: both are PyTorch's memory of the graph there.
             parts, lands, own = [], [], bool(self._engine.capturing())
-            for one, mine in moves:
-                data = part = mine(call)
-                if not len(part):
+            for one, rows in moves:
+                if not (mine := rows(call)):
                     continue
-                if own or not part.is_contiguous():
-                    data = torch.empty_like(part, memory_format=torch.contiguous_format)
-                    if one.outward:
-                        data.copy_(part)
-                    else:
-                        lands.append((part, data))
+                data = joined(mine) if one.outward else joint_room(mine)
+                if own and data is mine[0]:
+                    data = data.clone() if one.outward else torch.empty_like(data)
+                if not one.outward:
+                    lands.append((data, mine))
                 parts.append((one.outward, one.peer, bytes_of(data)))
+            if not parts:
+                return
             try:
-                if parts:
-                    self._move(parts)
+                self._move(parts)
             except RuntimeError as error:
                 raise self._refused(program.plan, step, error) from error
-            for part, data in lands:
-                part.copy_(data)
+            for data, mine in lands:
+                take_apart(data, mine)
 
         carry_out = self._engine.driver.on_lane(lane, move)
 

@@ -38,7 +38,7 @@ def crossed(plan: Plan, machine: Machine) -> float:
         return 0.0
     network = machine.network
     assert network is not None
-    nbytes = sum(plan.nbytes(move.src) for move in moves)
+    nbytes = sum(map(plan.moved_bytes, moves))
     return network.latency + nbytes * network.sharing / network.bandwidth
 
 

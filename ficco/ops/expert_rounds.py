@@ -137,7 +137,7 @@ def round_gradients(
         d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
     rank, starts = call.group.rank(), None
     if blocks.exact:
-        starts = _starts(layer, blocks, rank)[LANDING[0], rank].tolist()
+        starts = _starts(layer, blocks)[LANDING[0], rank].tolist()
     if of_up:
         d_up = _of_weights(arrived, d_hidden, up, layer, starts)
     if of_down:
@@ -238,7 +238,7 @@ def _run(
         tensors = {name: plain(tensor) for name, tensor in operands.items()}
         plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
         if layer.exact:
-            starts = _starts(layer, blocks, engine.rank)
+            starts = _starts(layer, blocks)
             landing = starts[LANDING[0], engine.rank]
             filled = Filled(starts, ends_of(cached.groups, landing, first.device))
             whole = cached.whole if engine.keeps_made else whole
@@ -279,12 +279,10 @@ class ExpertKind(CachedCall):
         return made_whole(self.plan)
 
 
-def _starts(
-    layer: ExpertLayer, blocks: Blocks, rank: int
-) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
+def _starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
     """What calls of an exact layer, and of its halves, have before each block."""
     if layer.gathers not in blocks.filled:
-        blocks.filled[layer.gathers] = block_starts(layer, blocks.every, rank)
+        blocks.filled[layer.gathers] = block_starts(layer, blocks.every)
     found: dict[tuple[str, int], np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
     return found
 

@@ -4,7 +4,7 @@ Every rank has ``experts`` of the layer's experts, and room for ``capacity`` tok
 each of them. The tokens of one rank for the experts of another are a block, which travels in one
 strided copy, or in pieces. They land expert by expert, and for each expert source by source, so
 that the tokens of neighbouring sources for all experts are one batch of products. Blocks from and
-for ranks of other hosts are sent expert by expert, and come back to their place.
+for ranks of other hosts are a message for each piece, and come back to their place.
 
 The dispatch, the product with ``b``, the function, the product with ``c`` and the way back are one
 Plan; either half can be one of its own, as gradients need them.
@@ -246,16 +246,18 @@ class ExpertLayer:
         )
 
 
-#: Buffers where rows are multiplied, and where they come back.
+#: Buffers from which rows leave, where they are multiplied, and where they come back.
+LEAVING = ("a", "leaving")
 LANDING = ("gathered", "staging", "hidden", "active", "partial")
 HOME = ("out", "staging out")
 
 
 def block_starts(
-    layer: ExpertLayer, counts: Sequence[Sequence[int]], rank: int
+    layer: ExpertLayer, counts: Sequence[Sequence[int]]
 ) -> dict[tuple[str, int], np.ndarray[Any, Any]]:
-    """For the buffers of a rank, and those of its peers that it copies to, how many rows a call has
-    before each block, and in all. ``counts``: by rank, the rows that it has for each expert."""
+    """For the buffers of a rank, and those of its peers at the other end of what it sends and
+    receives, how many rows a call has before each block, and in all. ``counts``: by rank, the rows
+    that it has for each expert."""
     table = np.array(counts, np.int64)  # [source, expert]
     world = layer.world
     if layer.gathers:
@@ -267,10 +269,12 @@ def block_starts(
     for one in (table, landing, home):
         rows.append(np.zeros((world, one.shape[1] + 1), np.int64))
         one.cumsum(1, out=rows[-1][:, 1:])
-    found = dict.fromkeys((("a", rank), ("leaving", rank)), rows[0][rank])
-    for names, starts in ((LANDING, rows[1]), (HOME, rows[2])):
-        found |= {(name, at): starts[at] for name in names for at in range(world)}
-    return found
+    return {
+        (name, at): starts[at]
+        for names, starts in zip((LEAVING, LANDING, HOME), rows, strict=True)
+        for name in names
+        for at in range(world)
+    }
 
 
 class Share(NamedTuple):
@@ -508,7 +512,7 @@ class ExpertStage:
             signal = self.world.signal("ready", self.me, target, number)
             move = self._outward(self.me, target, number)
             self._copy(move, target, signal, self._brought(target, number))
-        self.crossed = self._cross(self._outward, self._brought)
+        self.crossed = self._cross(self.legs, self._outward, self._brought)
 
     def _outward(self, source: int, target: int, number: int) -> Transfer:
         """A piece of a rank's tokens, to the experts of another."""
@@ -526,23 +530,23 @@ class ExpertStage:
 
     def _cross(
         self,
+        legs: Sequence[tuple[int, int]],
         move: Callable[[int, int, int], Transfer],
         after: Callable[[int, int], tuple[int, ...]],
     ) -> dict[tuple[int, int], int]:
         """Exchange pieces with the ranks of other hosts; by source and piece, the steps that bring
-        them. A message has no strides."""
+        them."""
         numbers, sent, received = range(len(self.world.shares)), {}, {}
-        for target, source in self.legs:
-            sent[target] = [
-                Sending(_singly(move(self.me, target, number)), after(target, number))
-                for number in numbers
-            ]
-            received[source] = [_singly(move(source, self.me, number)) for number in numbers]
+        for target, source in legs:
+            sent[target] = [Sending((move(self.me, target, i),), after(target, i)) for i in numbers]
+            received[source] = [(move(source, self.me, i),) for i in numbers]
         return add_moves(self.builder, self.schedule.order, sent, received)
 
     def _cross_back(self) -> None:
-        """Exchange what came of pieces with the ranks of other hosts."""
-        self._cross(self._homeward, lambda home, number: (self.made[home, number],))
+        """Exchange what came of pieces with the ranks of other hosts: whose rows came first get
+        theirs first."""
+        legs = [(source, target) for target, source in self.legs]
+        self._cross(legs, self._homeward, lambda home, number: (self.made[home, number],))
 
     def _brought(self, target: int, number: int) -> tuple[int, ...]:
         """The step after which the rows of a piece are there to leave."""
@@ -685,18 +689,6 @@ class ExpertStage:
             return _Strided(region, batch, stride)
         apart = self.layer.home(1)
         return _Strided(region, batch * len(owners), stride if batch > 1 else apart)
-
-
-def _singly(move: Transfer) -> tuple[Transfer, ...]:
-    """The copies of a batch."""
-    return tuple(
-        Transfer(_down(move.src, i * move.src_stride), _down(move.dst, i * move.dst_stride))
-        for i in range(move.batch)
-    )
-
-
-def _down(region: Region, rows: int) -> Region:
-    return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
 
 
 def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:

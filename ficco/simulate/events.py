@@ -755,7 +755,7 @@ class Simulation:
         moves = step.moves or (step.transfer,)
         sent = received = 0
         for move in filter(None, moves):
-            nbytes = move.src.elements * self.itemsize[move.src.buffer]
+            nbytes = move.elements * self.itemsize[move.src.buffer]
             if move.src.rank == me:
                 sent += nbytes
             else:
