@@ -770,6 +770,17 @@ def _assert_they_learn(found: Sequence[Any], victims: Sequence[int]) -> None:
     assert set(blamed) & set(victims), blamed
 
 
+def losing(at: Rank, victims: Sequence[int], how: int, calls: Callable[[], Any]) -> Any:
+    """Lose ranks, then make calls: what comes of these, after how long, and what closing gives."""
+    at.barrier()
+    if at.rank in victims:
+        os.kill(os.getpid(), how)
+    begin = time.monotonic()
+    outcome = caught(calls)
+    waited = time.monotonic() - begin
+    return outcome, waited, caught(ficco.close)
+
+
 def bereaved(at: Rank, victims: Sequence[int], how: int, hosts: int, group: Any = None) -> Any:
     """What a rank learns of others that are lost, where calls return before they are over."""
     with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
@@ -779,20 +790,13 @@ def bereaved(at: Rank, victims: Sequence[int], how: int, hosts: int, group: Any 
             exact_gather(at, case, iteration, group)
         made = make(at, case, 3, group)
         ficco.synchronize()
-        at.barrier()
-        if at.rank in victims:
-            os.kill(os.getpid(), how)
-        begin = time.monotonic()
 
         def calls() -> None:
             for _ in range(3):
                 call(case, made.a, made.b, group)
             ficco.synchronize()
 
-        outcome = caught(calls)
-        waited = time.monotonic() - begin
-        closed = caught(ficco.close)
-        return outcome, waited, closed
+        return losing(at, victims, how, calls)
 
 
 def assert_all_learn(found: Sequence[Any], victims: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +14,9 @@ import pytest
 import test_projections_gpu
 import torch
 from cases import replays
-from ranks import Rank, caught, need_own_gpus, run
+from ranks import Rank, need_own_gpus, run
 from test_attention import AttentionCase
-from test_hosts import PATIENCE_S, assert_all_learn, host_of
+from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing
 from test_hosts_attention import CALLS, calls
 
 import ficco
@@ -92,13 +91,7 @@ def _bereaved(at: Rank, victims: Sequence[int], name: str) -> Any:
 
         for _ in range(3):
             once()
-        at.barrier()
-        if at.rank in victims:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        outcome = caught(lambda: [once() for _ in range(3)])
-        waited = time.monotonic() - begin
-        return outcome, waited, caught(ficco.close)
+        return losing(at, victims, signal.SIGKILL, lambda: [once() for _ in range(3)])
 
 
 @pytest.mark.parametrize("name", OPERATORS)

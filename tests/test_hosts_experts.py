@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, caught, run
 from test_experts import SCHEDULES
-from test_hosts import PATIENCE_S, assert_all_learn, host_of
+from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing
 
 import ficco
 from ficco.machine import Machine, find
@@ -27,6 +26,7 @@ from ficco.plan import Plan, PlanError, Step, check
 from ficco.schedules import Schedule
 from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, expert_plans
 from ficco.simulate import simulate
+from ficco.timeline import work
 
 #: Hosts, and ranks of each.
 WORLDS = [(2, 2), (3, 2), (2, 1), (1, 4), (4, 1), (2, 3)]
@@ -74,6 +74,15 @@ def crosses_once(plans: list[Plan]) -> bool:
         if not sent == come == each:
             return False
     return True
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
+    layer = layer_of("experts", hosts, 4 // hosts)
+    for plan in expert_plans(layer, Schedule.parse("growing")):
+        sent = [work(plan, step)[1] for step in plan.steps if step.op in ("copy", "network")]
+        each = layer.experts * layer.capacity * (layer.k + layer.n) * 4
+        assert sum(sent) == (layer.world - 1) * each
 
 
 @settings(max_examples=40)
@@ -249,12 +258,7 @@ def _bereaved(at: Rank, victims: Sequence[int], capacity: int | None) -> Any:
         once = partial(test_experts.call, at, layer, mine, capacity=capacity)
         for _ in range(3):
             once()
-        at.barrier()
-        if at.rank in victims:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        outcome = caught(lambda: [once() for _ in range(3)])
-        return outcome, time.monotonic() - begin, caught(ficco.close)
+        return losing(at, victims, signal.SIGKILL, lambda: [once() for _ in range(3)])
 
 
 @pytest.mark.parametrize(("victims", "capacity"), [((3,), 5), ((2, 3), None), ((1,), None)])
