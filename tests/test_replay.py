@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -439,6 +439,12 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
     return records(rows)
 
 
+def ends(row: Mapping[str, Any]) -> tuple[float, float]:
+    """The times of two rounds, of their quartiles."""
+    low, high = row["ms_low"], row["ms_high"]
+    return (3 * low - high) / 2, (3 * high - low) / 2
+
+
 def test_the_bench_of_a_replay(tmp_path: Path) -> None:
     rows = ranks.run(1, _bench, str(tmp_path), fresh=True)[0]
     machine = find("h200-4", None)
@@ -457,9 +463,12 @@ def test_the_bench_of_a_replay(tmp_path: Path) -> None:
             for name in (*right[3:], *predicted):
                 row = mine[name]
                 assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
-                # No replay ends before its last arrival. Of the ideal it may have more than all:
-                # others use the cores, too, and may hold that up.
-                assert row["share"] > 0 and row["ms_high"] > mine["copies"]["ms"]
+                # No replay ends before its last arrival; others use the cores, too, and may hold
+                # up the ideal. The median of a ratio of two rounds is between those of their ends.
+                assert row["ms_high"] > mine["copies"]["ms"]
+                (least, most), (short, long) = ends(mine["ideal"]), ends(row)
+                assert least / long <= row["share"] * (1 + 1e-3)
+                assert row["share"] <= most / short * (1 + 1e-3)
             last = received_s(CASES[case].problem(3), machine, 1)
             assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
     about = json.loads((tmp_path / "rows.json").read_text())
