@@ -2,7 +2,8 @@
 
 Within a host the board is shared memory. Between hosts a thread of each rank publishes the rank's
 part in the group's store when it has changed and, while calls are made, reads the parts of the
-ranks of other hosts: all the time while a call waits for them to agree.
+ranks of other hosts: all the time while a call waits for them to agree. What ranks tell with a call
+is published at once, and read while a call waits for it.
 """
 
 from __future__ import annotations

@@ -370,6 +370,18 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
 
 
+@pytest.mark.parametrize("operator", OTHERS)
+def test_attention_and_experts_are_planned_over_hosts(
+    operator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--operator", operator, *OTHERS[operator], "--machine", "h100-8", "--hosts", "2"]
+    assert cli.run(["plan", "auto", *asked, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert any(one["moves"] for one in planned["steps"]) and planned["source"] == "model"
+    assert cli.run(["explain", *asked]) == 0
+    assert "2 hosts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("operator", "more", "said"),
     [

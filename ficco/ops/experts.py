@@ -85,7 +85,7 @@ def experts(
 
     Raises:
         ValueError: an operand or argument is wrong.
-        NotImplementedError: the dtype is not served.
+        NotImplementedError: the dtype is not served, or without a capacity more than 1024 experts.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
