@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pandas as pd
 import torch
@@ -31,6 +32,7 @@ from ficco.bench.ways import COMPUTED, MOVED, Subject, Way
 from ficco.dma.attention import Heads, Merge, attention, by_heads, merge
 from ficco.dma.engine import Part
 from ficco.families import problem_of
+from ficco.hip_kernels.launch import Kernels
 from ficco.workspace import workspace_of
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
@@ -167,6 +169,13 @@ def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """And back."""
     apart = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
     return exchanged(apart, group).transpose(0, 1).flatten(1, 2)
+
+
+@contextmanager
+def nothing_merged() -> Iterator[None]:
+    """Calls of ficco leave parts of attention as they are, to see what merging them adds."""
+    with mock.patch.object(Kernels, "merge", lambda *_: None):
+        yield
 
 
 # PyTorch's.
@@ -307,8 +316,13 @@ class AttentionData:
             )
             for name in schedules or SCHEDULES[self.case.operator]
         }
-        theirs = self._gathered() if self.case.operator == GATHERS else self._by_heads()
-        return {"attention": Way(self._alone(), COMPUTED), **theirs, **ours}
+        alone = {"attention": Way(self._alone(), COMPUTED)}
+        if self.case.operator == BY_HEADS:
+            return {**alone, **self._by_heads(), **ours}
+        if self.watch.on_gpu and "ficco" in ours:
+            call = ours["ficco"].call
+            ours |= {"ficco, nothing merged": Way(call, "unmerged", context=nothing_merged)}
+        return {**alone, **self._gathered(), **ours}
 
     def _gathered(self) -> dict[str, Way]:
         asked, group, device = self.asked, self.watch.group, self.watch.device
@@ -422,7 +436,8 @@ ABOUT = (
     "for keys that are all there; `all-gather` and `all-to-alls` are the collectives alone, and "
     "with attention the baseline: one after the other, by the same kernels as ficco's, and by its "
     "kernel that merges. `context_parallel` is PyTorch's, by each of its kernels, with keys "
-    "gathered after the first step or sent from rank to rank."
+    "gathered after the first step or sent from rank to rank. `ficco, nothing merged` is `ficco` "
+    "without the kernel that merges: the difference is the time that merging adds."
 )
 
 SUBJECT = Subject("attention", ATTENTION, AttentionData, heads, ABOUT)
