@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch.distributed import ProcessGroup
@@ -143,15 +144,18 @@ class Board:
         if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._courier.changed()
 
-    def tell(self, number: int, values: Sequence[int]) -> None:
+    def tell(self, number: int, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Tell the other ranks up to ``TOLD`` numbers of at most 40 bits with a call."""
         told = np.array(values, np.uint64) | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
         self._told[self.rank][number % ENTRIES, : len(values)] = told
         if self._courier is not None:
             self._courier.tell(number % ENTRIES, told.tobytes())
 
-    def told(self, number: int, count: int, timeout_s: float, operator: str) -> list[list[int]]:
-        """What every rank tells with a call that all agree on and tell so many numbers with.
+    def told(
+        self, number: int, count: int, timeout_s: float, operator: str
+    ) -> np.ndarray[Any, Any]:
+        """What every rank tells with a call that all agree on and tell so many numbers with, int64
+        [world, count].
 
         Raises:
             FiccoError: a rank has told something 256 calls later.
@@ -176,7 +180,7 @@ class Board:
         finally:
             if self._courier is not None:
                 self._courier.ask(None)
-        return [[entry & _DIGEST for entry in ring.tolist()] for ring in rings]
+        return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64)
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""

@@ -8,6 +8,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,7 +139,7 @@ def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
             assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
         landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for plan in plans:
-            at = Filled(block_starts(asked, counts))
+            at = Filled(block_starts(asked, np.array(counts)))
             made = {"b": 0, "c": 0}
             for step in plan.steps:
                 for one in step.products:

@@ -164,13 +164,13 @@ class Filled:
     """What a call has of buffers whose rows are in blocks (:attr:`ficco.plan.Buffer.block`).
 
     Attributes:
-        starts: by buffer and rank, the rows before each block, and in all, int64.
+        starts: by buffer, int64 [rank, blocks + 1]: the rows before each block, and in all.
         ends: of grouped products, the row after each group, from its first row on: int32 on the
             device.
         made: of buffers that are made in parts, the rows of each part and the part.
     """
 
-    starts: Mapping[tuple[str, int], np.ndarray[Any, Any]]
+    starts: Mapping[str, np.ndarray[Any, Any]]
     ends: Mapping[Groups, torch.Tensor] = field(default_factory=dict)
     made: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
 

@@ -54,7 +54,7 @@ def by_copies(plan: Plan, transfer: Transfer) -> bool:
 def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Filled], Spans]:
     """Where the rows of so many regions, each ``stride`` rows below the one before, lie in a
     call."""
-    key, block = (region.buffer, region.rank), plan.buffer[region.buffer].block
+    name, rank, block = region.buffer, region.rank, plan.buffer[region.buffer].block
     if not block:
         downs = stride * np.arange(count)
         fixed = Spans(region.row + downs, region.row_stop + downs)
@@ -70,14 +70,14 @@ def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Fill
     if not (row or stop):
 
         def of_blocks(at: Filled) -> Spans:
-            starts = at.starts[key]
-            return Spans(starts[begins], starts[ends])
+            starts = at.starts[name]
+            return Spans(starts[rank, begins], starts[rank, ends])
 
         return of_blocks
     after_begins, after_ends = every(first + 1), every(last + 1)
 
     def found(at: Filled) -> Spans:
-        starts = at.starts[key]
+        starts = at.starts[name][rank]
         begin = np.minimum(starts[begins] + row, starts[after_begins])
         end = np.minimum(starts[ends] + stop, starts[after_ends]) if stop else starts[ends]
         return Spans(begin, end)

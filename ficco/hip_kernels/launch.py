@@ -134,6 +134,17 @@ class Runs(ctypes.Structure):
 
     _fields_ = [("dst", _U64 * MAX_RUNS), ("src", _U64 * MAX_RUNS), ("end", _U32 * MAX_RUNS)]
 
+    @classmethod
+    def of(cls, dst: Numbers, src: Numbers, end: Numbers) -> Runs:
+        made = cls()
+        (fields,) = np.frombuffer(made, _RUNS)
+        for name, values in (("dst", dst), ("src", src), ("end", end)):
+            fields[name][: len(values)] = values
+        return made
+
+
+_RUNS = np.dtype(Runs)
+
 
 class ScriptStep(NamedTuple):
     """A step of a :class:`Script`: wait until a 32-bit word has a value, or write one of 32 or, if
@@ -511,12 +522,10 @@ class Kernels:
             )
         for first in range(0, len(sizes), MAX_RUNS):
             some = slice(first, first + MAX_RUNS)
-            ends, runs = np.cumsum(sizes[some] // 16).astype(np.uint32), Runs()
-            for field, values in ((runs.dst, dst[some]), (runs.src, src[some]), (runs.end, ends)):
-                ctypes.memmove(field, values.ctypes.data, values.nbytes)
+            ends = (sizes[some] // 16).cumsum()
             blocks = -(-int(ends[-1]) // COPY_THREADS)
             blocks = min(BLOCKS_PER_PROCESSOR * self.binding.processors, blocks)
-            given = runs, _U32(len(ends)), _U32(blocks)
+            given = Runs.of(dst[some], src[some], ends), _U32(len(ends)), _U32(blocks)
             self._launch("ficco_copy_runs", blocks, COPY_THREADS, given, stream)
 
     def _prepare(

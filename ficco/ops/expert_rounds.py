@@ -137,7 +137,7 @@ def round_gradients(
         d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
     rank, starts = call.group.rank(), None
     if blocks.exact:
-        starts = _starts(layer, blocks)[LANDING[0], rank].tolist()
+        starts = _starts(layer, blocks)[LANDING[0]][rank].tolist()
     if of_up:
         d_up = _of_weights(arrived, d_hidden, up, layer, starts)
     if of_down:
@@ -186,18 +186,18 @@ def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
     all, not as the largest."""
     if not layer.exact:
         return layer
-    pairs, parts = sum(map(sum, blocks.every)), layer.world * len(blocks.every[0])
-    return replace(layer, capacity=max(-(-pairs // parts), 1))
+    pairs, blocks_of_all = int(blocks.every.sum()), blocks.every.size
+    return replace(layer, capacity=max(-(-pairs // blocks_of_all), 1))
 
 
 def _room(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
     """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
-    sent = [sum(counts) for counts in blocks.every]
+    sent = blocks.every.sum(1)
+    most = int(sent.max())
     if gathers:
-        return rounded(sum(sent)), rounded(len(sent) * max(sent))
-    there = [sum(column) for column in zip(*blocks.every, strict=True)]
-    landing = max(sum(there[i : i + experts]) for i in range(0, len(there), experts))
-    return rounded(landing), rounded(max(sent))
+        return rounded(int(sent.sum())), rounded(len(sent) * most)
+    there = blocks.every.sum(0).reshape(-1, experts).sum(1)
+    return rounded(int(there.max())), rounded(most)
 
 
 def _run(
@@ -207,8 +207,8 @@ def _run(
     operands: dict[str, torch.Tensor],
     purpose: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Run a layer, or a half of one; returns its results by name. The result has a row of zeros at
-    its end, which pairs without a row read."""
+    """Run a layer, or a half of one; returns its results by name. The result has one more row at
+    its end, of zeros if there are pairs without a row, which read it."""
     first = next(iter(operands.values()))
     workspace = workspace_for(given.group, first, "tokens", NAME)
     try:
@@ -239,19 +239,19 @@ def _run(
         plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
         if layer.exact:
             starts = _starts(layer, blocks)
-            landing = starts[LANDING[0], engine.rank]
+            landing = starts[LANDING[0]][engine.rank]
             filled = Filled(starts, ends_of(cached.groups, landing, first.device))
             whole = cached.whole if engine.keeps_made else whole
         for buffer in plan.buffers:
             if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]
                 if filled is not None:
-                    rows = int(filled.starts[buffer.name, engine.rank][-1])
+                    rows = int(filled.starts[buffer.name][engine.rank, -1])
                 made = first.new_empty(rows + (buffer.name == "out"), cols)
                 tensors[buffer.name] = made[:rows]
                 if buffer.memory == "result":
                     results[buffer.name] = made
-        if "out" in results:
+        if "out" in results and not layer.exact:
             results["out"][-1].zero_()
         post_call(workspace, key, cached, options, purpose)
         execute(workspace, cached, Call(tensors, filled=filled))
@@ -279,11 +279,11 @@ class ExpertKind(CachedCall):
         return made_whole(self.plan)
 
 
-def _starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[tuple[str, int], np.ndarray[Any, Any]]:
+def _starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:
     """What calls of an exact layer, and of its halves, have before each block."""
     if layer.gathers not in blocks.filled:
         blocks.filled[layer.gathers] = block_starts(layer, blocks.every)
-    found: dict[tuple[str, int], np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
+    found: dict[str, np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
     return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +60,7 @@ class Blocks:
 
     def __init__(self, experts: int, capacity: int | None) -> None:
         self.experts, self._capacity, self._rounds = experts, capacity, 1
-        self._told: list[list[int]] = []
+        self._told = np.zeros((0, experts), np.int64)
         self.filled: dict[Hashable, Any] = {}  # what calls make of exact ones
 
     @property
@@ -71,8 +72,9 @@ class Blocks:
         return self._capacity
 
     @property
-    def every(self) -> list[list[int]]:
-        """If there are as many rows as pairs, the counts of all ranks; waits for them."""
+    def every(self) -> np.ndarray[Any, Any]:
+        """If there are as many rows as pairs, the counts of all ranks, [world, experts]; waits for
+        them."""
         self.settle()
         return self._told
 
@@ -167,7 +169,7 @@ class Routing(Blocks):
         self._asked, self._counted = (workspace, number), None
         if told.is_cpu:
             self._tells = told
-            workspace.board.tell(number, told.tolist())
+            workspace.board.tell(number, told.numpy())
             return
         self._tells = torch.empty_like(told, device="cpu", pin_memory=True)
         self._tells.copy_(told, non_blocking=True)
@@ -183,18 +185,18 @@ class Routing(Blocks):
             workspace.raise_error()
             if self._counted is not None:
                 self._counted.synchronize()
-                workspace.board.tell(number, self._tells.tolist())
+                workspace.board.tell(number, self._tells.numpy())
             seconds, board = current().timeout_s, workspace.board
             board.agree(number, seconds, NAME, "none")
             self._told = board.told(number, len(self._tells), seconds, NAME)
-            if self.exact and sum(self._told[board.rank]) != self.indices.numel():
+            if self.exact and self._told[board.rank].sum() != self.indices.numel():
                 raise ValueError(
                     f"indices: required experts from 0 to {self.experts - 1}, got others"
                 )
         except BaseException as error:
             workspace.end(error)
             raise
-        most = max(map(max, self._told))
+        most = int(self._told.max())
         if self._capacity is None:
             self._capacity = rounded(most)
         elif self.overflow == "again":

@@ -253,28 +253,22 @@ HOME = ("out", "staging out")
 
 
 def block_starts(
-    layer: ExpertLayer, counts: Sequence[Sequence[int]]
-) -> dict[tuple[str, int], np.ndarray[Any, Any]]:
-    """For the buffers of a rank, and those of its peers at the other end of what it sends and
-    receives, how many rows a call has before each block, and in all. ``counts``: by rank, the rows
-    that it has for each expert."""
-    table = np.array(counts, np.int64)  # [source, expert]
+    layer: ExpertLayer, counts: np.ndarray[Any, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """For each buffer, [rank, blocks + 1]: how many rows a call has before each block, and in all.
+    ``counts``: [rank, expert], the rows that ranks have for experts."""
     world = layer.world
     if layer.gathers:
-        landing, home = np.tile(table.T.ravel(), (world, 1)), np.tile(table, (1, world))
+        landing, home = np.tile(counts.T.ravel(), (world, 1)), np.tile(counts, (1, world))
     else:  # [rank, expert, source]
-        landing = table.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
-        home = table
-    rows = []
-    for one in (table, landing, home):
-        rows.append(np.zeros((world, one.shape[1] + 1), np.int64))
-        one.cumsum(1, out=rows[-1][:, 1:])
-    return {
-        (name, at): starts[at]
-        for names, starts in zip((LEAVING, LANDING, HOME), rows, strict=True)
-        for name in names
-        for at in range(world)
-    }
+        landing = counts.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
+        home = counts
+    found = {}
+    for names, rows in ((LEAVING, counts), (LANDING, landing), (HOME, home)):
+        starts = np.zeros((world, rows.shape[1] + 1), np.int64)
+        rows.cumsum(1, out=starts[:, 1:])
+        found |= dict.fromkeys(names, starts)
+    return found
 
 
 class Share(NamedTuple):
