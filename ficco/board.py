@@ -190,6 +190,11 @@ class Board:
         """Whether this rank has posted that it refused a call."""
         return self._entry(self.rank, number) == _REFUSED
 
+    def silent(self) -> list[int]:
+        """The ranks of other hosts whose process does not answer any more, after a second; empty
+        if that cannot be told."""
+        return [] if self._courier is None else self._courier.silent()
+
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended."""
         return bool(self._pids[rank]) and dead(self._pids[rank])

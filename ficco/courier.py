@@ -4,6 +4,8 @@ Within a host the board is shared memory. Between hosts a thread of each rank pu
 part in the group's store when it has changed and, while calls are made, reads the parts of the
 ranks of other hosts: all the time while a call waits for them to agree. What ranks tell with a call
 is published at once, and read while a call waits for it.
+
+Who has waited for too long calls the roll: a rank whose thread does not answer is gone or stopped.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from torch.distributed import Store
 AT_ONCE_S, SOON_S = 0.002, 0.05
 #: Seconds for which the parts of other hosts are read after a call has asked for them.
 WAITING_S = 0.2
+#: Seconds in which ranks answer when the roll is called.
+ANSWER_S = 1.0
+
+#: Of the store: how often the roll was called, and what a rank has answered.
+ROLL, HERE = "roll", "here/{}"
 
 
 class BoardCourier:
@@ -47,6 +54,7 @@ class BoardCourier:
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
         self._there = False  # all ranks have published
+        self._answered = 0
         self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
@@ -73,6 +81,29 @@ class BoardCourier:
         None."""
         self._asked = row
 
+    def silent(self) -> list[int]:
+        """The ranks of other hosts that do not answer; none if the store does not."""
+        found: list[list[int]] = []
+        thread = threading.Thread(target=lambda: found.append(self._call_roll()), daemon=True)
+        thread.start()
+        thread.join(2 * ANSWER_S)
+        return found[0] if found else []
+
+    def _call_roll(self) -> list[int]:
+        if not self._there:
+            return []
+        try:
+            number, end = self._store.add(ROLL, 1), time.monotonic() + ANSWER_S
+            keys = [HERE.format(rank) for rank in self._theirs]
+            while True:
+                answers = zip(self._theirs, map(int, self._store.multi_get(keys)), strict=True)
+                silent = [rank for rank, answer in answers if answer < number]
+                if not silent or time.monotonic() > end:
+                    return silent
+                time.sleep(AT_ONCE_S)
+        except RuntimeError:  # the store is gone
+            return []
+
     def stop(self) -> None:
         """End the thread, once what this rank has posted is published."""
         self._stop = True
@@ -81,6 +112,7 @@ class BoardCourier:
 
     def _run(self) -> None:
         try:
+            self._answer(self._store.add(ROLL, 0))
             while True:
                 stop = self._stop
                 self._publish()
@@ -106,12 +138,21 @@ class BoardCourier:
             row, numbers = self._tells.popleft()
             self._store.set(f"told/{self._rank}/{row}", numbers)
 
+    def _answer(self, number: int) -> None:
+        """Tell that this rank is here, where the roll was called for that time."""
+        self._answered = number
+        self._store.set(HERE.format(self._rank), str(number))
+
     def _read(self) -> None:
         keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
-        self._there = self._there or self._store.check(keys)
+        here = [HERE.format(rank) for rank in self._theirs]
+        self._there = self._there or self._store.check(keys + here)
         if not self._there:
             return
-        for key, data in zip(keys, self._store.multi_get(keys), strict=True):
+        *parts, roll = self._store.multi_get([*keys, ROLL])
+        if int(roll) != self._answered:
+            self._answer(int(roll))
+        for key, data in zip(keys, parts, strict=True):
             if data != self._known.get(key):
                 self._known[key] = data
                 kind, _, rank = key.partition("/")

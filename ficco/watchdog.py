@@ -149,6 +149,9 @@ class Watchdog:
             return SignalTimeout(
                 operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
             )
+        silent = self._workspace.board.silent()
+        if silent and missing.peer not in silent:  # which others wait for, too, that this one names
+            missing = Missing(missing.step, silent[0])
         return self._timed_out(program, missing, seconds)
 
     def _timed_out(

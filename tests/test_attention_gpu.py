@@ -13,6 +13,7 @@ from ranks import Rank, ranks, run, wider
 from test_attention import AttentionCase, attended, cases, differentiated
 
 import ficco
+from ficco.bench.attention import nothing_merged
 
 pytestmark = pytest.mark.multigpu
 
@@ -54,6 +55,18 @@ def _calls(at: Rank) -> None:
 
 def test_between_other_calls() -> None:
     run(wider(), _calls, device="cuda", timeout=280)
+
+
+def _unmerged(at: Rank) -> None:
+    q, k, v = torch.randn(3, 1, 8, 256, 64, dtype=torch.bfloat16, device=at.device)
+    made = ficco.all_gather_attention(q, k, v, causal=True)
+    with nothing_merged():
+        assert not torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
+    assert torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
+
+
+def test_a_bench_can_leave_merging_out() -> None:
+    run(2, _unmerged, device="cuda")
 
 
 def _gradients(at: Rank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from ranks import Rank, caught, ranks, run
 
 from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
+from ficco.courier import ANSWER_S
+from ficco.dma.hosts import hosts_of
 from ficco.errors import RankMismatch
 from ficco.problem import digest
 
@@ -319,6 +322,41 @@ def texts(at: Rank) -> None:
 
 def test_texts_are_shown_as_long_as_there_is_room() -> None:
     run(2, texts)
+
+
+def calls_the_roll(at: Rank, victim: int) -> list[list[int]]:
+    """Before and after a rank of two hosts has stopped."""
+    os.environ["FICCO_HOST"] = f"host-{at.rank // 2}"
+    group: Any = dist.group.WORLD
+    mine = Board(group, 20.0, hosts=hosts_of(group, 20.0, "operator"))
+    mine.post(1, mine.describe("usual"))
+    agree(mine, 1)
+    done = threading.Event()
+
+    def watch() -> None:  # as a watchdog does
+        while not done.wait(0.05):
+            mine.mismatch(1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    before = mine.silent()
+    dist.barrier()
+    if at.rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)  # it leaves the barrier as late as it likes
+    after = [mine.silent() for _ in range(2)]
+    time.sleep(ANSWER_S)  # others may have called later
+    done.set()
+    watcher.join()
+    return [before, *after]
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_ranks_of_other_hosts_that_stop_do_not_answer(victim: int) -> None:
+    found = run(4, calls_the_roll, victim, fresh=True, catch=True, lost=[victim])
+    for rank in {*range(4)} - {victim}:
+        gone = [victim] if rank // 2 != victim // 2 else []
+        assert found[rank] == [[], gone, gone], (rank, found[rank])
 
 
 def hammer(at: Rank, calls: int) -> Any:

@@ -241,6 +241,10 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
         texts = [found[rank][0].text for rank in {*range(4)} - {*victims}]
         ended = [f"The process of rank {victim} on host" for victim in victims]
         assert any(text in one for text in ended for one in texts), texts
+    for rank in {*range(4)} - {*victims}:
+        outcome = found[rank][0]
+        if outcome.type == "SignalTimeout":
+            assert outcome.fields["peer"] in victims, outcome
 
 
 def _ends_in_an_exchange(at: Rank, victim: int, turn: int) -> Any:

@@ -61,10 +61,13 @@ class Board:
     world = 4
 
     def __init__(self, error: RankMismatch | None) -> None:
-        self.error, self.gone = error, set[int]()
+        self.error, self.gone, self.stopped = error, set[int](), list[int]()
 
     def ended(self, rank: int) -> bool:
         return rank in self.gone
+
+    def silent(self) -> list[int]:
+        return self.stopped
 
     def mismatch(self, latest: int) -> RankMismatch | None:
         return self.error
@@ -166,6 +169,18 @@ def test_a_stuck_call_is_named_and_released(
     time.sleep(2 * PERIOD_S)
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("stopped", "peer", "wanted"), [([2], 2, None), ([2, 1], 1, 1)])
+def test_a_rank_that_does_not_answer_is_named_in_place_of_one_that_waits_for_it(
+    watch: Callable[..., Workspace], stopped: list[int], peer: int, wanted: int | None
+) -> None:
+    workspace = watch(running=7)
+    workspace.board.stopped = stopped
+    until(workspace, 10 * TIMEOUT_S)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout) and not error.ended
+    assert (error.peer, error.wanted, error.step) == (peer, wanted, "1.0 (matmul on compute0)")
 
 
 def test_a_piece_that_a_product_waits_for_is_named(watch: Callable[..., Workspace]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ficco.amounts import seconds_text
@@ -19,7 +20,9 @@ from ficco.cli.site import (
     GATHERS,
     MACHINE,
     add_sizes,
+    add_world,
     picture,
+    ranks_per_host,
     shapes,
     site,
     sizes,
@@ -46,7 +49,7 @@ def options(parser: Any) -> None:
     add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
-    where.add_argument("--world", type=int, help="ranks (default: the machine's)")
+    add_world(where)
     where.add_argument(
         "--mode",
         choices=MODES,
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.bench.frames import append, records
 
     picture(arguments.draw)
-    asked = site(arguments.machine, arguments.world, default=MACHINE)
+    asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
     mode = arguments.mode or ("idle" if asked.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
@@ -86,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             "them; `ficco explain` says for which"
         )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    found = list(_asked(arguments, asked.world))
+    found = list(_asked(arguments, asked.world * arguments.hosts))
     drawn = arguments.draw or arguments.trace or arguments.timelines
     if drawn and len(found) > 1:
         raise ValueError(
@@ -101,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(one.operator for one, _ in found)))
+        over = f", on {arguments.hosts} hosts" * (arguments.hosts > 1)
+        print(", ".join(dict.fromkeys(one.operator for one, _ in found)) + over)
         _print(rows)
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
@@ -119,7 +123,8 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
     if sum([bool(given), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
     if given or operator not in (None, *OPERATORS):
-        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, given)
+        hosts = arguments.hosts
+        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, given, hosts=hosts)
         if one.operator in OPERATORS:
             case = Case("x".join(map(str, (one.m, one.n, one.k))), one.m, one.n, one.k)
             yield one, shape_of(case, one)
@@ -128,7 +133,7 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
         return
     for case in shapes(arguments, [arguments.set or "measured"]):
         case = case.on(operator or case.operator)
-        problem = case.problem(world)
+        problem = replace(case.problem(world), hosts=arguments.hosts)
         yield problem, shape_of(case, problem)
 
 

@@ -137,12 +137,17 @@ def sizes(arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def add_ranks_of_rows(parser: Any) -> None:
-    """Add the options that say how many ranks there are, and how rows are spread over them."""
+def add_world(parser: Any) -> None:
+    """Add the options that say how many ranks there are, and on how many hosts."""
     parser.add_argument(
         "--world", type=int, help="number of ranks (default: the machine's on each host)"
     )
     parser.add_argument("--hosts", type=int, default=1, help="hosts of the ranks (default: 1)")
+
+
+def add_ranks_of_rows(parser: Any) -> None:
+    """Add the options that say how many ranks there are, and how rows are spread over them."""
+    add_world(parser)
     parser.add_argument(
         "--rows",
         help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "

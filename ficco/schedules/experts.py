@@ -25,7 +25,7 @@ from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import ITEMSIZE, MOST, MOST_RANKS
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
-from ficco.schedules.network import Sending, add_moves, far_legs
+from ficco.schedules.network import Sending, add_moves, at_once, far_legs
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer, Contraction, Exchange, Specification, gated
 
@@ -263,7 +263,7 @@ def block_starts(
     else:  # [rank, expert, source]
         landing = counts.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
         home = counts
-    found = {}
+    found: dict[str, np.ndarray[Any, Any]] = {}
     for names, rows in ((LEAVING, counts), (LANDING, landing), (HOME, home)):
         starts = np.zeros((world, rows.shape[1] + 1), np.int64)
         rows.cumsum(1, out=starts[:, 1:])
@@ -534,7 +534,8 @@ class ExpertStage:
         for target, source in legs:
             sent[target] = [Sending((move(self.me, target, i),), after(target, i)) for i in numbers]
             received[source] = [(move(source, self.me, i),) for i in numbers]
-        return add_moves(self.builder, self.schedule.order, sent, received)
+        count = at_once(self.schedule, self.layer.hosts, len(self.builder.lane_of) + 1)
+        return add_moves(self.builder, self.schedule.order, sent, received, count)
 
     def _cross_back(self) -> None:
         """Exchange what came of pieces with the ranks of other hosts: whose rows came first get

@@ -7,7 +7,7 @@ all-to-all have one receiver each and go there directly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from ficco.plan.model import Step, Transfer
 from ficco.problem import Problem
 from ficco.schedules.builder import Builder
 from ficco.schedules.groups import peers_in_order, targets_in_order
+from ficco.schedules.space import Schedule
 
 LANE = "network0"
 
@@ -48,6 +49,15 @@ def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tupl
     return zip(targets[far], sources[far], strict=True)
 
 
+def at_once(schedule: Schedule, hosts: int, local: int) -> int:
+    """With how many ranks of other hosts in turn a step exchanges pieces that go to each of them
+    directly: with all whose pieces are multiplied together, which wait for the network's latency
+    once. Of groups of neighbours these are the ``local`` ranks of a host."""
+    if schedule.grouping == "fused":
+        return max((hosts - 1) * local, 1)
+    return local if schedule.grouping in ("growing", "shrinking") else 1
+
+
 def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
     """The blocks that come to a rank where each host sums what its ranks have for another one, by
     sender and owner: its own from the ranks of its host and from its rail, in the order of ranks,
@@ -63,26 +73,34 @@ def add_moves(
     order: str,
     sent: Mapping[int, Sequence[Sending]],
     received: Mapping[int, Sequence[tuple[Transfer, ...]]],
+    count: int = 1,
 ) -> dict[tuple[int, int], int]:
     """Add network steps for pieces by receiver and by sender, in the order of :func:`legs`; returns
     the step that brings each, by its sender and its number there. Each step moves a piece both
-    ways; ``order`` as schedules have it."""
+    ways, of ``count`` receivers and senders; ``order`` as schedules have it."""
     ways = list(zip(sent, received, strict=True))
-    rounds = max([len(some) for way in (sent, received) for some in way.values()], default=0)
-    turns = [(turn, way) for turn in range(rounds) for way in ways]
+    sets = [ways[first : first + count] for first in range(0, len(ways), count)]
+    numbers = range(max([len(some) for some in (*sent.values(), *received.values())], default=0))
+    turns = [(number, some) for number in numbers for some in sets]
     if order == "peer":
-        turns.sort(key=lambda one: ways.index(one[1]))
+        turns = [(number, some) for some in sets for number in numbers]
     brought: dict[tuple[int, int], int] = {}
-    for turn, (target, source) in turns:
-        out = sent.get(target, ())[turn : turn + 1]
-        coming = received.get(source, ())[turn : turn + 1]
-        labels = [f"{turn}>{target}" for _ in out] + [f"{source}.{turn}" for _ in coming]
-        if not labels:
+    for number, some in turns:
+        at = slice(number, number + 1)
+        out = [(target, piece) for target, _ in some for piece in sent[target][at]]
+        coming = [(source, moves) for _, source in some for moves in received[source][at]]
+        if not (out or coming):
             continue
-        after = tuple(i for piece in out for i in piece.after)
-        moves = chain(*(piece.moves for piece in out), *coming)
-        step = Step("network", LANE, " ".join(labels), after=after, moves=tuple(moves))
-        index = builder.add(step)
-        if coming:
-            brought[source, turn] = index
+        labels = [f"{number}>{_ranks(target for target, _ in out)}"] if out else []
+        labels += [f"{_ranks(source for source, _ in coming)}.{number}"] if coming else []
+        after = dict.fromkeys(chain.from_iterable(piece.after for _, piece in out))
+        moves = (*(piece.moves for _, piece in out), *(moves for _, moves in coming))
+        step = Step("network", LANE, " ".join(labels), after=tuple(after))
+        index = builder.add(step._replace(moves=tuple(chain.from_iterable(moves))))
+        brought |= {(source, number): index for source, _ in coming}
     return brought
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    first, *rest = sorted(ranks)
+    return f"{first}..{rest[-1]}" if rest else str(first)

@@ -34,7 +34,8 @@ What is modelled, and how:
   for the one before it, so that a sum of what the first one produced comes after both.
 - *Hosts.* A network step begins when both sides of a move have reached it; where one rank stands
   for all they do so at the same time. What a rank sends and receives moves at its share of the
-  cards at both ends (``Network``), and slows products as copies do.
+  cards at both ends (``Network``), and slows products as copies do. The moves of a step follow each
+  other, and the network's latency counts once.
 - *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs during them.
 - *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
   multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
@@ -807,7 +808,9 @@ class Simulation:
         step = rank.plan.steps[index]
         if step.op == "network" or step.mover == MOVER:
             seen = self.now + self.network.latency
-            self._finish(lane, seen, seen)
+            following = lane.steps[lane.position + 1 : lane.position + 2]
+            together = any(rank.plan.steps[one].mover == MOVER for one in following)
+            self._finish(lane, seen, self.now if together else seen)
             return
         if rank.launches[index][-1] == index:
             free += self.copies.gap
