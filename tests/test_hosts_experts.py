@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, caught, run
 from test_experts import SCHEDULES
-from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing
+from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing, problem_of
 
 import ficco
 from ficco.machine import Machine, find
 from ficco.plan import Plan, PlanError, Step, check
-from ficco.schedules import Schedule
+from ficco.schedules import Schedule, plans
 from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, expert_plans
 from ficco.simulate import simulate
 from ficco.timeline import work
@@ -162,6 +162,46 @@ def test_a_wire_that_is_slow_is_what_a_layer_waits_for() -> None:
         for layer in (one, replace(one, hosts=1))
     )
     assert far > 1.2 * near
+
+
+#: Network steps of a rank of 3 hosts of 2, each way, and the ranks with which each exchanges.
+TOGETHER = {
+    "serial": (1, 4),
+    "uniform-fused-1d:pieces=2": (2, 4),
+    "growing": (2, 2),
+    "shard-overlap": (4, 1),
+    "uniform-unfused-1d:pieces=2": (8, 1),
+    "uniform-unfused-1d:pieces=2,order=peer": (8, 1),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("operator", ["experts", "matmul_all_to_all", "all_to_all_matmul"])
+def test_what_is_multiplied_together_crosses_in_one_step(operator: str, name: str) -> None:
+    schedule, (steps, peers), ways = Schedule.parse(name), TOGETHER[name], 1
+    if operator == "experts":
+        made, ways = expert_plans(layer_of(operator, 3, 2), schedule), 2
+    else:
+        made = plans(replace(problem_of(operator, 3, 2, "equal"), n=64, k=64), schedule)
+    check(made)
+    for plan in made:
+        found = [step.moves for step in plan.steps if step.op == "network"]
+        assert [len(moves) for moves in found] == [2 * peers] * steps * ways
+        for moves in found:
+            assert len({move.dst.rank for move in moves if move.src.rank == plan.rank}) == peers
+
+
+@pytest.mark.parametrize(("name", "steps"), [("serial", 1), ("shard-overlap", 8)])
+def test_moves_of_a_step_wait_for_the_latency_once(name: str, steps: int) -> None:
+    machine = find("h100-8", None)
+    assert isinstance(machine, Machine) and machine.network is not None
+    layer = ExpertLayer("experts", 16, 4, 8, 64, 32, 64, "bfloat16", "silu", hosts=2)
+    made = expert_plans(layer, Schedule.parse(name))
+    late, soon = (
+        simulate(made, replace(machine, network=replace(machine.network, latency=latency))).stop_s
+        for latency in (2e-3, 1e-3)
+    )
+    assert late - soon == pytest.approx(2 * steps * 1e-3, rel=0.01)  # there and back
 
 
 # Calls.
