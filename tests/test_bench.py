@@ -823,7 +823,7 @@ def test_a_layer_with_a_wrong_step_is_not_timed(tmp_path: Path, spoilt: str) -> 
 WAYS = (
     (
         experts,
-        (*experts.SHAPES["cpu"][:1], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
+        (*experts.SHAPES["cpu"], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
         "experts",
         "9 experts for 2 ranks",
     ),
@@ -882,7 +882,7 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
         assert len([Schedule.parse(way[7:]) for way in schedules]) > 3
     text = ways.report(room.SUBJECT, room.SUBJECT.schema.read(tmp_path / "ways.csv"), {}, "name")
     assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
-    assert "of odd: skipped" in text
+    assert "of odd: skipped" in text and ("skew 0.5 |" in text) == (which == 0)
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
     assert (tmp_path / "ways_timelines.png").exists()
     assert [one.title for one in timelines[:2]] == ["auto: planned", "auto: measured"]
@@ -895,6 +895,25 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
         # Not the same: what simulates steps knows more of them than a rate.
         assert 0.5 < spent[0] / spent[1] < 3, planned.title
     assert len(timelines) > 6
+
+
+def _chosen(at: ranks.Rank, skew: float) -> Any:
+    """How often each expert is chosen, and the capacity of the case."""
+    watch = Stopwatch(torch.distributed.group.WORLD, at.device)
+    case = experts.ExpertCase("skewed", 8, 4096, 8, 8, dtype="float32", skew=skew)
+    data = experts.ExpertData(case, watch)
+    pairs = data.indices.sort(1).values
+    assert (pairs[:, 0] < pairs[:, 1]).all()  # no expert twice
+    watch.close()
+    return data.indices.flatten().bincount(minlength=8).tolist(), data.capacity
+
+
+@pytest.mark.parametrize(("skew", "most"), [(0.0, 1.2), (1.0, 7.0)])
+def test_routes_are_as_skewed_as_the_case(skew: float, most: float) -> None:
+    for counts, capacity in ranks.run(2, _chosen, skew):
+        popular = [counts[i % 2 * 4 + i // 2] for i in range(8)]  # of both ranks by turns
+        assert most / 2 < popular[0] / popular[-1] < most and max(counts) <= capacity
+        assert not skew or popular[0] > popular[2] > popular[4] > popular[6]
 
 
 def _alike(at: ranks.Rank) -> list[float]:
@@ -928,7 +947,8 @@ def test_a_wrong_way_is_not_timed(tmp_path: Path, which: int, operator: str) -> 
     rows, _ = ranks.run(2, _ways, tmp_path, which, operator)
     wrong = rows[rows["status"] == "wrong"]
     ours = ["ficco", "ficco, exact rows", "ficco, serial"]
-    assert sorted(wrong["way"]) == [way for way in ours if which == 0 or "rows" not in way]
+    for _, mine in wrong.groupby("case"):
+        assert sorted(mine["way"]) == [way for way in ours if which == 0 or "rows" not in way]
     assert set(wrong["note"]) == {"wrong result on ranks [1]"}
     if which:
         assert set(wrong["operator"]) == {operator}

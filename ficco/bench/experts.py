@@ -44,6 +44,8 @@ class ExpertCase:
         tokens: rows of each rank.
         k: columns of the tokens and of the result.
         inner: columns between the products, on which there is a gate, too.
+        skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
+            1 / i**skew. Ranks have popular experts by turns.
     """
 
     name: str
@@ -53,19 +55,23 @@ class ExpertCase:
     inner: int
     top_k: int = 2
     dtype: str = "bfloat16"
+    skew: float = 0.0
 
 
 #: As many narrow experts as DeepSeek-V2-Lite has, Mixtral's, and many wide ones, with fewer tokens
-#: and with more.
+#: and with more; and routes that are skewed.
 SHAPES = {
-    "cuda": tuple(
-        ExpertCase(f"{experts}x{inner}x{tokens}", experts, tokens, 4096, inner)
-        for experts, inner in ((64, 1408), (8, 14336), (64, 14336))
-        for tokens in (4096, 16384)
+    "cuda": (
+        *(
+            ExpertCase(f"{experts}x{inner}x{tokens}", experts, tokens, 4096, inner)
+            for experts, inner in ((64, 1408), (8, 14336), (64, 14336))
+            for tokens in (4096, 16384)
+        ),
+        ExpertCase("64x1408x4096-skewed", 64, 4096, 4096, 1408, skew=0.5),
     ),
     "cpu": (
         ExpertCase("8x128x256", 8, 256, 64, 128, dtype="float32"),
-        ExpertCase("16x32x64", 16, 64, 64, 32, dtype="float32"),
+        ExpertCase("16x32x64-skewed", 16, 64, 64, 32, dtype="float32", skew=0.5),
     ),
 }
 
@@ -77,7 +83,11 @@ class ExpertData:
         self.case, self.watch, self.group, self.device = case, watch, watch.group, watch.device
         if case.experts % watch.world:
             raise ValueError(f"{case.experts} experts for {watch.world} ranks")
+        if case.skew and not watch.meets:
+            raise ValueError("routes are skewed, which ranks have to tell each other")
         dtype, each = getattr(torch, case.dtype), case.experts // watch.world
+        places = torch.arange(case.experts, device=self.device).view(each, watch.world)
+        self.rarity = (places.t().flatten() + 1.0) ** case.skew  # by expert
         shapes = (
             (case.tokens, case.k),
             (each, case.k, 2 * case.inner),
@@ -103,7 +113,7 @@ class ExpertData:
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data, or small whole numbers without a smooth function, of which all ways make
-        exactly the same; and routes that are spread evenly. Other ones on every rank."""
+        exactly the same; and routes, as skewed as the case has them. Other ones on every rank."""
         case, generator = self.case, torch.Generator(self.device)
         generator.manual_seed(seed * self.group.size() + self.group.rank())
         self.activation = "relu" if exact else "silu"
@@ -113,7 +123,8 @@ class ExpertData:
             else:
                 tensor.normal_(generator=generator).mul_(fan**-0.5)
         scores = torch.rand(case.tokens, case.experts, device=self.device, generator=generator)
-        self.weights, self.indices = scores.topk(case.top_k)
+        # The largest are a weighted sample without replacement (Efraimidis and Spirakis, 2006).
+        self.weights, self.indices = (scores**self.rarity).topk(case.top_k)
         if self.watch.meets:
             self.capacity = ficco.route(self.indices, case.experts, group=self.group).capacity
         else:
@@ -244,8 +255,9 @@ COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
     """Columns of the report that say what a case is."""
+    skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
     return {
-        "layer": text["experts"] + " experts, top " + text["top_k"],
+        "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,
         "tokens a rank": text["tokens"],
         "k, inner": text["k"] + ", " + text["inner"],
         "capacity": text["capacity"],
@@ -253,13 +265,14 @@ def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 ABOUT = (
-    "Forward passes of a layer of experts with gates, tokens spread evenly. The baseline is the "
-    "faster of two by collectives: all-to-all, products and all-to-all in turn, with the same "
-    "blocks (`bmm`), or with exactly the rows that there are (`grouped_mm`), for which the host "
-    "waits; in a replay it is ficco's `serial`. `ficco, exact rows` is `auto` with such rows. "
-    "`products` is the first without exchanges, `all-to-alls` are the exchanges alone. What stands "
-    "around the products there is PyTorch's: tokens that go to their rows, the function and the "
-    "sums. Ficco does it in fewer passes over memory, so that shares of this ideal can be above 1."
+    "Forward passes of a layer of experts with gates, tokens spread evenly; with a *skew* s tokens "
+    "choose the i-th most popular expert with a weight of 1 / i**s. The baseline is the faster of "
+    "two by collectives: all-to-all, products and all-to-all in turn, with the same blocks (`bmm`) "
+    "or with exactly the rows that there are (`grouped_mm`), for which the host waits; in a replay "
+    "it is ficco's `serial`. `ficco, exact rows` is `auto` with such rows. `products` is the first "
+    "without exchanges, `all-to-alls` are the exchanges alone. What stands around the products "
+    "there is PyTorch's: tokens that go to their rows, the function and the sums. Ficco does it in "
+    "fewer passes over memory, so that shares of this ideal can be above 1."
 )
 
 SUBJECT = Subject("experts", EXPERTS, ExpertData, heads, ABOUT)

@@ -196,10 +196,10 @@ _LATER = {"took": "", "share": math.nan, "in_turn": math.nan, "others": math.nan
 
 #: Of a layer of experts. tokens: of each rank; capacity: rows of each rank for each expert.
 EXPERTS = Schema(
-    {"case": str, **_columns(int, "experts tokens k inner top_k"), "dtype": str}
+    {"case": str, **_columns(int, "experts tokens k inner top_k"), "dtype": str, "skew": float}
     | _columns(int, "world capacity")
     | _WAY,
-    _LATER,
+    {**_LATER, "skew": 0.0},
 )
 
 #: Of attention. sequence: positions of all ranks; causal: 0 or 1.
