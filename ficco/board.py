@@ -94,7 +94,8 @@ class Board:
             theirs = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
             told = {rank: self._told[rank] for rank in hosts.far}
-            self._courier = BoardCourier(store, self.rank, mine, theirs, ENTRIES * 8, told)
+            ends = ENTRIES * 8, told, self.world
+            self._courier = BoardCourier(store, self.rank, mine, theirs, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
@@ -191,8 +192,8 @@ class Board:
         return self._entry(self.rank, number) == _REFUSED
 
     def silent(self) -> list[int]:
-        """The ranks of other hosts whose process does not answer any more, after a second; empty
-        if that cannot be told."""
+        """Of a group on several hosts, the ranks whose processes do not answer, after a second;
+        empty if that cannot be told."""
         return [] if self._courier is None else self._courier.silent()
 
     def ended(self, rank: int) -> bool:

@@ -5,7 +5,8 @@ part in the group's store when it has changed and, while calls are made, reads t
 ranks of other hosts: all the time while a call waits for them to agree. What ranks tell with a call
 is published at once, and read while a call waits for it.
 
-Who has waited for too long calls the roll: a rank whose thread does not answer is gone or stopped.
+The watchdog of a call that has waited for too long calls the roll: a rank of any host whose thread
+does not answer is gone or stopped.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ WAITING_S = 0.2
 #: Seconds in which ranks answer when the roll is called.
 ANSWER_S = 1.0
 
-#: Of the store: how often the roll was called, and what a rank has answered.
+#: Of the store: how often the roll was called, and the latest call that a rank has answered.
 ROLL, HERE = "roll", "here/{}"
+#: The answer of a rank that has left in good order.
+LEFT = 1 << 62
 
 
 class BoardCourier:
@@ -42,10 +45,12 @@ class BoardCourier:
         theirs: Mapping[int, memoryview],
         ring: int,
         told: Mapping[int, np.ndarray[Any, Any]],
+        world: int,
     ) -> None:
         """``mine``: this rank's part, of which the first ``ring`` bytes change with every call;
         ``theirs``: where to put the parts of ranks on other hosts, and ``told`` what they tell with
         calls, a row for each."""
+        self._others = [other for other in range(world) if other != rank]
         self._store, self._rank, self._mine, self._theirs = store, rank, mine, theirs
         self._ring, self._told = ring, told
         self._tells: deque[tuple[int, bytes]] = deque()
@@ -82,9 +87,13 @@ class BoardCourier:
         self._asked = row
 
     def silent(self) -> list[int]:
-        """The ranks of other hosts that do not answer; none if the store does not."""
+        """The ranks that do not answer; none if the store does not."""
         found: list[list[int]] = []
-        thread = threading.Thread(target=lambda: found.append(self._call_roll()), daemon=True)
+
+        def call() -> None:
+            found.append(self._call_roll())
+
+        thread = threading.Thread(target=call, name="ficco roll", daemon=True)
         thread.start()
         thread.join(2 * ANSWER_S)
         return found[0] if found else []
@@ -94,9 +103,10 @@ class BoardCourier:
             return []
         try:
             number, end = self._store.add(ROLL, 1), time.monotonic() + ANSWER_S
-            keys = [HERE.format(rank) for rank in self._theirs]
+            keys = [HERE.format(rank) for rank in self._others]
             while True:
-                answers = zip(self._theirs, map(int, self._store.multi_get(keys)), strict=True)
+                self.waiting()  # others may call it, too
+                answers = zip(self._others, map(int, self._store.multi_get(keys)), strict=True)
                 silent = [rank for rank, answer in answers if answer < number]
                 if not silent or time.monotonic() > end:
                     return silent
@@ -117,7 +127,7 @@ class BoardCourier:
                 stop = self._stop
                 self._publish()
                 if stop:
-                    return
+                    return self._answer(LEFT)
                 if waits := time.monotonic() < self._waits_until:
                     self._read()
                 if self._changed.wait(self._pause if waits else SOON_S):
@@ -145,7 +155,7 @@ class BoardCourier:
 
     def _read(self) -> None:
         keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
-        here = [HERE.format(rank) for rank in self._theirs]
+        here = [HERE.format(rank) for rank in self._others]
         self._there = self._there or self._store.check(keys + here)
         if not self._there:
             return

@@ -150,7 +150,7 @@ class Watchdog:
                 operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
             )
         silent = self._workspace.board.silent()
-        if silent and missing.peer not in silent:  # which others wait for, too, that this one names
+        if silent and missing.peer not in silent:  # it waits for a rank that waits for this one
             missing = Missing(missing.step, silent[0])
         return self._timed_out(program, missing, seconds)
 
@@ -171,6 +171,7 @@ class Watchdog:
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.on_timeout == "abort":
+            workspace.board.close()  # which tells other hosts what was found
             self._exit("on_timeout='abort'")
         if not self._release():
             self._exit("the streams could not be freed")

@@ -380,6 +380,12 @@ def test_attention_and_experts_are_planned_over_hosts(
     assert any(one["moves"] for one in planned["steps"]) and planned["source"] == "model"
     assert cli.run(["explain", *asked]) == 0
     assert "2 hosts" in capsys.readouterr().out
+    assert cli.run(["simulate", *asked, "--json"]) == 0
+    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {(row["world"], row["hosts"]) for row in rows.values()} == {(4, 2)}
+    assert rows["serial"]["ms"] > 0.02  # the network's latency
+    assert cli.run(["simulate", "serial", *asked]) == 0
+    assert "4 ranks on 2 hosts, queued" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -423,7 +429,7 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     assert "replayed" not in more
     played = ("--replay", "8", "--rank", "3", "--link-gb-s", "383", "--device", "cuda")
     what, _, _, more, write = told("--experts", *played, "--schedules", "growing", "auto")
-    assert what == "replay-8-experts" and len(more["cases"]) == 6
+    assert what == "replay-8-experts" and len(more["cases"]) == 7
     assert more["schedules"] == ("growing", "auto")
     replayed = more["replayed"]
     assert (replayed.world, replayed.rank, replayed.link_gb_s) == (8, 3, 383.0)

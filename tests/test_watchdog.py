@@ -69,6 +69,9 @@ class Board:
     def silent(self) -> list[int]:
         return self.stopped
 
+    def close(self) -> None:
+        self.closed = True
+
     def mismatch(self, latest: int) -> RankMismatch | None:
         return self.error
 

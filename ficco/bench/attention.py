@@ -174,7 +174,10 @@ def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 @contextmanager
 def nothing_merged() -> Iterator[None]:
     """Calls of ficco leave parts of attention as they are, to see what merging them adds."""
-    with mock.patch.object(Kernels, "merge", lambda *_: None):
+    with (
+        mock.patch.object(Kernels, "merge", lambda *_: None),
+        mock.patch("ficco.dma.gpu.merge", lambda *_: None),
+    ):
         yield
 
 

@@ -229,8 +229,10 @@ LOSSES = Schema(
 SIMULATED = Schema(
     _columns(str, "case label")
     | _PRODUCT
+    | _columns(int, "hosts")
     | _columns(str, "machine mode candidate")
-    | _columns(float, "ms speedup share")
+    | _columns(float, "ms speedup share"),
+    {"hosts": 1},
 )
 
 

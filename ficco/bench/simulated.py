@@ -57,7 +57,8 @@ def simulate_problem(
     seconds = {name: bounds[name] for name in BOUNDS if name in bounds}
     for schedule in schedules or usual:
         seconds[str(schedule)] = family.seconds(problem, schedule, machine, mode)
-    where = {"world": problem.world, "machine": machine.name, "mode": mode}
+    where = {"world": problem.world, "hosts": problem.hosts}
+    where |= {"machine": machine.name, "mode": mode}
     return SIMULATED.frame(
         {
             **shape,

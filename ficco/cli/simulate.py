@@ -104,8 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        over = f", on {arguments.hosts} hosts" * (arguments.hosts > 1)
-        print(", ".join(dict.fromkeys(one.operator for one, _ in found)) + over)
+        print(", ".join(dict.fromkeys(one.operator for one, _ in found)))
         _print(rows)
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
@@ -175,6 +174,7 @@ def _print(rows: pd.DataFrame) -> None:
         starts.append(sum(map(len, tables)))
         tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
         ends.append(sum(map(len, tables)) - 1)
-    machine, world, mode = rows.iloc[0][["machine", "world", "mode"]]
-    title = f"simulated on {machine}, {world} ranks, {mode}"
+    machine, world, hosts, mode = rows.iloc[0][["machine", "world", "hosts", "mode"]]
+    over = f" on {hosts} hosts" if hosts > 1 else ""
+    title = f"simulated on {machine}, {world} ranks{over}, {mode}"
     show(title, pd.concat(tables), bold=starts, sections=ends)

@@ -369,9 +369,12 @@ class NcclNetwork(GpuNetwork):
         host = self._engine.hosts.named(missing.peer)
         return timed_out(plan, missing, 0.0, ended=True, host=host)
 
-    def _peer(self, plan: Plan, step: int) -> int:
-        """Whom a step waits for: who receives waits for longer than who sends."""
-        return min(messages(plan, step), key=lambda one: one.outward).peer
+    def _peer(self, plan: Plan, step: int) -> int | None:
+        """Whom a step waits for, since who receives waits for longer than who sends; None if it
+        receives from several."""
+        found = messages(plan, step)
+        peers = {one.peer for one in found if not one.outward} or {one.peer for one in found}
+        return peers.pop() if len(peers) == 1 else None
 
     def missing(self, plan: Plan) -> Missing | None:
         step = ctypes.c_uint32.from_address(self._at).value - 1

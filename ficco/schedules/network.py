@@ -52,7 +52,8 @@ def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tupl
 def at_once(schedule: Schedule, hosts: int, local: int) -> int:
     """With how many ranks of other hosts in turn a step exchanges pieces that go to each of them
     directly: with all whose pieces are multiplied together, which wait for the network's latency
-    once. Of groups of neighbours these are the ``local`` ranks of a host."""
+    once. Of groups of neighbours these are the ``local`` ranks of a host, where these are a power
+    of two; otherwise such groups have parts of hosts, or several."""
     if schedule.grouping == "fused":
         return max((hosts - 1) * local, 1)
     return local if schedule.grouping in ("growing", "shrinking") else 1
