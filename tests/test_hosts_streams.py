@@ -40,6 +40,7 @@ from test_hosts_experts import LAYERS, over
 from test_third_vendor import _on_threads
 
 import ficco
+from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
 from ficco.errors import BackendError, SignalTimeout
@@ -328,7 +329,8 @@ def test_one_host_without_peer_access_is_named_on_all() -> None:
 def _nccl() -> tuple[NcclNetwork, ctypes.c_uint32]:
     network, word = NcclNetwork.__new__(NcclNetwork), ctypes.c_uint32(0)
     network._at = ctypes.addressof(word)
-    network._engine = SimpleNamespace(hosts=SimpleNamespace(named=lambda rank: f"host-{rank}"))
+    hosts = SimpleNamespace(named=lambda rank: "" if rank is None else f"host-{rank}")
+    network._engine = SimpleNamespace(hosts=hosts)
     return network, word
 
 
@@ -347,5 +349,12 @@ def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
     lost = network._refused(plan, step, RuntimeError("NCCL error: ncclRemoteError: it is gone"))
     assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (3, True)
     assert "The process of rank 3 on host host-3 has ended" in str(lost)
+    fused = plans(problem_of("matmul_all_to_all", 2, 2, "equal"), NAMED["uniform-fused-1d"])[1]
+    step = next(i for i, one in enumerate(fused.steps) if one.op == "network")
+    word.value = step + 1  # it receives from two ranks
+    assert network.missing(fused) == Missing(step, None)
+    lost = network._refused(fused, step, RuntimeError("NCCL error: ncclRemoteError: it is gone"))
+    assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (None, True)
+    assert "The process of a peer has ended" in str(lost)
     other = network._refused(plan, step, RuntimeError("NCCL error: ncclInvalidUsage"))
     assert isinstance(other, BackendError) and "ncclInvalidUsage" in str(other)
