@@ -328,6 +328,11 @@ class Problem:
         """Whether the blocks of all pairs of ranks are known to have as many rows."""
         return self.equal
 
+    @property
+    def masked(self) -> bool:
+        """Whether a mask says which rows travel between two ranks."""
+        return False
+
     @cached_property
     def evened(self) -> Problem:
         """The same with as many rows in all, rounded up, that every rank, or pair, shares equally.

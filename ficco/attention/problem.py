@@ -45,6 +45,10 @@ class KeyGather(Problem):
     def same_blocks(self) -> bool:
         return False
 
+    @property
+    def masked(self) -> bool:
+        return True
+
     def block(self, src: int, dst: int) -> int:
         first, last = self.spans[src][dst]
         return last - first

@@ -85,6 +85,25 @@ def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     return _in_turn(rank, world, hosts, -1)[1:]
 
 
+def peers_from_halfway(rank: int, world: int) -> list[int]:
+    """Peers where a mask lets ranks exchange more one way than the other, so that they get out of
+    step and several send to one at a time. Of each range of :func:`siblings` the peer half way
+    round comes first, then those below it, and round to those above. Under a causal mask the last
+    rows come sooner so than by :func:`peers_in_order`, as simulated (docs/attention.md); that is
+    the order if the number of ranks is no power of two.
+
+    >>> peers_from_halfway(0, 8), peers_from_halfway(5, 8), peers_from_halfway(1, 3)
+    ([1, 3, 2, 6, 5, 4, 7], [4, 6, 7, 3, 2, 1, 0], [0, 2])
+    """
+    if world & (world - 1):
+        return peers_in_order(rank, world)
+    order: list[int] = []
+    for some in siblings(rank, world):
+        half, count = len(some) // 2, len(some)
+        order += sorted(some, key=lambda peer: (half - peer + rank) % count)
+    return order
+
+
 def targets_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     """Peers in the order in which a rank sends to them if all follow :func:`peers_in_order`.
 
@@ -233,6 +252,8 @@ class Arrivals(Groups):
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         order = peers_in_order(rank, problem.world, problem.hosts)
+        if problem.masked and problem.hosts == 1:
+            order = peers_from_halfway(rank, problem.world)
         sets = peer_sets(schedule, rank, order)
         if schedule.grouping == "ring":  # shards come from the left one after the other
             sets = [[(rank - 1 - i) % problem.world] for i in range(problem.world - 1)]
