@@ -347,7 +347,7 @@ class _Pool:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()  # also ends one that was stopped
-            process.join(10.0)
+            process.join(60.0)  # told by the server, which may have other processes to make first
             process.close()
         for pipe in self.pipes:
             pipe.close()
