@@ -353,6 +353,7 @@ def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:
 
 
 # Rank 0 has the store, without which nobody is silent.
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "leaver"), [(1, 0), (1, 3), (3, 2), (3, 1)])
 def test_ranks_that_stop_do_not_answer(victim: int, leaver: int) -> None:
     found = run(4, calls_the_roll, victim, leaver, fresh=True, catch=True, lost=[victim])
