@@ -192,7 +192,7 @@ class Board:
         return self._entry(self.rank, number) == _REFUSED
 
     def silent(self) -> list[int]:
-        """Of a group on several hosts, the ranks whose processes do not answer, after a second;
+        """Of a group on several hosts, the ranks whose processes do not answer within two seconds;
         empty if that cannot be told."""
         return [] if self._courier is None else self._courier.silent()
 

@@ -26,7 +26,7 @@ AT_ONCE_S, SOON_S = 0.002, 0.05
 #: Seconds for which the parts of other hosts are read after a call has asked for them.
 WAITING_S = 0.2
 #: Seconds in which ranks answer when the roll is called.
-ANSWER_S = 1.0
+ANSWER_S = 2.0
 
 #: Of the store: how often the roll was called, and the latest call that a rank has answered.
 ROLL, HERE = "roll", "here/{}"
@@ -95,7 +95,7 @@ class BoardCourier:
 
         thread = threading.Thread(target=call, name="ficco roll", daemon=True)
         thread.start()
-        thread.join(2 * ANSWER_S)
+        thread.join(ANSWER_S + 1.0)
         return found[0] if found else []
 
     def _call_roll(self) -> list[int]:

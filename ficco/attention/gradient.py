@@ -304,7 +304,7 @@ class GradientStage(AttentionStage):
                 made = [self._sum(target)] * len(made)
             sent[target] = list(map(Sending, world.crossing(me, target), zip(made)))
             received[source] = world.crossing(source, me)
-        brought = add_moves(self.builder, self.schedule.order, sent, received)
+        brought = add_moves(self.builder, self.schedule, sent, received)
         return tuple(brought.values())
 
     def _sum(self, owner: int, after: tuple[int, ...] = ()) -> int:

@@ -6,7 +6,7 @@ while the next pieces travel, and what it makes goes back at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -17,7 +17,7 @@ from ficco.plan.model import Applied, Plan, Region, Signal, Step, Transfer
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.gather import LOOKAHEAD
 from ficco.schedules.groups import cut, peers_in_order, targets_in_order
-from ficco.schedules.network import Sending, add_moves, at_once, far_legs
+from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import NAMED, Schedule
 from ficco.specification import Buffer
 
@@ -161,7 +161,7 @@ class _HeadsStage:
             theirs = self.world.pieces[target]
             sent[target] = [Sending(self._moves(self.me, target, i)) for i in range(len(theirs))]
             received[source] = [self._moves(source, self.me, i) for i in range(len(self.pieces))]
-        self.brought = self._exchange(sent, received)
+        self.brought = add_moves(self.builder, self.world.schedule, sent, received, direct=True)
 
     def _moves(self, me: int, peer: int, piece: int) -> tuple[Transfer, ...]:
         """What a piece of a rank's needs of another one's shards: rows of queries come last."""
@@ -325,13 +325,4 @@ class _HeadsStage:
                 self._back(source, self.me, piece)
                 for piece in range(len(self.world.pieces[source]))
             ]
-        return self._exchange(sent, received)
-
-    def _exchange(
-        self,
-        sent: Mapping[int, Sequence[Sending]],
-        received: Mapping[int, Sequence[tuple[Transfer, ...]]],
-    ) -> dict[tuple[int, int], int]:
-        schedule, near = self.world.schedule, len(self.builder.peers) + 1
-        count = at_once(schedule, self.problem.hosts, near)
-        return add_moves(self.builder, schedule.order, sent, received, count)
+        return add_moves(self.builder, self.world.schedule, sent, received, direct=True)

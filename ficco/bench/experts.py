@@ -84,7 +84,7 @@ class ExpertData:
         if case.experts % watch.world:
             raise ValueError(f"{case.experts} experts for {watch.world} ranks")
         if case.skew and not watch.meets:
-            raise ValueError("routes are skewed, which ranks have to tell each other")
+            raise ValueError("skewed routes: required all ranks, which agree on a capacity")
         dtype, each = getattr(torch, case.dtype), case.experts // watch.world
         places = torch.arange(case.experts, device=self.device).view(each, watch.world)
         self.rarity = (places.t().flatten() + 1.0) ** case.skew  # by expert

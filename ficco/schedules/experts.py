@@ -25,7 +25,7 @@ from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problem import ITEMSIZE, MOST, MOST_RANKS
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
-from ficco.schedules.network import Sending, add_moves, at_once, far_legs
+from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer, Contraction, Exchange, Specification, gated
 
@@ -534,8 +534,7 @@ class ExpertStage:
         for target, source in legs:
             sent[target] = [Sending((move(self.me, target, i),), after(target, i)) for i in numbers]
             received[source] = [(move(source, self.me, i),) for i in numbers]
-        count = at_once(self.schedule, self.layer.hosts, len(self.builder.lane_of) + 1)
-        return add_moves(self.builder, self.schedule.order, sent, received, count)
+        return add_moves(self.builder, self.schedule, sent, received, direct=True)
 
     def _cross_back(self) -> None:
         """Exchange what came of pieces with the ranks of other hosts: whose rows came first get

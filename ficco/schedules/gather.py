@@ -13,7 +13,7 @@ from ficco.problem import Problem
 from ficco.scaling import ALL, factors_of
 from ficco.schedules.builder import Builder, EachRank, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names, targets_in_order
-from ficco.schedules.network import LANE, Sending, add_moves, at_once, legs, via
+from ficco.schedules.network import LANE, Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -389,11 +389,9 @@ class GatherStage(Stage):
             # What the call casts itself it casts before it sends it.
             sent[target] = [Sending(moves, self._cast(moves[0].src, LANE)[-1:]) for moves in pieces]
         received = {source: self._crossing(source, self.me) for source in sources}
-        order, count = self.schedule.order, 1
-        if self.problem.kind.blocks:
-            count = at_once(self.schedule, self.problem.hosts, self.problem.local_world)
-        self.brought = add_moves(self.builder, order, sent, received, count)
-        if not self.problem.kind.blocks:
+        direct = self.problem.kind.blocks
+        self.brought = add_moves(self.builder, self.schedule, sent, received, direct)
+        if not direct:
             onward = [one for source in sources for one in self._onward(source)]
             self.steps += sorted(onward, key=lambda step: step.after)
 

@@ -49,16 +49,6 @@ def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tupl
     return zip(targets[far], sources[far], strict=True)
 
 
-def at_once(schedule: Schedule, hosts: int, local: int) -> int:
-    """With how many ranks of other hosts in turn a step exchanges pieces that go to each of them
-    directly: with all whose pieces are multiplied together, which wait for the network's latency
-    once. Of groups of neighbours these are the ``local`` ranks of a host, where these are a power
-    of two; otherwise such groups have parts of hosts, or several."""
-    if schedule.grouping == "fused":
-        return max((hosts - 1) * local, 1)
-    return local if schedule.grouping in ("growing", "shrinking") else 1
-
-
 def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
     """The blocks that come to a rank where each host sums what its ranks have for another one, by
     sender and owner: its own from the ranks of its host and from its rail, in the order of ranks,
@@ -71,19 +61,27 @@ def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
 
 def add_moves(
     builder: Builder,
-    order: str,
+    schedule: Schedule,
     sent: Mapping[int, Sequence[Sending]],
     received: Mapping[int, Sequence[tuple[Transfer, ...]]],
-    count: int = 1,
+    direct: bool = False,
 ) -> dict[tuple[int, int], int]:
     """Add network steps for pieces by receiver and by sender, in the order of :func:`legs`; returns
-    the step that brings each, by its sender and its number there. Each step moves a piece both
-    ways, of ``count`` receivers and senders; ``order`` as schedules have it."""
-    ways = list(zip(sent, received, strict=True))
+    the step that brings each, by its sender and its number there. A step moves a piece both ways.
+
+    ``direct``: pieces go to all ranks of other hosts, not to the rail alone. Then a step moves all
+    that are multiplied together, so that they wait for the network's latency once: those of all
+    ranks or, where groups are of neighbours, of a host. If hosts have a number of ranks that is no
+    power of two, such a group has parts of hosts, or several hosts."""
+    ways, count = list(zip(sent, received, strict=True)), 1
+    if direct and schedule.grouping == "fused":
+        count = max(len(ways), 1)
+    elif direct and schedule.grouping in ("growing", "shrinking"):
+        count = len(builder.peers) + 1
     sets = [ways[first : first + count] for first in range(0, len(ways), count)]
     numbers = range(max([len(some) for some in (*sent.values(), *received.values())], default=0))
     turns = [(number, some) for number in numbers for some in sets]
-    if order == "peer":
+    if schedule.order == "peer":
         turns = [(number, some) for some in sets for number in numbers]
     brought: dict[tuple[int, int], int] = {}
     for number, some in turns:

@@ -25,7 +25,7 @@ from ficco.schedules.builder import (
     remembered,
 )
 from ficco.schedules.groups import Departures, Unit, names, peers_in_order
-from ficco.schedules.network import Sending, add_moves, at_once, legs, returning, via
+from ficco.schedules.network import Sending, add_moves, legs, returning, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 from ficco.specification import Buffer
@@ -533,10 +533,8 @@ class ScatterStage(Stage):
             moves = zip(world.crossing(me, target), units, strict=True)
             sent[target] = [Sending((move,), (made[unit],)) for move, unit in moves]
             received[source] = [(move,) for move in world.crossing(source, me)]
-        order, count = self.schedule.order, 1
-        if self.problem.kind.blocks:
-            count = at_once(self.schedule, self.problem.hosts, self.problem.local_world)
-        self.brought = add_moves(self.builder, order, sent, received, count)
+        direct = self.problem.kind.blocks
+        self.brought = add_moves(self.builder, self.schedule, sent, received, direct)
 
     def _gather_blocks(self) -> None:
         """Copy the blocks of an all-to-all to their places, in order of arrival."""
@@ -615,7 +613,7 @@ class ScatterStage(Stage):
             made = [(self.made_by[unit],) for unit in self.mine.sums]
             sent[target] = list(map(Sending, zip(moves(me, target)), made))
             received[source] = list(zip(moves(source, me)))
-        brought = add_moves(self.builder, self.schedule.order, sent, received)
+        brought = add_moves(self.builder, self.schedule, sent, received)
         for (source, turn), index in brought.items():
             ((_, here, *_),) = received[source][turn]
             unit = world.departures[source].sums[turn]
