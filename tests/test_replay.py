@@ -29,8 +29,9 @@ from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.bench.replay import (
     APART,
-    KINDS_OF_COPIES,
+    COPIES,
     ROOM,
+    WRITES,
     Courier,
     Pace,
     Piece,
@@ -97,7 +98,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        paces = dict.fromkeys(KINDS_OF_COPIES, Pace(0.0, RATE))
+        paces = {WRITES: Pace(0.0, 1.0), **dict.fromkeys(COPIES, Pace(0.0, RATE))}
         engine.courier = Courier(engine, machine, paces)
         alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(alone, current().timeout_s), engine)
@@ -233,10 +234,10 @@ def test_long_copies_of_the_courier_stay_within_its_room(
         monkeypatch.setattr(PacedDriver, name, note)
     with played(0, 3) as (_, workspace):
         engine: Any = workspace.engine
-        engine.courier.passage(2.5 * most / RATE + 3e-9, inward)(None)
+        engine.courier.passage(2.5 * most / RATE + 3e-9, (inward, False))(None)
         assert max(sizes) == most and sum(sizes) == 2.5 * most
         sizes.clear()
-        engine.courier.passage(0.0, inward)(None)
+        engine.courier.passage(0.0, (inward, False))(None)
         assert sizes == [WORD]
 
 
@@ -246,8 +247,10 @@ def test_the_courier_learns_what_delays_it() -> None:
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
     begun: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
     ends, none = (1.0, 1.5, 1.7), cast(Any, None)
-    pieces = [Piece(at, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
-    timetable = Timetable(none, tuple(pieces), True, [0.0] * 3)
+    pieces = [
+        Piece(at, WRITES, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)
+    ]
+    timetable = Timetable(none, tuple(pieces), [0.0] * 3)
     assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
     for _ in range(20):
         now = 0.0

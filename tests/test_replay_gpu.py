@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 WORLD = 4
 #: Microseconds by which a signal may be off: own copies and those of the courier meet.
-OFF_US = 10.0
+OFF_US = 8.0
 
 
 def watch_of(at: Rank, rank: int = 0, gb_s: float = 383.0, us: float = 12.0) -> ReplayWatch:

@@ -4,9 +4,10 @@ would deliver it.
 The rank's Plans run through the GPU engine with its own products, streams and signals. Its peers
 are played by a *courier*, a stream of its own: :func:`arrivals` simulates all ranks on a Machine,
 and the courier writes this rank's signal words at those times. Its clock is a copy engine: before
-each word comes a copy between the host and the device that takes as long as is left until then.
-That takes no SM and no thread of the host. The rank's own copies to and from peers likewise become
-copies to and from the host that take as long as the link would.
+each word comes a copy between the host and the device that takes as long as is left until then, or
+writes of a word that nobody reads where that is less than a copy takes. That takes no SM and no
+thread of the host. The rank's own copies to and from peers likewise become copies to and from the
+host that take as long as the link would.
 
 Where the results have to be right, :func:`brought` carries out the Plans of all ranks, and the
 courier brings their rows, however long that takes.
@@ -53,8 +54,13 @@ APART = 64
 LEAST_BYTES = WORD
 #: Bytes of the words that this rank posts to one peer.
 PEER_WORDS = 1 << 20
-#: Sizes of the copies by which a pace is measured, copies in a row, and rows of each size.
-PACE_BYTES, PACE_COPIES, PACE_ROWS = (64 << 10, 256 << 10, 1 << 20, 2 << 20), 8, 9
+#: Seconds below which time passes by writes. On an H100 one takes 0.7 us, the shortest copy 5 to 10
+#: (2026-11-27).
+FINE = 16e-6
+#: Sizes of the copies and writes by which paces are measured, how many are in a row, and rows of
+#: each size.
+PACE_BYTES, PACE_WRITES = (64 << 10, 256 << 10, 1 << 20, 2 << 20), (0, 8 * WORD, 32 * WORD)
+PACE_COPIES, PACE_ROWS = 8, 9
 #: Weight of the latest call in what the courier learns.
 LEARNS = 0.5
 
@@ -265,7 +271,7 @@ class ReplayEngine(GpuEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
         seconds = crossing(self.courier.machine, program.plan.moved_bytes(transfer))
-        passes, places = self.courier.passage(seconds, arrives, meets=True), buffers_of(program)
+        passes, places = self.courier.passage(seconds, (arrives, True)), buffers_of(program)
 
         def op(call: Call) -> None:
             if self.images is None:
@@ -345,29 +351,33 @@ def _rooms(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How copies between host and device follow each other on a stream: one of s bytes, with the
-    write of a word and a stamp after it, takes ``start + s / rate`` seconds."""
+    """How copies or writes follow each other on a stream: those of s bytes, with the write of a
+    word and a stamp after them, take ``start + s / rate`` seconds."""
 
     start: float
     rate: float
 
     def nbytes(self, seconds: float) -> int:
-        """Bytes of the copy that takes so long, at least the shortest."""
-        return max(int((seconds - self.start) * self.rate) // WORD * WORD, LEAST_BYTES)
+        """Bytes of those that take so long."""
+        return max(int((seconds - self.start) * self.rate) // WORD * WORD, 0)
 
 
-#: Of copies, by whether they come from the host, and whether others go the other way meanwhile.
-Paces = Mapping[tuple[bool, bool], Pace]
-KINDS_OF_COPIES = tuple((inward, meets) for inward in (False, True) for meets in (False, True))
+#: What takes time on a stream: writes of words, or copies, by whether they come from the host, and
+#: whether others go the other way meanwhile.
+Means = tuple[bool, bool] | None
+WRITES: Means = None
+COPIES = tuple((inward, meets) for inward in (False, True) for meets in (False, True))
+Paces = Mapping[Means, Pace]
 #: Where a second moves a byte.
-NO_PACES: Paces = dict.fromkeys(KINDS_OF_COPIES, Pace(0.0, 1.0))
+NO_PACES: Paces = dict.fromkeys((WRITES, *COPIES), Pace(0.0, 1.0))
 
 
 class Piece(NamedTuple):
-    """What the courier does for some arrivals: copies that end ``at`` so many seconds after the
-    begin, then it writes their words, and stamps the time."""
+    """What the courier does for some arrivals: copies or writes that end ``at`` so many seconds
+    after the begin, then it writes their words, and stamps the time."""
 
     at: float
+    means: Means
     arrivals: tuple[Arrival, ...]
     words: Batch
     stamp: Event
@@ -379,19 +389,18 @@ class Timetable:
     peers, waits for the begin, then goes piece by piece.
 
     Attributes:
-        inward: its copies come from the host.
-        delays: of each piece the seconds that it takes besides what its copy takes on an idle
-            device: until the begin is seen, and what other work costs the copy. Learnt from calls
+        delays: of each piece the seconds that it takes besides what its copies or writes take on an
+            idle device: until the begin is seen, and what other work costs them. Learnt from calls
             of all timetables that share them.
     """
 
     opening: Batch
     pieces: tuple[Piece, ...]
-    inward: bool
     delays: list[float]
 
     def durations(self) -> list[float]:
-        """Seconds of the copy of each piece. None is early; a copy cannot be shorter than none."""
+        """Seconds of the copies or writes of each piece. None is early; nothing can be shorter than
+        nothing."""
         now, durations = 0.0, []
         for piece, delay in zip(self.pieces, self.delays, strict=True):
             durations.append(max(piece.at - now - delay, 0.0))
@@ -412,8 +421,9 @@ class Courier:
 
     Attributes:
         machine: says when they post.
-        paces: of copies between host and device. Its own are learnt about; the rank's take what
-            such copies take where others go the other way, since the courier's mostly do.
+        paces: of copies between host and device, and of writes. Its own are learnt about; the
+            rank's copies take what such copies take where others go the other way, since the
+            courier's mostly do.
         mode: ``"queued"`` or ``"idle"``, of the calls from now on.
     """
 
@@ -480,7 +490,7 @@ class Courier:
         timetable.opening.enqueue(stream)
         for piece, seconds in zip(timetable.pieces, timetable.durations(), strict=True):
             if images is None or places is None:
-                self.passage(seconds, timetable.inward)(stream)
+                self.passage(seconds, piece.means)(stream)
             else:
                 for arrival in piece.arrivals:
                     for transfer in arrival.transfers:
@@ -516,20 +526,18 @@ class Courier:
         ]
         # The direction in which the rank's own copies do not go.
         pulls = any(step.op == "copy" and _to(me, step) for step in plan.steps)
-        return self._of(
-            opening, self._pieces(coming, words, self.paces[not pulls, False]), not pulls
-        )
+        return self._of(opening, self._pieces(coming, words, (not pulls, False)))
 
-    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece], inward: bool) -> Timetable:
+    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece]) -> Timetable:
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
         batch = self.engine.driver.batch([*opening, *begin])
-        return Timetable(batch, tuple(pieces), inward, [0.0] * len(pieces))
+        return Timetable(batch, tuple(pieces), [0.0] * len(pieces))
 
-    def _pieces(self, coming: Sequence[Arrival], words: Words, pace: Pace) -> list[Piece]:
-        """Those that follow each other sooner than copies can come together."""
+    def _pieces(self, coming: Sequence[Arrival], words: Words, copies: Means) -> list[Piece]:
+        """Those that follow each other sooner than words can be written come together."""
         driver, now, left, pieces = self.engine.driver, 0.0, deque(coming), []
         while left:
-            at = max(left[0].at, now + pace.start)
+            at = max(left[0].at, now + self.paces[WRITES].start)
             together = []
             while left and left[0].at <= at:
                 together.append(left.popleft())
@@ -538,15 +546,19 @@ class Courier:
                 for one in (arrival.signal for arrival in together)
             ]
             stamp = driver.event(timing=True)
-            pieces.append(Piece(at, tuple(together), driver.batch(posts), stamp))
+            means = copies if at - now > FINE else WRITES
+            pieces.append(Piece(at, means, tuple(together), driver.batch(posts), stamp))
             now = at
         return pieces
 
-    def passage(self, seconds: float, inward: bool, meets: bool = False) -> Callable[[Any], None]:
-        """Enqueues copies from the host, or to it, that take so long; ``meets``: where others go
-        the other way."""
-        nbytes, driver = self.paces[inward, meets].nbytes(seconds), self.engine.driver
-        most = ROOM // APART * WORD if inward else ROOM
+    def passage(self, seconds: float, means: Means) -> Callable[[Any], None]:
+        """Enqueues copies or writes that take so long."""
+        nbytes, driver = self.paces[means].nbytes(seconds), self.engine.driver
+        if means is WRITES:
+            writes = [MemOp(WRITE_32, self._nobodys, 0)] * (nbytes // WORD)
+            return driver.batch(writes).enqueue if writes else lambda stream: None
+        inward, _ = means
+        most, nbytes = ROOM // APART * WORD if inward else ROOM, max(nbytes, LEAST_BYTES)
         sizes = [most] * (nbytes // most) + [nbytes % most] * (nbytes % most > 0)
         host, room = self._host, self._room
 
@@ -564,25 +576,29 @@ class Courier:
     def measure(self) -> Paces:
         """Measure the paces on a device that is idle otherwise."""
         paces = {}
-        for kind in KINDS_OF_COPIES:
+        for means in NO_PACES:
             self.paces = NO_PACES
-            each = [self._row(nbytes, *kind) for nbytes in PACE_BYTES]
-            slope, start = np.polyfit(PACE_BYTES, each, 1)
-            paces[kind] = Pace(max(float(start), 0.0), 1 / float(slope))
+            sizes = PACE_WRITES if means is WRITES else PACE_BYTES
+            each = np.array([self._row(nbytes, means) for nbytes in sizes])
+            slope, start = np.polyfit(sizes, each, 1, w=1 / each)  # by relative errors
+            paces[means] = Pace(max(float(start), 0.0), 1 / float(slope))
         self.paces = paces
         return paces
 
-    def _row(self, nbytes: int, inward: bool, meets: bool) -> float:
-        """Seconds of one of several copies of a size in a row."""
+    def _row(self, nbytes: int, means: Means) -> float:
+        """Seconds of one of several copies of a size, or so many writes, in a row."""
         driver, words = self.engine.driver, [MemOp(WRITE_32, self._nobodys, 0)]
-        others = [self.passage(nbytes, not inward)] * (2 * PACE_COPIES * meets)
+        others: list[Callable[[Any], None]] = []
+        if means is not WRITES:
+            inward, meets = means
+            others = [self.passage(nbytes, (not inward, meets))] * (2 * PACE_COPIES * meets)
         taken = []
         for _ in range(PACE_ROWS):
             pieces = [
-                Piece(nbytes * after, (), driver.batch(words), driver.event(timing=True))
+                Piece(nbytes * after, means, (), driver.batch(words), driver.event(timing=True))
                 for after in range(1, PACE_COPIES + 2)
             ]
-            self._enqueue(self._of((), pieces, inward), None)
+            self._enqueue(self._of((), pieces), None)
             for other in others:
                 other(self.engine.side.handle)
             self.go()
