@@ -28,12 +28,11 @@ from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.bench.replay import (
-    APART,
-    COPIES,
     ROOM,
-    WRITES,
+    TICKS,
     Courier,
     Pace,
+    Paces,
     Piece,
     ReplayEngine,
     Timetable,
@@ -44,7 +43,6 @@ from ficco.bench.replay_run import ReplayOperands, proven
 from ficco.bench.report import report, show_best
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
-from ficco.dma.driver import WORD
 from ficco.dma.engine import Capabilities
 from ficco.families import family_of
 from ficco.heuristics import problem_of_sizes
@@ -60,16 +58,17 @@ from ficco.workspace import Workspace, adopt
 CPU = torch.device("cpu")
 #: Bytes per second between the host and a device of threads.
 RATE = 1e9
+#: A copy takes a quarter of a millisecond at least, writes no time.
+PACES = Paces(copies=Pace(0.0, RATE), own=Pace(0.0, RATE), tick=2.5e-4)
 MACHINE = flat(1e12, 1e9, 1e12, ranks=3, start=2e-4)
 
 
 class PacedDriver(thread_driver.ThreadDriver):
     """Whose copies between host and device take time."""
 
-    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any, apart: int = 0) -> None:
+    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         stream.put(partial(time.sleep, nbytes / RATE))
-        if not apart:
-            stream.put(partial(ctypes.memmove, dst, src, nbytes))
+        stream.put(partial(ctypes.memmove, dst, src, nbytes))
 
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         if nbytes <= 1 << 12:  # words, which a watchdog reads
@@ -98,8 +97,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        paces = {WRITES: Pace(0.0, 1.0), **dict.fromkeys(COPIES, Pace(0.0, RATE))}
-        engine.courier = Courier(engine, machine, paces)
+        engine.courier = Courier(engine, machine, PACES)
         alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(alone, current().timeout_s), engine)
         try:
@@ -220,25 +218,47 @@ def test_a_layer_of_experts_is_replayed() -> None:
             assert min(engine.courier.errors()) > -1e-3
 
 
-@pytest.mark.parametrize(("inward", "most"), [(True, ROOM // APART * WORD), (False, ROOM)])
-def test_long_copies_of_the_courier_stay_within_its_room(
-    inward: bool, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-
-    def note(driver: Any, dst: int, src: int, nbytes: int, stream: Any, apart: int = 0) -> None:
-        assert apart == APART * (inward and nbytes > WORD)
-        sizes.append(nbytes)
-
-    for name in ("copy_from_host", "copy_to_host"):
-        monkeypatch.setattr(PacedDriver, name, note)
+def test_time_passes_by_copies_or_else_by_writes() -> None:
+    paces = Paces(word=3e-6, write=1e-6, copies=Pace(4e-6, 64e9), own=Pace(5e-6, 50e9))
     with played(0, 3) as (_, workspace):
-        engine: Any = workspace.engine
-        engine.courier.passage(2.5 * most / RATE + 3e-9, (inward, False))(None)
-        assert max(sizes) == most and sum(sizes) == 2.5 * most
-        sizes.clear()
-        engine.courier.passage(0.0, (inward, False))(None)
-        assert sizes == [WORD]
+        courier, driver = workspace.engine.courier, workspace.engine.driver
+        courier.paces, done = paces, []
+        driver.copy_from_host = lambda to, at, nbytes, stream: done.append(("in", nbytes))
+        driver.copy_to_host = lambda to, at, nbytes, stream: done.append(("out", nbytes))
+        driver.batch = lambda ops: SimpleNamespace(enqueue=lambda stream: done.extend(ops))
+
+        def passed(passes: Any) -> list[Any]:
+            done.clear()
+            passes(None)
+            return list(done)
+
+        assert passed(courier.passage(2e-6, 5e-6)) == []
+        assert len(passed(courier.passage(7.5e-6, 5e-6))) == 4  # writes
+        for seconds, tick in ((8.2e-6, 5e-6), (1e-3, 5e-6), (1e-3, 100e-6)):
+            copies = passed(courier.passage(seconds, tick))
+            assert {way for way, _ in copies} == {"in"} and len(copies) == int(
+                (seconds - 3e-6) / tick
+            )
+            taken = sum(4e-6 + nbytes / 64e9 for _, nbytes in copies)
+            assert taken == pytest.approx(seconds - 3e-6, rel=1e-3)
+        long = 5e-6 + 2.5 * ROOM / 50e9
+        assert passed(courier.crossing(long + 1e-11)) == [
+            ("out", ROOM),
+            ("out", ROOM),
+            ("out", ROOM // 2),
+        ]
+
+
+def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
+    with played(1, 3, link(MACHINE, 1e-5)) as (group, workspace):  # a shard takes 50 ms
+        problem, engine = problem_of("all_gather_matmul", 3), workspace.engine
+        operands = ReplayOperands(problem, 1, CPU)
+        operands.random(0)
+        engine.courier.paces = replace(PACES, tick=1e-5)
+        caller(operands, group, "shard-overlap")()
+        timetable = engine.courier.timetable(engine.latest)
+        counts = [seconds / timetable.tick for seconds in timetable.durations()]
+        assert TICKS / 2 < sum(counts) <= TICKS
 
 
 def test_the_courier_learns_what_delays_it() -> None:
@@ -247,10 +267,8 @@ def test_the_courier_learns_what_delays_it() -> None:
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
     begun: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
     ends, none = (1.0, 1.5, 1.7), cast(Any, None)
-    pieces = [
-        Piece(at, WRITES, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)
-    ]
-    timetable = Timetable(none, tuple(pieces), [0.0] * 3)
+    pieces = [Piece(at, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
+    timetable = Timetable(none, tuple(pieces), 0.1, [0.0] * 3)
     assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
     for _ in range(20):
         now = 0.0

@@ -4,10 +4,10 @@ would deliver it.
 The rank's Plans run through the GPU engine with its own products, streams and signals. Its peers
 are played by a *courier*, a stream of its own: :func:`arrivals` simulates all ranks on a Machine,
 and the courier writes this rank's signal words at those times. Its clock is a copy engine: before
-each word comes a copy between the host and the device that takes as long as is left until then, or
-writes of a word that nobody reads where that is less than a copy takes. That takes no SM and no
-thread of the host. The rank's own copies to and from peers likewise become copies to and from the
-host that take as long as the link would.
+each word come copies from the host, one after the other, that take as long as is left until then,
+or writes of a word that nobody reads where that is less than a copy takes. That takes no SM and no
+thread of the host. The rank's own copies to and from peers become copies to the host that take as
+long as the link would.
 
 Where the results have to be right, :func:`brought` carries out the Plans of all ranks, and the
 courier brings their rows, however long that takes.
@@ -45,22 +45,21 @@ from ficco.workspace import SLOTS
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
-#: Copies from the host take words that lie so many bytes apart. Dense ones keep the bus so busy
-#: that a GPU gets its own commands late: on an H100 kernels of 56 us begin 3 us later and, after a
-#: wait, 6 us later; beside words 512 bytes apart 0.5 and 1.4 us (2026-11-26). Dense copies to the
-#: host cost nothing.
-APART = 64
+#: Seconds of one of its copies, at least, and how many a call has, at most: streams hold no more.
+#: On an H100 5 us are 64 KiB, and time that passes by these deviates by 1.5 %. Between two the bus
+#: is idle. Longer copies keep it busy, so that a GPU gets its own commands late: kernels of 45 us
+#: begin 0.2 us later beside copies of 64 KiB, 1.1 us beside 512 KiB, 1.4 beside one large copy.
+#: Single words that lie 64 bytes apart deviate by 3 %, and take a quarter longer beside copies to
+#: the host (2026-11-27).
+TICK, TICKS = 5e-6, 400
 #: Bytes of a copy that is to take no time.
 LEAST_BYTES = WORD
 #: Bytes of the words that this rank posts to one peer.
 PEER_WORDS = 1 << 20
-#: Seconds below which time passes by writes. On an H100 one takes 0.7 us, the shortest copy 5 to 10
-#: (2026-11-27).
-FINE = 16e-6
-#: Sizes of the copies and writes by which paces are measured, how many are in a row, and rows of
-#: each size.
-PACE_BYTES, PACE_WRITES = (64 << 10, 256 << 10, 1 << 20, 2 << 20), (0, 8 * WORD, 32 * WORD)
-PACE_COPIES, PACE_ROWS = 8, 9
+#: Writes, copies and sizes of copies by which paces are measured, how many of these are in a row,
+#: and rows of each.
+PACE_WRITES, PACE_COPIES, PACE_BYTES = (0, 8, 32), 8, (64 << 10, 256 << 10, 1 << 20, 2 << 20)
+PACE_PIECES, PACE_ROWS = 8, 9
 #: Weight of the latest call in what the courier learns.
 LEARNS = 0.5
 
@@ -271,7 +270,7 @@ class ReplayEngine(GpuEngine):
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
         seconds = crossing(self.courier.machine, program.plan.moved_bytes(transfer))
-        passes, places = self.courier.passage(seconds, (arrives, True)), buffers_of(program)
+        passes, places = self.courier.crossing(seconds), buffers_of(program)
 
         def op(call: Call) -> None:
             if self.images is None:
@@ -351,25 +350,41 @@ def _rooms(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Pace:
-    """How copies or writes follow each other on a stream: those of s bytes, with the write of a
-    word and a stamp after them, take ``start + s / rate`` seconds."""
+    """How copies between host and device follow each other on a stream: one of s bytes takes
+    ``start + s / rate`` seconds."""
 
     start: float
     rate: float
 
     def nbytes(self, seconds: float) -> int:
-        """Bytes of those that take so long."""
-        return max(int((seconds - self.start) * self.rate) // WORD * WORD, 0)
+        """Bytes of the copy that takes so long, at least the shortest."""
+        return max(int((seconds - self.start) * self.rate) // WORD * WORD, LEAST_BYTES)
+
+    @classmethod
+    def fitted(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Pace:
+        """The one of copies that took so long, by relative errors."""
+        slope, start = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
+        return cls(max(float(start), 0.0), 1 / float(slope))
 
 
-#: What takes time on a stream: writes of words, or copies, by whether they come from the host, and
-#: whether others go the other way meanwhile.
-Means = tuple[bool, bool] | None
-WRITES: Means = None
-COPIES = tuple((inward, meets) for inward in (False, True) for meets in (False, True))
-Paces = Mapping[Means, Pace]
-#: Where a second moves a byte.
-NO_PACES: Paces = dict.fromkeys((WRITES, *COPIES), Pace(0.0, 1.0))
+@dataclass(frozen=True)
+class Paces:
+    """What takes time on a stream, and how long.
+
+    Attributes:
+        word: seconds of the write of a signal word, and of a stamp after it.
+        write: of one more write.
+        copies: of copies from the host, one after the other.
+        own: of single copies to the host, each with the write of a word and a stamp after it, while
+            others come from the host.
+        tick: seconds of the shortest copies by which time is to pass.
+    """
+
+    word: float = 0.0
+    write: float = 1.0
+    copies: Pace = Pace(0.0, 1.0)
+    own: Pace = Pace(0.0, 1.0)
+    tick: float = TICK
 
 
 class Piece(NamedTuple):
@@ -377,7 +392,6 @@ class Piece(NamedTuple):
     after the begin, then it writes their words, and stamps the time."""
 
     at: float
-    means: Means
     arrivals: tuple[Arrival, ...]
     words: Batch
     stamp: Event
@@ -389,6 +403,7 @@ class Timetable:
     peers, waits for the begin, then goes piece by piece.
 
     Attributes:
+        tick: seconds of its copies, at least.
         delays: of each piece the seconds that it takes besides what its copies or writes take on an
             idle device: until the begin is seen, and what other work costs them. Learnt from calls
             of all timetables that share them.
@@ -396,6 +411,7 @@ class Timetable:
 
     opening: Batch
     pieces: tuple[Piece, ...]
+    tick: float
     delays: list[float]
 
     def durations(self) -> list[float]:
@@ -421,15 +437,13 @@ class Courier:
 
     Attributes:
         machine: says when they post.
-        paces: of copies between host and device, and of writes. Its own are learnt about; the
-            rank's copies take what such copies take where others go the other way, since the
-            courier's mostly do.
+        paces: of what takes time.
         mode: ``"queued"`` or ``"idle"``, of the calls from now on.
     """
 
-    def __init__(self, engine: ReplayEngine, machine: Machine, paces: Paces) -> None:
+    def __init__(self, engine: ReplayEngine, machine: Machine, paces: Paces | None = None) -> None:
         driver = engine.driver
-        self.engine, self.machine, self.paces = engine, machine, paces
+        self.engine, self.machine, self.paces = engine, machine, paces or Paces()
         self.mode = "queued"
         self.stream = driver.stream_for("courier").handle
         self._host, self._room = (room.data_ptr() for room in _rooms(engine.device))
@@ -490,7 +504,7 @@ class Courier:
         timetable.opening.enqueue(stream)
         for piece, seconds in zip(timetable.pieces, timetable.durations(), strict=True):
             if images is None or places is None:
-                self.passage(seconds, piece.means)(stream)
+                self.passage(seconds, timetable.tick)(stream)
             else:
                 for arrival in piece.arrivals:
                     for transfer in arrival.transfers:
@@ -524,20 +538,17 @@ class Courier:
             *(MemOp(WRITE_32, at, 1) for at in theirs),
             *(MemOp(WRITE_32, words.address(me, peer), 0) for peer in peers),
         ]
-        # The direction in which the rank's own copies do not go.
-        pulls = any(step.op == "copy" and _to(me, step) for step in plan.steps)
-        return self._of(opening, self._pieces(coming, words, (not pulls, False)))
-
-    def _of(self, opening: Sequence[MemOp], pieces: Sequence[Piece]) -> Timetable:
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
-        batch = self.engine.driver.batch([*opening, *begin])
-        return Timetable(batch, tuple(pieces), [0.0] * len(pieces))
+        pieces = tuple(self._pieces(coming, words))
+        tick = max(self.paces.tick, pieces[-1].at / TICKS if pieces else 0.0)
+        batch = engine.driver.batch([*opening, *begin])
+        return Timetable(batch, pieces, tick, [0.0] * len(pieces))
 
-    def _pieces(self, coming: Sequence[Arrival], words: Words, copies: Means) -> list[Piece]:
+    def _pieces(self, coming: Sequence[Arrival], words: Words) -> list[Piece]:
         """Those that follow each other sooner than words can be written come together."""
         driver, now, left, pieces = self.engine.driver, 0.0, deque(coming), []
         while left:
-            at = max(left[0].at, now + self.paces[WRITES].start)
+            at = max(left[0].at, now + self.paces.word)
             together = []
             while left and left[0].at <= at:
                 together.append(left.popleft())
@@ -546,62 +557,75 @@ class Courier:
                 for one in (arrival.signal for arrival in together)
             ]
             stamp = driver.event(timing=True)
-            means = copies if at - now > FINE else WRITES
-            pieces.append(Piece(at, means, tuple(together), driver.batch(posts), stamp))
+            pieces.append(Piece(at, tuple(together), driver.batch(posts), stamp))
             now = at
         return pieces
 
-    def passage(self, seconds: float, means: Means) -> Callable[[Any], None]:
-        """Enqueues copies or writes that take so long."""
-        nbytes, driver = self.paces[means].nbytes(seconds), self.engine.driver
-        if means is WRITES:
-            writes = [MemOp(WRITE_32, self._nobodys, 0)] * (nbytes // WORD)
-            return driver.batch(writes).enqueue if writes else lambda stream: None
-        inward, _ = means
-        most, nbytes = ROOM // APART * WORD if inward else ROOM, max(nbytes, LEAST_BYTES)
-        sizes = [most] * (nbytes // most) + [nbytes % most] * (nbytes % most > 0)
-        host, room = self._host, self._room
+    # Time.
+
+    def passage(self, seconds: float, tick: float) -> Callable[[Any], None]:
+        """Enqueues what takes so long together with a signal word: copies from the host, each of
+        which takes a tick or more, or else writes."""
+        left = seconds - self.paces.word
+        if count := int(max(left, 0.0) / tick):
+            return self._ticks(count, self.paces.copies.nbytes(left / count))
+        return self._writes(int(max(left, 0.0) / self.paces.write))
+
+    def crossing(self, seconds: float) -> Callable[[Any], None]:
+        """Enqueues a copy of the rank's own, which takes so long together with a signal word."""
+        return self._outward(self.paces.own.nbytes(seconds))
+
+    def _writes(self, count: int) -> Callable[[Any], None]:
+        nobody = [MemOp(WRITE_32, self._nobodys, 0)] * count
+        return self.engine.driver.batch(nobody).enqueue if nobody else lambda stream: None
+
+    def _ticks(self, count: int, nbytes: int) -> Callable[[Any], None]:
+        driver, size = self.engine.driver, min(nbytes, ROOM)
 
         def copy(stream: Any) -> None:
-            for size in sizes:
-                if inward:
-                    driver.copy_from_host(room, host, size, stream, APART * (size > WORD))
-                else:
-                    driver.copy_to_host(host, room, size, stream)
+            for _ in range(count):
+                driver.copy_from_host(self._room, self._host, size, stream)
 
         return copy
 
-    # Its clock.
+    def _outward(self, nbytes: int) -> Callable[[Any], None]:
+        driver = self.engine.driver
+        sizes = [ROOM] * (nbytes // ROOM) + [nbytes % ROOM] * (nbytes % ROOM > 0)
+
+        def copy(stream: Any) -> None:
+            for size in sizes:
+                driver.copy_to_host(self._host, self._room, size, stream)
+
+        return copy
 
     def measure(self) -> Paces:
         """Measure the paces on a device that is idle otherwise."""
-        paces = {}
-        for means in NO_PACES:
-            self.paces = NO_PACES
-            sizes = PACE_WRITES if means is WRITES else PACE_BYTES
-            each = np.array([self._row(nbytes, means) for nbytes in sizes])
-            slope, start = np.polyfit(sizes, each, 1, w=1 / each)  # by relative errors
-            paces[means] = Pace(max(float(start), 0.0), 1 / float(slope))
-        self.paces = paces
-        return paces
+        words = [self._row(self._writes(count)) for count in PACE_WRITES]
+        write, word = np.polyfit(PACE_WRITES, words, 1)
+        rows = [self._row(self._ticks(PACE_COPIES, nbytes)) for nbytes in PACE_BYTES]
+        copies = Pace.fitted(PACE_BYTES, [(row - float(word)) / PACE_COPIES for row in rows])
+        beside = self._ticks(TICKS, copies.nbytes(TICK))
+        out = [self._row(self._outward(nbytes), beside) for nbytes in PACE_BYTES]
+        self.paces = Paces(float(word), float(write), copies, Pace.fitted(PACE_BYTES, out))
+        return self.paces
 
-    def _row(self, nbytes: int, means: Means) -> float:
-        """Seconds of one of several copies of a size, or so many writes, in a row."""
-        driver, words = self.engine.driver, [MemOp(WRITE_32, self._nobodys, 0)]
-        others: list[Callable[[Any], None]] = []
-        if means is not WRITES:
-            inward, meets = means
-            others = [self.passage(nbytes, (not inward, meets))] * (2 * PACE_COPIES * meets)
-        taken = []
+    def _row(
+        self, passes: Callable[[Any], None], beside: Callable[[Any], None] | None = None
+    ) -> float:
+        """Seconds of one of several pieces in a row: what passes time, a word and a stamp."""
+        driver, taken = self.engine.driver, []
+        begin = driver.batch([MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)])
+        word = driver.batch([MemOp(WRITE_32, self._nobodys, 0)])
+        stamps = [driver.event(timing=True) for _ in range(PACE_PIECES + 1)]
         for _ in range(PACE_ROWS):
-            pieces = [
-                Piece(nbytes * after, means, (), driver.batch(words), driver.event(timing=True))
-                for after in range(1, PACE_COPIES + 2)
-            ]
-            self._enqueue(self._of((), pieces), None)
-            for other in others:
-                other(self.engine.side.handle)
+            begin.enqueue(self.stream)
+            for stamp in stamps:
+                passes(self.stream)
+                word.enqueue(self.stream)
+                stamp.record(self.stream)
+            if beside is not None:
+                beside(self.engine.side.handle)
             self.go()
             driver.synchronize()
-            taken.append(pieces[0].stamp.seconds_to(pieces[-1].stamp) / PACE_COPIES)
+            taken.append(stamps[0].seconds_to(stamps[-1]) / PACE_PIECES)
         return median(taken)

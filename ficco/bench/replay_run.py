@@ -23,7 +23,6 @@ from ficco.bench.frames import REPLAY
 from ficco.bench.inputs import Draw, Operands, draw_normal
 from ficco.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
 from ficco.bench.replay import (
-    NO_PACES,
     Courier,
     Paces,
     ReplayEngine,
@@ -283,7 +282,7 @@ class ReplayWatch(Stopwatch):
         made = (self.group, self.device, options.signals, options.timeout_s)
         name = engine_name(self.device, options.engine)
         engine: Any = make_engine(name, *made, kind=ReplayEngine)
-        engine.courier = Courier(engine, self.machine, self._paces or NO_PACES)
+        engine.courier = Courier(engine, self.machine, self._paces)
         if self._paces is None:
             self._paces = engine.courier.measure()
         adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)

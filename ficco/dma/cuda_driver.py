@@ -18,7 +18,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.dma.cublaslt import WORKSPACE, CublasLt
-from ficco.dma.driver import URGENT, WORD, Copies, Driver, Means, StreamEngine
+from ficco.dma.driver import URGENT, Copies, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
@@ -358,16 +358,8 @@ class CudaDriver(Driver):
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         check("cuMemcpyDtoHAsync", driver.cuMemcpyDtoHAsync(dst, src, nbytes, stream))
 
-    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any, apart: int = 0) -> None:
-        if not apart:
-            check("cuMemcpyHtoDAsync", driver.cuMemcpyHtoDAsync(dst, src, nbytes, stream))
-            return
-        part, memory = driver.CUDA_MEMCPY2D(), driver.CUmemorytype
-        part.srcMemoryType, part.srcHost = memory.CU_MEMORYTYPE_HOST, src
-        part.dstMemoryType, part.dstDevice = memory.CU_MEMORYTYPE_DEVICE, dst
-        part.WidthInBytes, part.Height = WORD, nbytes // WORD
-        part.srcPitch = part.dstPitch = apart
-        check("cuMemcpy2DAsync", driver.cuMemcpy2DAsync(part, stream))
+    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        check("cuMemcpyHtoDAsync", driver.cuMemcpyHtoDAsync(dst, src, nbytes, stream))
 
     def host(self, nbytes: int) -> int:
         self._pinned.append(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))

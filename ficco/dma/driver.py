@@ -324,9 +324,8 @@ class Driver(ABC):
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         """Copy bytes of the device to pinned host memory."""
 
-    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any, apart: int = 0) -> None:
-        """Copy bytes of pinned host memory to the device; ``apart``: words that lie so many bytes
-        apart at both ends."""
+    def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
+        """Copy bytes of pinned host memory to the device."""
         raise self._lacks("copies from the host")
 
     # Memory.
