@@ -41,7 +41,7 @@ def empty(
     Args:
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
         group: the ranks that can read it; default WORLD.
-        device: default: the current GPU for a NCCL group, else cpu.
+        device: default: the current GPU for a group with NCCL, else cpu.
 
     Raises:
         ValueError: an argument is wrong.
@@ -57,7 +57,7 @@ def empty(
         raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
     group = process_group(group)
     if device is None:
-        device = "cuda" if "nccl" in str(torch.distributed.get_backend(group)) else "cpu"
+        device = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
     workspace = workspace_of(group, _device(device), "empty")
     workspace.raise_error()
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())

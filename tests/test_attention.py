@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, ranks, run
 
 import ficco
+import ficco.nn
 from ficco.attention import (
     GATHERED,
     PLACEMENTS,
@@ -826,6 +827,30 @@ def test_wrong_plans_of_gradients_are_found() -> None:
             check(changed(change))
 
 
+def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
+    """Keys of the last rank are no numbers, or hidden by -inf."""
+    whole = case.whole(at.world, 1, at.device)
+    whole[0].abs_()
+    whole[1][:, :, -case.rows :] = what
+    mine = case.positions(at.rank, at.world)
+    shards = [one[:, :, mine].contiguous().requires_grad_() for one in whole]
+    out = ficco.all_gather_attention(*shards)
+    every = torch.ones(case.rows, case.rows * at.world, dtype=torch.bool)
+    wanted = reference(shards[0].detach(), *whole[1:], every, None)
+    if what == -torch.inf:
+        assert (out - wanted).abs().max() < (1e-5 if out.itemsize > 2 else 2e-2)
+        return
+    assert out.isnan().all() and wanted.isnan().all()
+    for grad in torch.autograd.grad(out.sum(), shards):
+        assert grad.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("what", [torch.nan, -torch.inf])
+def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, dtype: str) -> None:
+    run(2, not_finite, what, AttentionCase(8, dtype=dtype))
+
+
 # Behind PyTorch's function.
 
 
@@ -865,6 +890,30 @@ def test_behind_pytorchs_context_parallelism() -> None:
     for failures in run(4, _behind):
         for failure, name in zip(failures, ("dropout_p", "attn_mask", "enable_gqa"), strict=True):
             assert failure.type == "ValueError" and f"{name}: required" in failure.text, failure
+
+
+def _layers_behind(at: Rank) -> None:
+    """Layers of PyTorch's, also where they have a fused kernel; and one of ficco's, whose attention
+    is already to the whole sequence."""
+    torch.manual_seed(1)
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    heads = ficco.nn.UlyssesAttention(16, 4, device=at.device)
+    x = torch.randn(1, 4 * at.world, 16)
+    mine = x[:, 4 * at.rank : 4 * at.rank + 4]
+    for trains in (True, False):
+        with torch.no_grad():
+            layer.train(trains)
+            wanted, _ = layer(x, x, x, need_weights=False)
+            of_heads = heads(mine)
+            with ficco.behind_sdpa(placement="ranks"):
+                found, _ = layer(mine, mine, mine, need_weights=False)
+                assert torch.equal(heads(mine), of_heads)
+        assert (found - wanted[:, 4 * at.rank : 4 * at.rank + 4]).abs().max() < 1e-5
+        assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_layers_behind_it() -> None:
+    run(2, _layers_behind)
 
 
 # Errors.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import equal, exact, replays
 from ranks import Rank, ranks, run, wider
-from test_attention import AttentionCase, attended, cases, differentiated
+from test_attention import AttentionCase, attended, cases, differentiated, not_finite
 
 import ficco
 from ficco.bench.attention import nothing_merged
@@ -43,6 +43,13 @@ def _masks(at: Rank, dtype: str) -> None:
 @ranks(2, 4)
 def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> None:
     run(world, _masks, dtype, device="cuda", timeout=280)
+
+
+@pytest.mark.parametrize("rows", [16, 256])  # by flash attention, and by cuDNN
+@pytest.mark.parametrize("what", [torch.nan, -torch.inf])
+def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: int) -> None:
+    case = AttentionCase(rows, 8, 2, 128, dtype="bfloat16")
+    run(2, not_finite, what, case, device="cuda", timeout=100)
 
 
 def _calls(at: Rank) -> None:

@@ -532,6 +532,52 @@ def test_a_routing_that_does_not_fit_is_refused() -> None:
             assert failure.type == "ValueError" and text in failure.text
 
 
+def of_another_group(at: Rank) -> list[Any]:
+    import torch.distributed as dist
+
+    given, other = operands(at), dist.new_group(list(range(at.world)))
+    indices = given.pop("indices")
+    del given["capacity"]
+    exact = ficco.route(indices, 4, group=other)
+    limited = ficco.route(indices, 4, capacity=4, group=other)  # has asked nobody
+    found = [caught(lambda: ficco.experts(indices=exact, **given))]
+    found.append(ficco.experts(indices=limited, **given).shape)
+    return found
+
+
+def test_a_routing_of_another_group_is_refused() -> None:
+    for failure, shape in run(2, of_another_group, fresh=True):
+        assert failure.type == "ValueError" and "another group" in failure.text, failure
+        assert isinstance(shape, torch.Size)
+
+
+def out_of_memory(at: Rank, step: str, needs: bool) -> Any:
+    given = operands(at)
+    given["tokens"].requires_grad_()
+
+    def layer() -> None:
+        out = ficco.experts(**given)
+        if needs:
+            out.sum().backward()
+
+    layer()
+    failing = mock.patch.object(ops, step, side_effect=RuntimeError("out of memory"))
+    with ficco.options(timeout_s=30):
+        if at.rank:
+            return caught(layer)
+        with failing:
+            return caught(layer)
+
+
+@pytest.mark.parametrize(
+    ("step", "needs"), [("_sent", False), ("_leaving", True), ("_derived", True)]
+)
+def test_a_rank_without_memory_tells_the_others(step: str, needs: bool) -> None:
+    one, other = run(2, out_of_memory, step, needs, fresh=True)
+    assert "out of memory" in one.text
+    assert other.type == "RankMismatch" and "out of memory" in other.text, other
+
+
 def compiled(at: Rank) -> list[Failure]:
     """An exact routing is a graph break in compiled code; refused where tensors have no data, and
     where there may be no break."""

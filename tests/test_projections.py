@@ -225,8 +225,10 @@ def _laid_out(at: Rank) -> None:
     assert storage.nbytes() == 8 * 2 * channels * 8
     out = torch.randn(8, 2, 2, case.size, dtype=torch.float64).permute(1, 2, 0, 3).requires_grad_()
     y = ficco.ulysses_output(out, last.requires_grad_())
-    saved = y.grad_fn.saved_tensors  # type: ignore[union-attr]
-    assert saved[0].data_ptr() == out.data_ptr()
+    node: Any = y.grad_fn
+    while not hasattr(node, "saved_tensors"):  # views of the product
+        ((node, _),) = node.next_functions
+    assert node.saved_tensors[0].data_ptr() == out.data_ptr()
 
 
 def test_nothing_is_brought_into_another_order() -> None:
@@ -439,6 +441,38 @@ def test_ranks_that_differ_are_told() -> None:
     one, other = run(2, _unlike)
     assert [failure.type for failure in one] == ["RankMismatch", "RankMismatch", "ValueError"]
     assert [failure.type for failure in other] == ["RankMismatch"] * 3
+
+
+def _laid_out_unlike(at: Rank) -> list[Any]:
+    import torch.distributed as dist
+
+    x, w, found = torch.ones(1, 8, 8), torch.ones(16, 8), []
+    out = torch.ones(1, 2, 16, 4)
+    for mine in (
+        lambda group: ficco.ulysses_project(x, w, w, w, size=(4, 2)[at.rank], group=group),
+        lambda group: ficco.ulysses_project(
+            x.view(1 + at.rank, -1, 8), w, w, w, size=4, group=group
+        ),
+        lambda group: ficco.ulysses_output(
+            out.view(1, *((2, 16, 4), (4, 16, 2))[at.rank]), w.t(), group=group
+        ),
+        lambda group: ficco.ulysses_output(out.view(1 + at.rank, 2, -1, 4), w.t(), group=group),
+    ):
+        group = dist.new_group(list(range(at.world)))
+        with ficco.options(timeout_s=10):
+            found.append(caught(lambda m=mine, g=group: m(g)))
+        at.barrier()
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_ranks_with_other_heads_or_batches_of_equal_size_are_told() -> None:
+    for failures in run(2, _laid_out_unlike):
+        for failure, text in zip(
+            failures, ("size 2", "batch 2", "4 heads a rank", "batch 2"), strict=True
+        ):
+            assert failure.type == "RankMismatch" and text in failure.text, failure
 
 
 def test_keys_of_a_rank() -> None:

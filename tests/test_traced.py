@@ -189,8 +189,8 @@ def _opcheck_projections(at: Rank) -> None:
     x, *weights, last = projections(at)
     rows, blocks = x.detach().flatten(0, 1), torch.randn(2, 6, 8)
     for name, operands, asked in (
-        ("ulysses_project", (rows, *weights), (4,)),
-        ("ulysses_output", (blocks, last), ()),
+        ("ulysses_project", (rows, *weights), (4, 1)),
+        ("ulysses_output", (blocks, last), (2, 1)),
     ):
         given = [one.detach().requires_grad_() for one in operands]
         op, back = (getattr(ops, name + end).default for end in ("", "_backward"))
@@ -213,7 +213,7 @@ def _without(at: Rank) -> Any:
     """A call that was traced without gradients, such as an exported one, and then asked for one."""
     where = dist.group.WORLD.group_name, "auto", ""  # type: ignore[union-attr]
     blocks, weight = torch.ones(2, 3, 8, requires_grad=True), torch.ones(12, 16)
-    y = torch.ops.ficco.ulysses_output(blocks, weight, [False, False], *where)
+    y = torch.ops.ficco.ulysses_output(blocks, weight, [False, False], 2, 1, *where)
     return caught(lambda: y.sum().backward())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -286,21 +286,31 @@ def _on_cpu(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Ten
         mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, rectangle.causal, attn_mask=mask, scale=scale
         )
+        zeros = lse == 0
     except RuntimeError:  # an older PyTorch, or a shape that it does not have
-        return plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
-    return mean, lse
+        zeros = None
+    if zeros is not None and not zeros.any():
+        return mean, lse
+    whole = plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
+    if zeros is None:
+        return whole
+    # A largest score that is infinite or no number: the library has zeros, which would be merged.
+    wrong = zeros & ~whole[1].isfinite()
+    mean = torch.where(wrong.unsqueeze(-1), whole[0].to(mean.dtype), mean)
+    return mean, torch.where(wrong, whole[1].to(lse.dtype), lse)
 
 
 def _band(heads: Heads, rectangle: Rectangle) -> torch.Tensor:
     """What is added to the scores."""
     n, m = heads.q.shape[2], heads.k.shape[2]
-    ahead = torch.arange(m)[None, :] - torch.arange(n)[:, None] - (m - n)
-    hidden = torch.zeros(n, m, dtype=torch.bool)
+    own: Any = {"device": heads.q.device}
+    ahead = torch.arange(m, **own)[None, :] - torch.arange(n, **own)[:, None] - (m - n)
+    hidden = torch.zeros(n, m, dtype=torch.bool, **own)
     if rectangle.right is not None:
         hidden |= ahead > rectangle.right
     if rectangle.left is not None:
         hidden |= ahead < -rectangle.left
-    return torch.zeros(n, m, dtype=heads.q.dtype).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(n, m, dtype=heads.q.dtype, **own).masked_fill_(hidden, -torch.inf)
 
 
 def plain(
@@ -315,7 +325,8 @@ def plain(
     if mask is not None:
         scores += mask
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+    mean = (scores - lse.unsqueeze(-1)).exp() @ v
+    return mean.masked_fill_((lse == -torch.inf).unsqueeze(-1), 0), lse
 
 
 #: Rows of queries, and of keys, that cuDNN gets at least. For fewer its backward can end a process

@@ -268,7 +268,7 @@ class CpuEngine(Engine):
         self._in_flight += 1
         try:
             if gates := len(lanes.get(ARRIVALS, ())):
-                state.words = torch.zeros(gates, dtype=torch.int32)
+                state.words = torch.zeros(gates, dtype=torch.int32, device="cpu")
                 state.arrived = [threading.Event() for _ in range(gates)]
             for lane, ops in lanes.items():
                 if lane not in ("compute0", FIRST):
@@ -333,7 +333,9 @@ class CpuEngine(Engine):
 
     def words(self, program: Program, call: Call) -> torch.Tensor:
         state: CallState = call.state
-        return torch.zeros(0, dtype=torch.int32) if state.words is None else state.words
+        return (
+            torch.zeros(0, dtype=torch.int32, device="cpu") if state.words is None else state.words
+        )
 
     def rows(self, program: Program, call: Call) -> torch.Tensor:
         return gathered_rows(program, call)

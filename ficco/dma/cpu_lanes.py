@@ -38,7 +38,7 @@ class CpuMemory(Symmetric):
         ]
         addresses = [self.host.address(place) for place in range(len(parts))]
         # None of the ranks of other hosts.
-        self.parts = engine.hosts.spread(parts, torch.empty(0, dtype=torch.uint8))
+        self.parts = engine.hosts.spread(parts, torch.empty(0, dtype=torch.uint8, device="cpu"))
         self.addresses = engine.hosts.spread(addresses, 0)
         self.pids = engine.hosts.spread(self.host.pids, 0)
         self.tensor = self.parts[engine.rank]
@@ -50,7 +50,7 @@ class CpuMemory(Symmetric):
     def free(self) -> None:
         """Drop it; tensors in it, and calls in flight, keep it mapped."""
         self.parts, self.addresses = [], []
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.host.close()
 
 

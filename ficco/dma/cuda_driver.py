@@ -362,7 +362,7 @@ class CudaDriver(Driver):
         check("cuMemcpyHtoDAsync", driver.cuMemcpyHtoDAsync(dst, src, nbytes, stream))
 
     def host(self, nbytes: int) -> int:
-        self._pinned.append(torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True))
+        self._pinned.append(torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True))
         return self._pinned[-1].data_ptr()
 
     # ficco's kernels, and the vendor's.

@@ -341,7 +341,7 @@ class Driver(ABC):
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Pinned host memory as bytes, not zeroed. Kept as long as a tensor looks into it."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         """Memory of the device and the same as bytes. Kept until closing."""

@@ -193,7 +193,7 @@ def ends_of(
         for first, apart, count in groups
     ]
     counts, on_gpu = [count for _, _, count in groups], device.type != "cpu"
-    ends = torch.empty(sum(counts), dtype=torch.int32, pin_memory=on_gpu)
+    ends = torch.empty(sum(counts), dtype=torch.int32, device="cpu", pin_memory=on_gpu)
     np.concatenate([*each, starts[:0]], out=ends.numpy(), casting="same_kind")
     parts = ends.to(device, non_blocking=True).split(counts)
     return dict(zip(groups, parts, strict=True))

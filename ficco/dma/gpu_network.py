@@ -145,7 +145,7 @@ class GlooRelay(GpuNetwork):
         self._links = GlooLinks(engine)
         self._reached = engine.driver.host(WORD)
         self._done = engine.driver.waitable(engine.means.words)
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._under_way: tuple[_Job, PeerExchange] | None = None
         self._stopped, self._writing = False, threading.Lock()

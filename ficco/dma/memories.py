@@ -201,7 +201,7 @@ class SharedMapped(Shared, Symmetric):
 
     def let_go(self) -> None:
         """Drop what this rank holds of it; tensors of the caller's keep it."""
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         super().let_go()
 
     def freeable(self) -> bool:

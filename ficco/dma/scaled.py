@@ -111,8 +111,8 @@ def quantize_into(
 @cache
 def _recipes_on_cpu() -> tuple[str, ...]:
     """The recipes that ``torch._scaled_mm`` of this PyTorch has on CPUs."""
-    one = torch.zeros(16, 16).to(torch.float8_e4m3fn)
-    rows, cols = torch.ones(16, 1), torch.ones(1, 16)
+    one = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn)
+    rows, cols = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
     try:
         torch._scaled_mm(one, one.t(), rows, cols, out_dtype=torch.float32)
     except RuntimeError:

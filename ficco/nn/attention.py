@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention  # not what replaces it for others
 
 from ficco.attention import keys_of
 from ficco.nn.linear import check_schedule, ranks_of
@@ -112,9 +112,7 @@ class UlyssesAttention(nn.Module):
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         grouped = k.shape[1] < q.shape[1]
-        return functional.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, enable_gqa=grouped
-        )
+        return scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
 
     def extra_repr(self) -> str:
         return f"size={self.size}, causal={self.causal}, schedule={self.schedule}"

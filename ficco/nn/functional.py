@@ -34,10 +34,10 @@ from ficco.ops.gradients import (
 )
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operate import (
-    cast,
     name_of_schedule,
     refuse_derivatives,
     refuse_sharded,
+    under_autocast,
     watched,
 )
 from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -84,7 +84,7 @@ def gathered_linears(
         y = all_gather_matmul(flat, _cat(weights).t(), group=group, schedule=schedule, rows=cut)
     else:
         call = OperatorCall("all_gather_matmul", group, schedule, cut)
-        x, *weights = _autocast(flat, *weights)
+        x, *weights = under_autocast(flat, *weights)
         y, _ = _Joined.apply(x, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     sizes = [weight.shape[0] for weight in weights]
@@ -158,7 +158,7 @@ def reduced_linear(
         call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
         y = _of_float8(_rows(x), call, weight, equal=True)
     else:
-        y = _Reduced.apply(*_autocast(_rows(x), weight), group, schedule)
+        y = _Reduced.apply(*under_autocast(_rows(x), weight), group, schedule)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
 
@@ -182,7 +182,7 @@ def copied_linears(
     call = OperatorCall(
         "matmul_all_reduce", process_group(group), schedule, None, recipe=recipe_of(recipe)
     )
-    first, *rest = _autocast(_rows(x), *weights)
+    first, *rest = under_autocast(_rows(x), *weights)
     outs = _Copied.apply(first, call, *rest)
     return tuple(
         _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
@@ -215,7 +215,7 @@ def partial_linear(
         return torch.nn.functional.linear(x, weight, bias)
     refuse_derivatives()
     refuse_sharded(x=x, weight=weight)
-    first, right = _autocast(_rows(x), weight)
+    first, right = under_autocast(_rows(x), weight)
     y = _Partial.apply(first, recipe, right)
     return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
 
@@ -274,14 +274,6 @@ def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as autocast would pass them to a product."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(cast(tensor, kind) for tensor in tensors)
-
-
 def _of_float8(
     x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor, equal: bool = False
 ) -> torch.Tensor:
@@ -289,7 +281,7 @@ def _of_float8(
     it (``options(all_reduce_gradients="equal")``)."""
     refuse_derivatives()
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    x, *rest = _autocast(x, *weights)
+    x, *rest = under_autocast(x, *weights)
     if watched(x, *rest):
         schedule, text, recipe = call.schedule, current_text(), call.recipe
         assert recipe is not None

@@ -22,7 +22,7 @@ from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import check_traced
+from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -97,6 +97,7 @@ def all_gather_attention(
         SignalTimeout, PeerFailed: as for any call.
     """
     traced = check_traced(q=q, k_shard=k_shard, v_shard=v_shard)
+    q, k_shard, v_shard = under_autocast(q, k_shard, v_shard)
     asked = {
         "causal": causal,
         "scale": scale,

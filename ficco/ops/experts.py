@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -11,10 +11,17 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.ops.expert_rounds import NAME, ExpertCall, round_gradients, run_round, wide_of
+from ficco.ops.expert_rounds import (
+    NAME,
+    ExpertCall,
+    round_gradients,
+    run_round,
+    telling,
+    wide_of,
+)
+from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import check_dtype, process_group
-from ficco.ops.operate import cast, check_traced
-from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
@@ -91,16 +98,15 @@ def experts(
     """
     members = process_group(group)
     given = {"tokens": tokens, "weights": weights, "up": up, "down": down}
-    traced, kind = check_traced(**given), tokens.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-        tokens, up, down = (cast(one, kind) for one in (tokens, up, down))
+    traced = check_traced(**given)
+    tokens, up, down = under_autocast(tokens, up, down)
     wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
-    with nullcontext() if traced else _telling(members, tokens):
+    with nullcontext() if traced else telling(members, tokens):
         function = _function(tokens, weights, up, down, activation)
         gathers = check_split(split)
         total = up.shape[0] * (1 if gathers else members.size())
         if isinstance(indices, Routing):
-            _check_routing(indices, total, capacity, on_overflow)
+            _check_routing(indices, total, capacity, on_overflow, members)
         _fits(indices, tokens, weights)
         if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
             indices = wanted(indices, total)
@@ -108,25 +114,21 @@ def experts(
     if traced:
         return _trace(call, (tokens, weights, up, down), indices, capacity, on_overflow)
     routing = indices if isinstance(indices, Routing) else wanted(indices, total)
-    return summed(
-        (
-            ExpertFunction.apply(tokens, weights, up, down, routing, turn, call)
-            for turn in range(routing.rounds)
-        ),
-        tokens.dtype,
-    )
+    operands, turns = (tokens, weights, up, down), range(routing.rounds)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
+        rounds = [ExpertFunction.apply(*operands, routing, turn, call) for turn in turns]
+    else:
+        rounds = _rounds(call, routing, operands)
+    return summed(rounds, tokens.dtype)
 
 
-@contextmanager
-def _telling(group: ProcessGroup, tokens: torch.Tensor) -> Iterator[None]:
-    """What refuses a call here, before any number is exchanged, is told to the peers."""
-    workspace = workspace_for(group, tokens, "tokens", NAME)
-    try:
-        yield
-    except Exception as error:
-        number_call(workspace, NAME)
-        workspace.end(error)
-        raise
+def _rounds(
+    call: ExpertCall, routing: Routing, operands: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The weighted sums of each round of a call that needs no gradient."""
+    dtype, none = operands[0].dtype if routing.rounds == 1 else None, (False,) * 4
+    slots = map(routing.slots, range(routing.rounds))
+    return [run_round(call, routing, some, operands, none, dtype).summed for some in slots]
 
 
 def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -157,9 +159,11 @@ class ExpertFunction(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (slots, *saved), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+    @refusing_second
+    def backward(
+        ctx: Any, tensors: Sequence[Any], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        (slots, *saved), needs = tensors, ctx.needs_input_grad[:4]
         given = ctx.call, ctx.routing, slots, grad, saved[:3], saved[3:], needs
         with carried(ctx.options):
             return *round_gradients(*given), *[None] * 3
@@ -217,7 +221,9 @@ def _function(
     return gated(activation) if wide == 2 * h and h else activation
 
 
-def _check_routing(routing: Routing, experts: int, capacity: int | None, overflow: str) -> None:
+def _check_routing(
+    routing: Routing, experts: int, capacity: int | None, overflow: str, group: ProcessGroup
+) -> None:
     if capacity is not None or overflow != "drop":
         raise ValueError(
             f"capacity, on_overflow: required none with a routing, which has its own, got "
@@ -227,6 +233,11 @@ def _check_routing(routing: Routing, experts: int, capacity: int | None, overflo
         raise ValueError(
             f"up: required those of {routing.experts} experts in all, as the routing has, got "
             f"those of {experts}; pass this rank's"
+        )
+    if not routing.known_to(group):
+        raise ValueError(
+            "indices: required a routing of the group of the call, with whose ranks it has "
+            "exchanged counts, got one of another group; pass group= to ficco.route"
         )
 
 
@@ -334,11 +345,8 @@ def _all_forward(
     given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     (*operands, indices), call = operands, _call_of(given)
-    dtype, routing = operands[0].dtype, _routed(given, operands[2], indices)
-    none, last = (False,) * 4, dtype if routing.rounds == 1 else None
-    slots = map(routing.slots, range(routing.rounds))
-    rounds = (run_round(call, routing, some, operands, none, last).summed for some in slots)
-    return (summed(rounds, dtype),)
+    routing = _routed(given, operands[2], indices)
+    return (summed(_rounds(call, routing, operands), operands[0].dtype),)
 
 
 def _all_fake_forward(

@@ -52,9 +52,7 @@ def operate(
         _refuse_tangents(a, b)
     if scales is not None and scales.given:
         return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
-    kind = a.device.type
-    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        a, b = cast(a, kind), cast(b, kind)
+    a, b = under_autocast(a, b)
     if watched(a, b):
         refuse_derivatives()
         refuse_sharded(a=a, b=b)
@@ -118,10 +116,12 @@ def watched(*operands: torch.Tensor) -> Any:
 
 def check_traced(**operands: torch.Tensor) -> bool:
     """Whether a call is traced or watched. ``ValueError`` if an operand is no tensor or, of such a
-    call, a DTensor."""
+    call, a DTensor; ``NotImplementedError`` if one has a tangent."""
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(*operands.values())
     traced = bool(watched(*operands.values()))
     if traced:
         refuse_sharded(**operands)
@@ -169,8 +169,15 @@ def refuse_sharded(**operands: torch.Tensor) -> None:
             )
 
 
-def cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
-    """An operand as ``torch.mm`` would take it under autocast; gradients are cast back."""
+def under_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Operands as ``torch.mm`` would take them: cast under autocast; gradients are cast back."""
+    kind = operands[0].device.type
+    if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
+        return tuple(_cast(one, kind) for one in operands)
+    return operands
+
+
+def _cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
     if operand.device.type != kind or not operand.is_floating_point():
         return operand
     if operand.dtype == torch.float64 or operand.itemsize == 1:  # float8 lacks its scales

@@ -16,6 +16,7 @@ the weights   ``all_to_all_matmul``                   ``all_to_all_matmul``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from ficco.attention import keys_of
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import process_group
-from ficco.ops.operate import cast, check_traced
+from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.planned import number_call, workspace_for
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
@@ -84,16 +85,15 @@ def ulysses_project(
         SignalTimeout, PeerFailed: as for any call.
     """
     operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
-    call = ProjectionCall(process_group(group), schedule, size)
-    if check_traced(**operands):
-        x, *weights = _checked(call, operands, _check_project)
-        rows, keys = _by_positions(x), _Shares.of(call, *weights[:2]).keys_each
-        whole = trace(PROJECT, (rows, *weights), call.group, schedule, {"size": size})
-        return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
-    made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Project.apply(
-        *_checked_by_all(PROJECT, call, operands, _check_project), call
-    )
-    return made
+    traced, group = check_traced(**operands), process_group(group)
+    x, *weights = _checked(traced, PROJECT, group, operands, partial(_check_project, size))
+    call = ProjectionCall(group, schedule, {"size": size, "batch": x.shape[0]})
+    rows, keys = _by_positions(x), _Shares.of(call, *weights[:2]).keys_each
+    if traced:
+        whole = trace(PROJECT, (rows, *weights), *call)
+    else:
+        whole = _Project.apply(rows, *weights, call)
+    return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
 
 
 def ulysses_output(
@@ -135,15 +135,13 @@ def ulysses_output(
         SignalTimeout, PeerFailed: as for any call.
     """
     operands = {"out": out, "weight": weight}
-    call = ProjectionCall(process_group(group), schedule)
-    if check_traced(**operands):
-        out, weight = _checked(call, operands, _check_output)
-        blocks = _as_blocks(out, call.group.size())
-        return _by_batch(trace(OUTPUT, (blocks, weight), call.group, schedule, {}), out.shape[0])
-    made: torch.Tensor = _Output.apply(
-        *_checked_by_all(OUTPUT, call, operands, _check_output), call
-    )
-    return made
+    traced, group = check_traced(**operands), process_group(group)
+    out, weight = _checked(traced, OUTPUT, group, operands, _check_output)
+    batch, heads, *_ = out.shape
+    call = ProjectionCall(group, schedule, {"heads": heads, "batch": batch})
+    blocks = _as_blocks(out, group.size())
+    rows = trace(OUTPUT, (blocks, weight), *call) if traced else _Output.apply(blocks, weight, call)
+    return _by_batch(rows, batch)
 
 
 class ProjectionCall(NamedTuple):
@@ -151,7 +149,7 @@ class ProjectionCall(NamedTuple):
 
     group: ProcessGroup
     schedule: str | Schedule
-    size: int = 0
+    asked: dict[str, Any]
 
     def run(
         self,
@@ -169,34 +167,32 @@ class ProjectionCall(NamedTuple):
 
 
 class _Project(torch.autograd.Function):
+    """Of rows of positions. The result is none of several views, so that callers may change it."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
+        rows: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         call: ProjectionCall,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         shares = _Shares.of(call, q, k)
-        rows, weights = _by_positions(x), shares.packed(q, k, v)
-        ctx.call, ctx.shares, ctx.options, ctx.batch = call, shares, current(), x.shape[0]
-        ctx.set_materialize_grads(False)
-        of_x, *of_weights = ctx.needs_input_grad[:4]
-        ctx.save_for_backward(rows if any(of_weights) else None, weights if of_x else None)
-        whole = _projected(call, shares, rows, weights).unflatten(0, (-1, x.shape[0]))
-        return _split(whole, shares.keys_each)
+        weights = shares.packed(q, k, v)
+        ctx.call, ctx.shares, ctx.options = call, shares, current()
+        of_rows, *of_weights = ctx.needs_input_grad[:4]
+        ctx.save_for_backward(rows if any(of_weights) else None, weights if of_rows else None)
+        return _projected(call, shares, rows, weights)
 
     @staticmethod
     @refusing_second
     def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor | None], *grads: torch.Tensor | None
+        ctx: Any, tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        (rows, weights), needs = tensors, ctx.needs_input_grad[:4]
-        given = ctx.shares.joined(grads), rows, weights, needs
+        given = ctx.shares, grad.contiguous(), *tensors, ctx.needs_input_grad[:4]
         with carried(ctx.options):
-            of_x, *made = _project_gradients(ctx.call, ctx.shares, *given)
-        return None if of_x is None else _by_batch(of_x, ctx.batch), *made, None
+            return *_project_gradients(ctx.call, *given), None
 
 
 def _projected(
@@ -205,7 +201,11 @@ def _projected(
     """The heads of this rank at all positions, those of queries, of keys and of values side by
     side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
     table = (shares.channels,) * shares.world
-    blocks, _ = call.run("matmul_all_to_all", weights, rows.t(), table)
+    purpose = (
+        f"for {PROJECT} of {shares.heads_in_all} heads, {shares.kv_heads} of keys, size "
+        f"{shares.size}, batch {call.asked['batch']}"
+    )
+    blocks, _ = call.run("matmul_all_to_all", weights, rows.t(), table, purpose=purpose)
     return blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size)
 
 
@@ -238,27 +238,24 @@ def _project_gradients(
 
 
 class _Output(torch.autograd.Function):
+    """Of rows of positions, a block of them for each rank."""
+
     @staticmethod
     def forward(
-        ctx: Any, out: torch.Tensor, weight: torch.Tensor, call: ProjectionCall
+        ctx: Any, blocks: torch.Tensor, weight: torch.Tensor, call: ProjectionCall
     ) -> torch.Tensor:
-        blocks = _as_blocks(out, call.group.size())
-        ctx.call, ctx.options, ctx.shape = call, current(), out.shape
-        of_out, of_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(blocks if of_weight else None, weight if of_out else None)
-        return _by_batch(_output(call, blocks, weight), out.shape[0])
+        ctx.call, ctx.options = call, current()
+        of_blocks, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(blocks if of_weight else None, weight if of_blocks else None)
+        return _output(call, blocks, weight)
 
     @staticmethod
     @refusing_second
     def backward(
         ctx: Any, tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        batch, heads, _, size = ctx.shape
         with carried(ctx.options):
-            of_out, of_weight = _output_gradients(ctx.call, _by_positions(grad), *tensors)
-        if of_out is not None:
-            of_out = of_out.reshape(-1, batch, heads, size).permute(1, 2, 0, 3)
-        return of_out, of_weight, None
+            return *_output_gradients(ctx.call, grad, *tensors), None
 
 
 def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
@@ -269,7 +266,9 @@ def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
 
 def _output(call: ProjectionCall, blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The projection of such blocks at this rank's positions, [S/W * batch, features]."""
-    made, _ = call.run("all_to_all_transposed_matmul", blocks.transpose(1, 2), weight.t())
+    purpose = f"for {OUTPUT} of {call.asked['heads']} heads a rank, batch {call.asked['batch']}"
+    given = blocks.transpose(1, 2), weight.t()
+    made, _ = call.run("all_to_all_transposed_matmul", *given, purpose=purpose)
     return made
 
 
@@ -303,38 +302,29 @@ def _by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _checked(
-    call: ProjectionCall,
-    operands: dict[str, torch.Tensor],
-    check: Callable[[ProjectionCall, dict[str, torch.Tensor]], None],
-) -> list[torch.Tensor]:
-    """The operands, cast under autocast."""
-    kind = next(iter(operands.values())).device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-        operands = {name: cast(one, kind) for name, one in operands.items()}
-    check(call, operands)
-    return list(operands.values())
-
-
-def _checked_by_all(
+    traced: bool,
     operator: str,
-    call: ProjectionCall,
+    group: ProcessGroup,
     operands: dict[str, torch.Tensor],
-    check: Callable[[ProjectionCall, dict[str, torch.Tensor]], None],
+    check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
 ) -> list[torch.Tensor]:
-    """The same for operands that have data. What refuses them is told to the peers."""
-    first = next(iter(operands))
-    workspace = workspace_for(call.group, operands[first], first, operator)
+    """The operands, cast under autocast. What refuses those that have data is told to the peers."""
+    cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
+    if not traced:
+        first = next(iter(operands))
+        workspace = workspace_for(group, operands[first], first, operator)
     try:
-        return _checked(call, operands, check)
+        check(group, cast)
     except BaseException as error:
-        number_call(workspace, operator)
-        workspace.end(error)
+        if not traced:
+            number_call(workspace, operator)
+            workspace.end(error)
         raise
+    return list(cast.values())
 
 
-def _check_project(call: ProjectionCall, operands: Mapping[str, torch.Tensor]) -> None:
-    x, q, k, v = operands.values()
-    size, world = call.size, call.group.size()
+def _check_project(size: int, group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> None:
+    (x, q, k, v), world = operands.values(), group.size()
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"size: required that of a head, at least 1, got {size!r}")
     if x.dim() != 3 or not x.shape[0]:
@@ -363,9 +353,8 @@ def _check_project(call: ProjectionCall, operands: Mapping[str, torch.Tensor]) -
     _check_alike(operands)
 
 
-def _check_output(call: ProjectionCall, operands: Mapping[str, torch.Tensor]) -> None:
-    out, weight = operands.values()
-    world = call.group.size()
+def _check_output(group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> None:
+    (out, weight), world = operands.values(), group.size()
     if out.dim() != 4 or not out.shape[0] or out.shape[2] % world:
         raise ValueError(
             f"out: required [batch, heads/W, S, size], positions that the {world} ranks share "
@@ -398,9 +387,9 @@ def _purpose(operator: str, names: Sequence[str], needs: Sequence[bool]) -> str:
 def _split(whole: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Heads that lie side by side, [S, batch, heads, size], as [batch, heads, S, size]: those of
     queries, of keys and of values, ``keys`` of both."""
-    each = whole.shape[2] - 2 * keys
-    q, k, v = (one.permute(1, 2, 0, 3) for one in whole.split((each, keys, keys), 2))
-    return q, k, v
+    sizes = whole.shape[2] - 2 * keys, keys, keys
+    q, k, v = whole.unsafe_split_with_sizes(sizes, 2)  # each of which may be changed in place
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 class _Shares(NamedTuple):
@@ -415,8 +404,9 @@ class _Shares(NamedTuple):
     @classmethod
     def of(cls, call: ProjectionCall, q: torch.Tensor, k: torch.Tensor) -> _Shares:
         """Those of weights; their number is none that a compiler leaves open."""
-        heads, keys = int(q.shape[0] // call.size), int(k.shape[0] // call.size)
-        return cls(call.group.size(), call.group.rank(), heads, keys, call.size)
+        size = call.asked["size"]
+        heads, keys = int(q.shape[0] // size), int(k.shape[0] // size)
+        return cls(call.group.size(), call.group.rank(), heads, keys, size)
 
     def keys(self, rank: int) -> list[int]:
         return keys_of(rank, self.world, self.heads_in_all, self.kv_heads)
@@ -472,21 +462,8 @@ class _Shares(NamedTuple):
 
         return [torch.cat([summed(some) for some in heads]) for heads in parts]
 
-    def joined(self, heads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The reverse of :func:`_split`; what is None is zero."""
-        like, keys = next(one for one in heads if one is not None), self.keys_each
-        batch, _, positions, _ = like.shape
-        whole = like.new_empty(positions, batch, self.each + 2 * keys, self.size)
-        for part, given in zip(_split(whole, keys), heads, strict=True):
-            part.zero_() if given is None else part.copy_(given)
-        return whole
-
 
 # What compilers see: rows of positions, and blocks.
-
-
-def _call_of(call: TracedCall) -> ProjectionCall:
-    return ProjectionCall(call.group, call.schedule, call.asked.get("size", 0))
 
 
 def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
@@ -499,7 +476,7 @@ def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tens
 def _traced_project(
     given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    call, (rows, *weights) = _call_of(given), operands
+    call, (rows, *weights) = ProjectionCall(*given), operands
     shares = _Shares.of(call, *weights[:2])
     return (_projected(call, shares, rows, shares.packed(*weights)),)
 
@@ -508,7 +485,7 @@ def _fake_project(
     given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     rows, *weights = operands
-    shares = _Shares.of(_call_of(given), *weights[:2])
+    shares = _Shares.of(ProjectionCall(*given), *weights[:2])
     heads = shares.each + 2 * shares.keys_each
     return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
 
@@ -516,7 +493,7 @@ def _fake_project(
 def _traced_project_backward(
     given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    call, (rows, *weights, _) = _call_of(given), saved
+    call, (rows, *weights, _) = ProjectionCall(*given), saved
     shares = _Shares.of(call, *weights[:2])
     packed = shares.packed(*weights) if needs[0] else None
     made = _project_gradients(call, shares, grad.contiguous(), rows, packed, needs)
@@ -534,7 +511,7 @@ def _fake_project_backward(
 def _traced_output(
     given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    return (_output(_call_of(given), *operands),)
+    return (_output(ProjectionCall(*given), *operands),)
 
 
 def _fake_output(
@@ -548,7 +525,7 @@ def _traced_output_backward(
     given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
     blocks, weight, _ = saved
-    made = _output_gradients(_call_of(given), grad, blocks, weight if needs[0] else None)
+    made = _output_gradients(ProjectionCall(*given), grad, blocks, weight if needs[0] else None)
     return [one for one in made if one is not None]
 
 
@@ -562,7 +539,7 @@ def _fake_output_backward(
 
 TracedOperator(
     ("x", "q_weight", "k_weight", "v_weight"),
-    {"size": "int"},
+    {"size": "int", "batch": "SymInt"},
     (),
     _traced_project,
     _fake_project,
@@ -573,7 +550,7 @@ TracedOperator(
 
 TracedOperator(
     ("out", "weight"),
-    {},
+    {"heads": "SymInt", "batch": "SymInt"},
     (),
     _traced_output,
     _fake_output,

@@ -125,6 +125,11 @@ class Routing(Blocks):
         self.indices, self.exact, self.overflow = indices, capacity is None, overflow
         self.counts, self._places, self._rows, self._held = placed
         self._asked: tuple[Workspace, int] | None = None
+        self._group: ProcessGroup | None = None
+
+    def known_to(self, group: ProcessGroup) -> bool:
+        """Whether the ranks of a group can use it: those that it has asked, or any."""
+        return self._group is None or self._group.group_name == group.group_name
 
     @property
     def limit(self) -> int | None:
@@ -167,6 +172,7 @@ class Routing(Blocks):
         on until the device has counted."""
         told = self.counts if self.exact else self.counts.max()[None]
         self._asked, self._counted = (workspace, number), None
+        self._group = workspace.group
         if told.is_cpu:
             self._tells = told
             workspace.board.tell(number, told.numpy())

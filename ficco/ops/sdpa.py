@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.backends import mha
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -29,7 +30,9 @@ def behind_sdpa(
             model(x)
 
     Within it, queries, keys and values are this rank's part of the sequence. The function is
-    replaced for the process, as ``context_parallel`` replaces it.
+    replaced for the process, as ``context_parallel`` replaces it: code that has imported it by name
+    before calls PyTorch's. ``nn.MultiheadAttention`` calls it in evaluation, too: the fused kernel
+    that it has there is switched off.
 
     Args:
         group: the ranks that share the sequence: that mesh, or its group.
@@ -75,9 +78,11 @@ def behind_sdpa(
             schedule=schedule,
         )
 
-    before = functional.scaled_dot_product_attention
+    before, fast = functional.scaled_dot_product_attention, mha.get_fastpath_enabled()
     functional.scaled_dot_product_attention = attend
+    mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         functional.scaled_dot_product_attention = before
+        mha.set_fastpath_enabled(fast)

@@ -16,7 +16,7 @@ from ficco.ops.attention import ASKED, check_together, save_all
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import frozen, plain, process_group
-from ficco.ops.operate import check_traced
+from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.planned import (
     execute,
     new_kind,
@@ -87,6 +87,7 @@ def ulysses_attention(
         SignalTimeout, PeerFailed: as for any call.
     """
     traced = check_traced(q=q, k=k, v=v)
+    q, k, v = under_autocast(q, k, v)
     asked = {
         "causal": causal,
         "scale": scale,

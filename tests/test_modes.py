@@ -1,0 +1,113 @@
+"""Calls of every kind in the modes that PyTorch has: autocast, no gradients, a default device,
+derivatives that are not served, results that are changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import Failure, Rank, caught, run
+from torch.autograd import forward_ad
+
+import ficco
+import ficco.nn
+
+
+class Kind(NamedTuple):
+    """A function of one tensor, and the shape of that; ``needed``: its gradients are made of the
+    result, which then must not be changed."""
+
+    function: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, ...]
+    needed: bool = False
+
+
+def _kinds() -> dict[str, Kind]:
+    made = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, generator=made, device="cpu")
+    k, weight, router = draw(1, 2, 4, 8), draw(16, 16), draw(4, 2)
+    up, down = draw(2, 16, 6), draw(2, 6, 16)
+    indices = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2]], device="cpu")
+
+    def layer(x: torch.Tensor, capacity: int | None) -> torch.Tensor:
+        return ficco.experts(x, indices, router, up, down, capacity=capacity)
+
+    return {
+        "product": Kind(lambda x: ficco.all_gather_matmul(x, weight), (4, 16)),
+        "sum": Kind(lambda x: ficco.matmul_reduce_scatter(x, weight), (4, 16)),
+        "attention": Kind(lambda q: ficco.all_gather_attention(q, k, k), (1, 4, 4, 8), True),
+        "window": Kind(
+            lambda q: ficco.all_gather_attention(q, k, k, causal=True, window=2),
+            (1, 4, 4, 8),
+            True,
+        ),
+        "heads": Kind(lambda q: ficco.ulysses_attention(q, k, k), (1, 4, 4, 8), True),
+        "project": Kind(
+            lambda x: ficco.ulysses_project(x, weight, weight[:8], weight[:8], size=4)[0],
+            (1, 4, 16),
+        ),
+        "output": Kind(lambda out: ficco.ulysses_output(out, weight), (1, 2, 8, 4)),
+        "experts": Kind(partial(layer, capacity=4), (4, 16)),
+        "exact experts": Kind(partial(layer, capacity=None), (4, 16)),
+    }
+
+
+KINDS = tuple(_kinds())
+
+
+def _modes(at: Rank, name: str) -> dict[str, Any]:
+    function, shape, needed = _kinds()[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(at.rank), device="cpu")
+    wanted = function(x)
+    with torch.device("meta"):
+        assert torch.equal(function(x), wanted), "with a default device"
+    leaf = x.clone().requires_grad_()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(function(leaf), wanted)
+    if not needed:
+        changed = function(leaf)
+        changed += 1
+        (grad,) = torch.autograd.grad(changed.sum(), leaf)
+        plain = function(leaf)
+        assert torch.equal(changed, plain + 1)
+        assert torch.equal(torch.autograd.grad(plain.sum(), leaf)[0], grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert function(x).dtype == torch.bfloat16
+
+    def dual() -> Any:
+        with forward_ad.dual_level():
+            return function(forward_ad.make_dual(x, x))
+
+    def batched() -> Any:
+        out = function(leaf)
+        return torch.autograd.grad(out, leaf, torch.stack([out, out]), is_grads_batched=True)
+
+    def second() -> Any:
+        (once,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+        return once.sum().backward()
+
+    refused = {
+        "jvp": caught(lambda: torch.func.jvp(function, (x,), (x,))),
+        "dual": caught(dual),
+        "batched": caught(batched),
+        "second": caught(second),
+    }
+    assert torch.equal(function(x), wanted), "the group goes on"
+    return refused
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_modes(name: str) -> None:
+    for refused in run(2, _modes, name):
+        for mode, text in (
+            ("jvp", "forward mode"),
+            ("dual", "forward mode"),
+            ("batched", "batched gradients"),
+            ("second", "second derivatives"),
+        ):
+            failure = refused[mode]
+            assert isinstance(failure, Failure) and text in failure.text, f"{mode}: {failure}"
