@@ -6,13 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, ranks, run
+from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
@@ -919,6 +922,10 @@ def test_layers_behind_it() -> None:
 # Errors.
 
 
+#: What are no bounds of packed sequences.
+NO_BOUNDS = (16, 0, "16", [], (), [[0, 16]], torch.tensor(16), torch.zeros(3, device="meta"))
+
+
 def _refused(at: Rank) -> list[Any]:
     q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     packed = [0, 4, 8 * at.world]
@@ -943,6 +950,10 @@ def _refused(at: Rank) -> list[Any]:
         ((q, k, k), {"schedule": 3}),
         ((q, k, k), {"scale": "1"}),
         ((q, k, k), {"causal": 1}),
+        ((q, k, k), {"scale": True}),
+        ((q, k, k), {"window": np.float32(4), "causal": True}),
+        ((q, k, k), {"placement": ["ranks"]}),
+        *(((q, k, k), {"cu_seqlens": wrong}) for wrong in NO_BOUNDS),
     ):
         found.append(caught(lambda o=operands, a=asked: ficco.all_gather_attention(*o, **a)))
         attended(at, AttentionCase(4), len(found))  # the group goes on
@@ -951,7 +962,8 @@ def _refused(at: Rank) -> list[Any]:
 
 def test_bad_input_says_what_to_do() -> None:
     one, other = run(2, _refused)
-    assert len(one) == 19
+    assert len(one) == 22 + len(NO_BOUNDS)
+    assert one[5].text.startswith("k_shard: required a number of heads that divides the 4 of q")
     for failures in zip(one, other, strict=True):
         for failure in failures:
             assert isinstance(failure, Failure), failures
@@ -959,6 +971,41 @@ def test_bad_input_says_what_to_do() -> None:
             says = ("required", "not served", "take growing")
             assert any(word in failure.text for word in says), failure.text
         assert failures[0].text == failures[1].text
+    for failure in one[-len(NO_BOUNDS) :]:
+        assert failure.text.startswith("cu_seqlens: required a list of whole numbers on the host")
+
+
+def _numbers(at: Rank) -> None:
+    """Numbers of any type are those of Python."""
+    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    plain = {"causal": True, "window": 3, "scale": 0.25, "cu_seqlens": [0, 5, 8 * at.world]}
+    wanted = ficco.all_gather_attention(q, k, k, **plain)
+    for changes in (
+        {"window": np.int64(3), "scale": np.float32(0.25)},
+        {"window": np.uint8(3), "scale": np.float16(0.25), "cu_seqlens": np.array([0, 5, 16])},
+        {"scale": Fraction(1, 4), "cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32)},
+    ):
+        assert torch.equal(ficco.all_gather_attention(q, k, k, **(plain | changes)), wanted)
+
+
+def test_numbers_of_any_type() -> None:
+    run(2, _numbers)
+
+
+def _refused_when_traced(at: Rank) -> list[Any]:
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    wrong: list[dict[str, Any]] = [{"cu_seqlens": bounds} for bounds in NO_BOUNDS]
+    wrong += [{"placement": ["ranks"]}, {"window": np.float32(4)}, {"scale": "1"}, {"causal": 1}]
+    with FlopCounterMode(display=False):  # makes it a call of an operator
+        return [caught(lambda a=asked: ficco.all_gather_attention(q, k, k, **a)) for asked in wrong]
+
+
+def test_bad_input_of_a_traced_call_says_what_to_do() -> None:
+    names = ["cu_seqlens"] * len(NO_BOUNDS) + ["placement", "window", "scale", "causal"]
+    for failures in run(2, _refused_when_traced):
+        for failure, name in zip(failures, names, strict=True):
+            assert failure.type in ("ValueError", "InvalidArgument"), failure.traceback
+            assert failure.text.startswith(f"{name}: required"), failure.text
 
 
 def _unlike(at: Rank) -> list[Any]:

@@ -6,14 +6,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, ranks, run
-from test_attention import MOST_ERROR, AttentionCase, reference, root_mean_square
+from test_attention import (
+    MOST_ERROR,
+    NO_BOUNDS,
+    AttentionCase,
+    reference,
+    root_mean_square,
+)
 
 import ficco
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
@@ -552,6 +560,9 @@ def _refused(at: Rank) -> list[Any]:
         ((q, k, k), {"schedule": 3}),
         ((q, k, k), {"scale": "1"}),
         ((q, k, k), {"causal": 1}),
+        ((q, k, k), {"scale": True}),
+        ((q, k, k), {"window": np.float32(4), "causal": True}),
+        *(((q, k, k), {"cu_seqlens": wrong}) for wrong in NO_BOUNDS),
     ):
         found.append(caught(lambda o=operands, a=named: ficco.ulysses_attention(*o, **a)))
         attended(at, AttentionCase(4), len(found))  # the group goes on
@@ -560,14 +571,34 @@ def _refused(at: Rank) -> list[Any]:
 
 def test_bad_input_says_what_to_do() -> None:
     one, other = run(2, _refused)
-    assert len(one) == 17
+    assert len(one) == 19 + len(NO_BOUNDS)
+    assert one[5].text.startswith("k: required a number of heads that divides the 4 of q")
     for failures in zip(one, other, strict=True):
         for failure in failures:
             assert isinstance(failure, Failure), failures
             assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
             assert "required" in failure.text or "not served" in failure.text, failure.text
         assert failures[0].text == failures[1].text
+    for failure in one[-len(NO_BOUNDS) :]:
+        assert failure.text.startswith("cu_seqlens: required a list of whole numbers on the host")
     assert "share equally" in one[6].text
+
+
+def _numbers(at: Rank) -> None:
+    """Numbers of any type are those of Python."""
+    q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    plain = {"causal": True, "window": 3, "scale": 0.25, "cu_seqlens": [0, 5, 8 * at.world]}
+    wanted = ficco.ulysses_attention(q, k, k, **plain)
+    for changes in (
+        {"window": np.int64(3), "scale": np.float32(0.25)},
+        {"window": np.uint8(3), "scale": np.float16(0.25), "cu_seqlens": np.array([0, 5, 16])},
+        {"scale": Fraction(1, 4), "cu_seqlens": torch.tensor([0, 5, 16], dtype=torch.int32)},
+    ):
+        assert torch.equal(ficco.ulysses_attention(q, k, k, **(plain | changes)), wanted)
+
+
+def test_numbers_of_any_type() -> None:
+    run(2, _numbers)
 
 
 def _unlike(at: Rank) -> list[Any]:

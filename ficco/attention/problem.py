@@ -126,7 +126,7 @@ class AttentionProblem:
             )
         if self.heads % self.kv_heads:
             raise InvalidArgument(
-                "k",
+                "kv_heads",
                 f"required a number of heads that divides the {self.heads} of q, got "
                 f"{self.kv_heads}; repeat them",
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from operator import index
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from ficco.attention import (
 )
 from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
+from ficco.errors import InvalidArgument
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
-from ficco.ops.operands import frozen, plain, process_group
+from ficco.ops.operands import bounds_of, check_bounds, plain, process_group
 from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.planned import (
     execute,
@@ -98,13 +101,7 @@ def all_gather_attention(
     """
     traced = check_traced(q=q, k_shard=k_shard, v_shard=v_shard)
     q, k_shard, v_shard = under_autocast(q, k_shard, v_shard)
-    asked = {
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "cu_seqlens": listed(cu_seqlens) if traced else frozen(cu_seqlens) or (),
-        "placement": placement,
-    }
+    asked = asked_for(traced, causal, scale, window, cu_seqlens, placement=placement)
     given = process_group(group), schedule, asked
     if traced:
         return trace(NAME, (q, k_shard, v_shard), *given)
@@ -201,11 +198,41 @@ class _Attention(torch.autograd.Function):
         return *_gradients(found), None, None, None
 
 
+def asked_for(
+    traced: bool,
+    causal: Any,
+    scale: Any,
+    window: Any,
+    cu_seqlens: Any,
+    **more: Any,
+) -> dict[str, Any]:
+    """What a call is asked for, as a hashable key unless :func:`check_asked` refuses it: at once if
+    the call is traced, or else where the peers learn of it."""
+    asked = {
+        "causal": causal,
+        "scale": _number(scale, Real, float),
+        "window": _number(window, Integral, index),
+        "cu_seqlens": listed(cu_seqlens) if traced else bounds_of(cu_seqlens),
+        **more,
+    }
+    if traced:
+        check_asked(asked)
+    return asked
+
+
+def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
+    """A number of any type, such as NumPy's, as Python's; anything else as it is."""
+    if value is None or isinstance(value, (bool, int, float)) or not isinstance(value, kind):
+        return value
+    return convert(value)
+
+
 def check_together(
     operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
 ) -> None:
     """Refuse queries, keys and values, by name, that do not fit together."""
     q, k, _ = operands.values()
+    _, keys, _ = operands
     if not isinstance(schedule, (str, Schedule)):
         raise ValueError(
             f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
@@ -229,6 +256,13 @@ def check_together(
                 f"{name}: required [batch, kv_heads, S/W, size] {wanted} beside q of shape "
                 f"{list(q.shape)}, got {list(tensor.shape)}; pass this rank's part of the sequence"
             )
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads < 1 or heads % kv_heads:
+        raise InvalidArgument(
+            keys,
+            f"required a number of heads that divides the {heads} of q, got {kv_heads}; repeat "
+            "them",
+        )
     if q.device.type != "cpu":
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise NotImplementedError(
@@ -239,16 +273,22 @@ def check_together(
                 f"q: required heads of a multiple of {MULTIPLE} up to {MOST_SIZE}, got {size}; pad "
                 "with zeros and pass scale="
             )
+    check_asked(asked)
+
+
+def check_asked(asked: Mapping[str, Any]) -> None:
+    """Refuse what no call can be asked for, whatever its operands."""
     for name, kinds in (("scale", (float, int)), ("window", (int,))):
         value = asked[name]
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
             raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
     if not isinstance(asked["causal"], bool):
         raise ValueError(f"causal: required True or False, got {asked['causal']!r}")
-    if not all(type(bound) is int for bound in asked["cu_seqlens"]):
-        raise ValueError(
-            "cu_seqlens: required whole numbers on the host, got "
-            f"{asked['cu_seqlens']!r}; pass a list, or a tensor on the CPU"
+    check_bounds(asked["cu_seqlens"])
+    placement = asked.get("placement", PLACEMENTS[0])
+    if placement not in PLACEMENTS:
+        raise InvalidArgument(
+            "placement", f"required one of {', '.join(PLACEMENTS)}, got {placement!r}; pass one"
         )
 
 

@@ -68,10 +68,28 @@ def frozen(rows: Any) -> Any:
     return index(rows) if whole else _NoSize(rows)
 
 
+def bounds_of(cu_seqlens: Any) -> Any:
+    """``cu_seqlens`` as a hashable key, an empty one for None; of what is no list, one that
+    :func:`check_bounds` refuses."""
+    if cu_seqlens is None:  # most calls
+        return ()
+    bounds = frozen(cu_seqlens)
+    return bounds if isinstance(bounds, tuple) and bounds else _NoSize(cu_seqlens)
+
+
+def check_bounds(bounds: Any) -> None:
+    """``ValueError`` unless these are whole numbers, or empty: then no sequences are packed."""
+    if not isinstance(bounds, (tuple, list)) or not all(type(bound) is int for bound in bounds):
+        raise ValueError(
+            "cu_seqlens: required a list of whole numbers on the host, or None where no sequences "
+            f"are packed, got {bounds!r}; pass a list, or a tensor on the CPU"
+        )
+
+
 @dataclass(frozen=True)
 class _NoSize:
-    """What was given as a number of rows and is none. As a key ``4.0`` would equal ``4``, and a
-    call that must be refused would be taken for one that was served before."""
+    """What was given as a number of rows, or as bounds, and is none. As a key ``4.0`` would equal
+    ``4``, and a call that must be refused would be taken for one that was served before."""
 
     given: Any
 

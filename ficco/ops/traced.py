@@ -21,7 +21,7 @@ import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from ficco.ops.gradients import refuse_second
-from ficco.ops.operands import frozen
+from ficco.ops.operands import bounds_of, check_bounds
 from ficco.ops.operate import name_of_schedule, refuse_derivatives
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import carried, current, current_text, from_text, to_text
@@ -133,11 +133,19 @@ def trace(
 
 
 def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
-    """``cu_seqlens`` as an operator takes them; can be traced."""
+    """``cu_seqlens`` as an operator takes them; can be traced.
+
+    Raises:
+        ValueError: they are none.
+    """
     if not torch.compiler.is_compiling():
-        bounds = frozen(bounds)
-    elif isinstance(bounds, torch.Tensor):
+        found = bounds_of(bounds)
+        check_bounds(found)
+        return list(found)
+    if isinstance(bounds, torch.Tensor):
         raise ValueError("cu_seqlens: required a list in a compiled function, got a tensor")
+    if isinstance(bounds, (int, float, str)) or bounds is not None and not len(bounds):
+        raise ValueError(f"cu_seqlens: required a list or None, got {bounds!r}; pass one")
     return list(bounds or ())
 
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
 from ficco.ops import problem_log
-from ficco.ops.attention import ASKED, check_together, save_all
+from ficco.ops.attention import ASKED, asked_for, check_together, save_all
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
-from ficco.ops.operands import frozen, plain, process_group
+from ficco.ops.operands import plain, process_group
 from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.planned import (
     execute,
@@ -24,7 +24,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
-from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
+from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
 from ficco.workspace import CachedCall, Workspace
@@ -88,12 +88,7 @@ def ulysses_attention(
     """
     traced = check_traced(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
-    asked = {
-        "causal": causal,
-        "scale": scale,
-        "window": window,
-        "cu_seqlens": listed(cu_seqlens) if traced else frozen(cu_seqlens) or (),
-    }
+    asked = asked_for(traced, causal, scale, window, cu_seqlens)
     call = TracedCall(process_group(group), schedule, asked)
     if traced:
         return trace(NAME, (q, k, v), *call)
