@@ -44,10 +44,7 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
-    if torch._C._get_tracing_state() is not None:
-        raise NotImplementedError(
-            "torch.jit.trace is not served; use torch.compile or torch.export"
-        )
+    _refuse_jit()
     if forward_ad._current_level >= 0:
         _refuse_tangents(a, b)
     if scales is not None and scales.given:
@@ -116,10 +113,11 @@ def watched(*operands: torch.Tensor) -> Any:
 
 def check_traced(**operands: torch.Tensor) -> bool:
     """Whether a call is traced or watched. ``ValueError`` if an operand is no tensor or, of such a
-    call, a DTensor; ``NotImplementedError`` if one has a tangent."""
+    call, a DTensor; ``NotImplementedError`` inside ``torch.jit.trace``, or if one has a tangent."""
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    _refuse_jit()
     if forward_ad._current_level >= 0:
         _refuse_tangents(*operands.values())
     traced = bool(watched(*operands.values()))
@@ -148,6 +146,13 @@ def refuse_derivatives() -> None:
                 "torch.func.grad, vjp and jacrev are not served; use backward() or "
                 "torch.autograd.grad"
             )
+
+
+def _refuse_jit() -> None:
+    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
+        raise NotImplementedError(
+            "torch.jit.trace is not served; use torch.compile or torch.export"
+        )
 
 
 def _refuse_tangents(*operands: torch.Tensor) -> None:
