@@ -398,6 +398,7 @@ def _refused(at: Rank) -> list[Any]:
     for pair in ((out[0], o), (out[:, :, :7], o), (out[:, :1], o), (out, o.t()), (out, o.float())):
         found.append(caught(lambda a=pair: ficco.ulysses_output(*a)))
         projected(at, case, len(found))
+    found.append(caught(lambda: ficco.ulysses_output(out, o[:0])))
     found.append(caught(lambda: ficco.nn.UlyssesAttention(12, 3)))
     return found
 
@@ -409,6 +410,37 @@ def test_bad_input_says_what_to_do() -> None:
             assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
             assert "required" in failure.text or "not served" in failure.text, failure.text
         assert failures[0].text == failures[1].text
+
+
+#: Sizes that no layer has, and what their errors begin with.
+NO_LAYERS: list[tuple[dict[str, Any], str]] = [
+    ({"features": 0}, "features: required a whole number, at least 1, got 0"),
+    ({"features": 12.0}, "features: required a whole number, at least 1, got 12.0"),
+    ({"heads": 0}, "heads: required a whole number, at least 1, got 0"),
+    ({"heads": -4}, "heads: required a whole number, at least 1, got -4"),
+    ({"heads": True}, "heads: required a whole number, at least 1, got True"),
+    ({"kv_heads": 0}, "kv_heads: required a whole number, at least 1, got 0"),
+    ({"kv_heads": 3}, "heads: required a multiple of the 2 ranks and of kv_heads, got 4 and 3"),
+    (
+        {"features": 2},
+        "size: required that of a head, at least 1, got 2 features for 4 heads; pass size=",
+    ),
+    ({"size": 0}, "size: required a whole number, at least 1, got 0"),
+    ({"size": 2.5}, "size: required a whole number, at least 1, got 2.5"),
+]
+
+
+def _no_layers(at: Rank) -> list[Any]:
+    usual = {"features": 12, "heads": 4}
+    return [
+        caught(lambda a=usual | sizes: ficco.nn.UlyssesAttention(**a)) for sizes, _ in NO_LAYERS
+    ]
+
+
+def test_sizes_of_no_layer_are_refused() -> None:
+    for failures in run(2, _no_layers):
+        for failure, (_, text) in zip(failures, NO_LAYERS, strict=True):
+            assert failure.type == "ValueError" and failure.text.startswith(text), failure
 
 
 def _unlike(at: Rank) -> list[Any]:

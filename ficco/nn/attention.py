@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import nn
@@ -19,6 +21,12 @@ from ficco.schedules import Schedule
 Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 #: Attention to queries, keys and values of the whole sequence, of which keys may be fewer heads.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _count(name: str, given: SupportsIndex) -> int:
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex) or index(given) < 1:
+        raise ValueError(f"{name}: required a whole number, at least 1, got {given!r}; pass one")
+    return index(given)
 
 
 class UlyssesAttention(nn.Module):
@@ -41,7 +49,7 @@ class UlyssesAttention(nn.Module):
         schedule: of both exchanges.
 
     Raises:
-        ValueError: the heads cannot be shared.
+        ValueError: a size is none, or the heads cannot be shared.
     """
 
     def __init__(
@@ -61,8 +69,15 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         check_schedule(schedule)
         self.ranks, self.schedule, self.causal = ranks_of(group), schedule, causal
-        self.heads, self.kv_heads = heads, kv_heads or heads
-        self.size, keys, world = size or features // heads, self.kv_heads, self.group.size()
+        features, heads = _count("features", features), _count("heads", heads)
+        keys = heads if kv_heads is None else _count("kv_heads", kv_heads)
+        if size is None and features < heads:
+            raise ValueError(
+                f"size: required that of a head, at least 1, got {features} features for {heads} "
+                "heads; pass size=, or fewer heads"
+            )
+        self.heads, self.kv_heads, world = heads, keys, self.group.size()
+        self.size = features // heads if size is None else _count("size", size)
         if heads % world or heads % keys:
             raise ValueError(
                 f"heads: required a multiple of the {world} ranks and of kv_heads, got {heads} and "

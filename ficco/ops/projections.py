@@ -361,10 +361,10 @@ def _check_output(group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> 
             f"equally, got {list(out.shape)}; reshape it"
         )
     channels = out.shape[1] * out.shape[3] * world
-    if weight.dim() != 2 or weight.shape[1] != channels:
+    if weight.dim() != 2 or not weight.shape[0] or weight.shape[1] != channels:
         raise ValueError(
-            f"weight: required [features, {channels}], for the heads of all {world} ranks, got "
-            f"{list(weight.shape)}; pass the weight of an nn.Linear"
+            f"weight: required [features, {channels}], at least 1 feature of the heads of all "
+            f"{world} ranks, got {list(weight.shape)}; pass the weight of an nn.Linear"
         )
     _check_alike(operands)
 
