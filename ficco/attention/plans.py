@@ -31,7 +31,8 @@ def refusal(problem: AttentionProblem | AttentionGradient, schedule: Schedule) -
     elif schedule.uniform and (schedule.grouping, schedule.pieces) != ("fused", 1):
         why = "the own rows are all there before the first piece is"
     elif problem.hosts > 1 and (schedule.pull or schedule.grouping == "ring"):
-        why = "ranks fetch (pull) or pass rows on (ring), which no rank can do between hosts"
+        does = "read memory of their peers (pull)" if schedule.pull else "pass rows on (ring)"
+        why = f"ranks {does}, which no rank can do between hosts"
     return why and f"{name}: {why}; take growing, shard-overlap, hetero-fused-1d or serial"
 
 

@@ -77,9 +77,8 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             f"{problem.operator} has not: its products add up to all rows; take another schedule"
         )
     if problem.hosts > 1 and not schedule.own and (why := _between_hosts(problem, schedule)):
-        return (
-            f"schedule {schedule}: {why}, which no rank can do between hosts; take another schedule"
-        )
+        instead = "a schedule that pushes" if schedule.pull else "another schedule"
+        return f"schedule {schedule}: {why}, which no rank can do between hosts; take {instead}"
     if problem.transposed and (why := _turned(schedule)):
         return (
             f"schedule {schedule}: {why}, which is not served for rows that lie as columns; leave "
@@ -108,14 +107,14 @@ def _turned(schedule: Schedule) -> str:
     if schedule.own or schedule.grouping == "tiled":
         return f"the schedule is {schedule.grouping}"
     if schedule.pull:
-        return "ranks fetch (pull)"
+        return "ranks read memory of their peers (pull)"
     return "" if schedule.mover == "dma" else f"the mover is {schedule.mover}"
 
 
 def _between_hosts(problem: Problem, schedule: Schedule) -> str:
     """What a schedule would have to do between hosts and cannot; empty if it can do all."""
     if schedule.pull:
-        return "ranks fetch (pull) and sum where the data lie"
+        return "ranks read memory of their peers (pull)"
     if schedule.grouping == "tiled":
         return "tiles wait for signals"
     if schedule.beta:
