@@ -77,7 +77,7 @@ def test_the_caller_goes_first() -> None:
         for machine in (None, tuned):
             decision = decide(PROBLEM, wanted, machine=machine)
             assert (str(decision.schedule), decision.source) == ("hetero-fused-2d:pull", "caller")
-    assert str(decision) == "hetero-fused-2d:pull (caller: given)"
+    assert str(decision) == "hetero-fused-2d:pull (requested)"
 
 
 def test_what_an_operator_cannot_take_is_refused_whatever_is_known() -> None:

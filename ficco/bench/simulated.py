@@ -103,7 +103,7 @@ def examples(machine: Machine) -> Iterator[str]:
         rows = (m // machine.ranks,) * machine.ranks
         problem = Problem("all_gather_matmul", rows, n, k, "bfloat16")
         decision = decide(problem, machine=machine)
-        yield f"{problem}\n  {decision.schedule}\n  {decision.source}: {decision.reason}"
+        yield f"{problem}\n  {decision.schedule}\n  {decision.why}"
 
 
 def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: Path) -> Path:

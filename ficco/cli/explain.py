@@ -191,7 +191,7 @@ def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
 
     print(decision.problem)
-    print(f"{decision.schedule}\n  {decision.source}: {decision.reason}")
+    print(f"{decision.schedule}\n  {decision.why}")
     for one in decision.candidates:
         if one.schedule == str(decision.schedule):
             if why := too_large(decision.problem, 0, one.extra_bytes, decision.machine):

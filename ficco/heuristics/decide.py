@@ -100,7 +100,12 @@ class Decision:
     _predict: Predict = field(default=simulated, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.schedule} ({self.source}: {self.reason})"
+        return f"{self.schedule} ({self.why})"
+
+    @property
+    def why(self) -> str:
+        """Source and reason in words."""
+        return "requested" if self.source == "caller" else f"{self.source}: {self.reason}"
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -115,16 +115,30 @@ class Family:
             for one in self.schedules(problem, known)
         }
         names = sorted(seconds, key=seconds.__getitem__)
-        least, why = seconds[names[0]], ""
+        least, ratio = seconds[names[0]], seconds[SERIAL] / seconds[names[0]]
         chosen = next(name for name in seconds if seconds[name] <= (1 + self.tie) * least)
-        if chosen != names[0]:
-            why = f"; the first of those within {self.tie:.0%}"
+        on = f"on {known.name}"
+
+        def takes(name: str) -> str:
+            return f"predicted to take {seconds_text(seconds[name])} {mode} {on}"
+
         if seconds[SERIAL] < (1 + self.margin) * least:
-            why = f"; serial unless others gain {self.margin:.0%}" * (names[0] != SERIAL)
-            chosen = SERIAL
-        times = ", ".join(f"{name} {seconds_text(seconds[name])}" for name in names)
-        what = f"{asked} " if self.alike else ""
-        return decision(chosen, "model", f"{what}simulated on {known.name}: {times}{why}")
+            chosen, others = SERIAL, [name for name in names if name != SERIAL]
+            if names[0] != SERIAL:
+                less = f"less than the margin of {_percent(self.margin)}"
+                why = f"{names[0]} is predicted to gain {_percent(ratio - 1)} {on}, {less}"
+            elif others:
+                why = f"{others[0]} is {takes(others[0])}, serial {seconds_text(least)}"
+            else:
+                why = takes(SERIAL)
+        else:
+            ratio = seconds[SERIAL] / seconds[chosen]
+            why = f"{takes(chosen)}, {ratio:.2f} times as fast as serial"
+            if chosen != names[0]:
+                why += f"; the first of those within {_percent(self.tie)}"
+        if asked != problem:
+            why += f" (simulated as {asked})"
+        return decision(chosen, "model", why)
 
     def schedules(self, problem: Planned, machine: Machine) -> list[Schedule]:
         """Those that are simulated unless others are named."""
@@ -161,6 +175,11 @@ class Family:
         fastest mover, if that takes longer."""
         computed, *moved = self.bounds(problem, machine, mode).values()
         return max(computed, min(moved, default=0.0))
+
+
+def _percent(share: float) -> str:
+    """With a decimal where there is one."""
+    return f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
 @lru_cache(maxsize=2048)

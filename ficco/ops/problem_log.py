@@ -113,4 +113,4 @@ def choice(decision: Decision, taken: str = "", purpose: str = "") -> str:
         text += f" in place of {wanted}"
     known = machine is None or machine.name in decision.reason
     where = "" if machine is None or known else f"; machine {machine.name}"
-    return f"{text} ({decision.source}: {decision.reason}{where})"
+    return f"{text} ({decision.why}{where})"
