@@ -261,6 +261,11 @@ def size_of(operator: str, name: str) -> type | None:
     return asked.sizes[name].kind if asked and name in asked.sizes else None
 
 
+def sizes_of(operator: str) -> list[str]:
+    """The names of the sizes without which no call of an operator is described."""
+    return [name for name, size in ASKABLE[operator].sizes.items() if size.default is REQUIRED]
+
+
 def problem_of(
     operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
 ) -> Planned:
@@ -282,9 +287,9 @@ def problem_of(
         if name not in (asked.sizes if name in sizes else asked.spread):
             there = ", ".join(asked.sizes)
             raise InvalidArgument(name, f"required none for {operator}, which has {there}")
-    missing = [name for name, size in asked.sizes.items() if size.default is REQUIRED]
-    if missing := [name for name in missing if name not in sizes]:
-        there = ", ".join(name for name in asked.sizes if asked.sizes[name].default is REQUIRED)
+    needed = sizes_of(operator)
+    if missing := [name for name in needed if name not in sizes]:
+        there = ", ".join(needed)
         raise InvalidArgument(missing[0], f"required, since {operator} needs {there}; got none")
     if world < 1:
         raise InvalidArgument("world", f"required at least 1, got {world}")

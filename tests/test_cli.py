@@ -367,6 +367,9 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     assert predicted == {name: pytest.approx(rows[name]["ms"] * 1e-3) for name in names}
     assert cli.run(["explain", *asked]) == 0
     table = capsys.readouterr().out
+    reason = planned["reason"]
+    assert f"  model: {reason}\n" in table and "predicted to" in reason and "serial" in reason
+    assert len(reason) < 200 and not re.search(r"hetero|shard-overlap.*growing", reason)
     assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
 
 
@@ -385,7 +388,13 @@ def test_attention_and_experts_are_planned_over_hosts(
     assert {(row["world"], row["hosts"]) for row in rows.values()} == {(4, 2)}
     assert rows["serial"]["ms"] > 0.02  # the network's latency
     assert cli.run(["simulate", "serial", *asked]) == 0
-    assert "4 ranks on 2 hosts, queued" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "4 ranks on 2 hosts, queued" in table and table.startswith(f"{operator}(")
+    title = "64, 4, 8" if "attention" in operator else "8, 4, 16, 8, 16"
+    names = (
+        "sequence, heads, head size" if "attention" in operator else "experts, capacity, k, h, n"
+    )
+    assert f"{names}; candidate " in table and f" {title} " in table
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from ficco.cli.site import (
     site,
     sizes,
 )
-from ficco.families import family_of, problem_of
+from ficco.families import family_of, problem_of, sizes_of
 from ficco.machine import Machine
 from ficco.problem import OPERATORS
 from ficco.schedules import NAMED, Schedule
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--draw, --trace, --timelines: required one shape, got {len(found)}; "
             "give it with --m, --n and --k"
         )
-    machine = asked.simulated
+    machine, problems = asked.simulated, [one for one, _ in found]
     rows = pd.concat(
         [simulated.simulate_problem(one, shape, machine, mode, schedules) for one, shape in found],
         ignore_index=True,
@@ -104,8 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(one.operator for one, _ in found)))
-        _print(rows)
+        print(", ".join(dict.fromkeys(map(_what, problems))))
+        names = sizes_of(problems[0].operator)
+        what = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
+        given = sizes(arguments)
+        _print(rows, f"{what}; candidate", ", ".join(str(given.get(name)) for name in names))
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
@@ -150,7 +153,14 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
         print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _print(rows: pd.DataFrame) -> None:
+def _what(problem: Any) -> str:
+    """What stands above a table: sizes are in it, but none of those that have defaults."""
+    return problem.operator if problem.operator in OPERATORS else str(problem)
+
+
+def _print(rows: pd.DataFrame, heading: str, sizes: str) -> None:
+    """The rows as a table. ``heading``: of what is in its first column, sizes first; ``sizes``: of
+    a call of another operator than products."""
     import pandas as pd
 
     from ficco.bench.simulated import BOUNDS
@@ -159,7 +169,7 @@ def _print(rows: pd.DataFrame) -> None:
     bound = rows["candidate"].isin(BOUNDS)
     text = pd.DataFrame(
         {
-            "m, n per rank, k; candidate": rows["candidate"],
+            heading: rows["candidate"],
             "time": (rows["ms"] * 1e-3).map(seconds_text),
             "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
             "of ideal": cells(rows["share"].where(~bound)),
@@ -170,7 +180,7 @@ def _print(rows: pd.DataFrame) -> None:
     for case, mine in rows.groupby("case", sort=False):
         given = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
         title = given if case == given.replace(", ", "x") else f"{case}: {given}"
-        title = title if mine["m"].iloc[0] else case
+        title = title if mine["m"].iloc[0] else sizes
         starts.append(sum(map(len, tables)))
         tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
         ends.append(sum(map(len, tables)) - 1)
