@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -533,8 +534,6 @@ def test_a_routing_that_does_not_fit_is_refused() -> None:
 
 
 def of_another_group(at: Rank) -> list[Any]:
-    import torch.distributed as dist
-
     given, other = operands(at), dist.new_group(list(range(at.world)))
     indices = given.pop("indices")
     del given["capacity"]
@@ -576,6 +575,35 @@ def test_a_rank_without_memory_tells_the_others(step: str, needs: bool) -> None:
     one, other = run(2, out_of_memory, step, needs, fresh=True)
     assert "out of memory" in one.text
     assert other.type == "RankMismatch" and "out of memory" in other.text, other
+
+
+def closed_between(at: Rank) -> list[Failure]:
+    """Routings that outlive the workspace in which they were made."""
+    given, found = operands(at), []
+    indices, group = given.pop("indices"), dist.new_group()
+    given["group"] = group
+    del given["capacity"]
+    wanted = ficco.experts(indices=indices, **given)
+    for how in ({}, {"capacity": 2, "on_overflow": "again"}):
+        waits, used = (ficco.route(indices, 4, group=group, **how) for _ in range(2))
+        assert used.capacity
+        ficco.close(group)
+        for _ in range(2):
+            found.append(caught(lambda r=waits: ficco.experts(indices=r, **given)))
+        assert torch.equal(ficco.experts(indices=used, **given), wanted)
+        again = ficco.route(indices, 4, group=group, **how)
+        assert torch.equal(ficco.experts(indices=again, **given), wanted)
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_a_routing_of_a_closed_workspace_says_to_route_again() -> None:
+    for failures in run(2, closed_between):
+        assert len(failures) == 4
+        for failure in failures:
+            assert failure.type == "FiccoError" and failure.text.startswith("routing: required one")
+            assert failure.text.endswith("call ficco.route again")
 
 
 def compiled(at: Rank) -> list[Failure]:

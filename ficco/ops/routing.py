@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
 from ficco.board import TOLD
+from ficco.errors import FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced
 from ficco.ops.planned import number_call, workspace_for
@@ -186,6 +187,14 @@ class Routing(Blocks):
         """Wait for what other ranks have to tell."""
         if self._asked is None:
             return
+        if self._asked[
+            0
+        ].closed:  # a later call has another workspace, whose calls are numbered anew
+            raise FiccoError(
+                "routing: required one that was made, or first used, since ficco.close() was last "
+                "called for its group, got one that waits for what the ranks told each other "
+                "before; call ficco.route again"
+            )
         (workspace, number), self._asked = self._asked, None
         try:
             workspace.raise_error()
