@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ficco
 from ficco.heuristics.family import Family
 from ficco.ops import expert_rounds as ops
-from ficco.ops.routing import Routing, rounded
+from ficco.ops.routing import Routing, _check_experts, rounded
 
 SCHEDULES = (
     "auto",
@@ -415,7 +415,11 @@ def operands(at: Rank) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "experts that do not exist": ({"indices": torch.full((4, 2), 4)}, "ValueError", "0 to 3"),
+    "experts that do not exist": (
+        {"indices": torch.full((4, 2), 4)},
+        "ValueError",
+        "0 to 3 (4 in all: up holds 2 on each of 2 ranks), got 4",
+    ),
     "negative experts": ({"indices": torch.full((4, 2), -1)}, "ValueError", "got -1 to -1"),
     "indices of floats": ({"indices": torch.ones(4, 2)}, "ValueError", "whole numbers"),
     "indices of other tokens": ({"indices": torch.ones(3, 2).long()}, "ValueError", "4 tokens"),
@@ -575,6 +579,34 @@ def test_a_rank_without_memory_tells_the_others(step: str, needs: bool) -> None:
     one, other = run(2, out_of_memory, step, needs, fresh=True)
     assert "out of memory" in one.text
     assert other.type == "RankMismatch" and "out of memory" in other.text, other
+
+
+def far(at: Rank) -> list[str]:
+    """What is said of experts that do not exist."""
+    given = operands(at) | {"indices": torch.full((4, 2), 7)}
+    columns = {"up": torch.ones(3, 8, 3), "down": torch.ones(3, 3, 8), "split": "columns"}
+    said = [
+        caught(partial(ficco.experts, **(given | {"capacity": None}))).text,
+        caught(partial(ficco.experts, **(given | columns))).text,
+        caught(partial(ficco.route, given["indices"], 5, capacity=4)).text,
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_assert_async", lambda cond, text: said.append(text))
+        _check_experts(torch.full((4, 2), 7, device="meta"), 5, "whose")
+    return said
+
+
+def test_where_the_number_of_experts_is_from_is_told() -> None:
+    for said in run(2, far):
+        assert said == [
+            "indices: required experts from 0 to 3 (4 in all: up holds 2 on each of 2 ranks), got "
+            "7 to 7; pass the choices of a router among these",
+            "indices: required experts from 0 to 2 (3 in all: up holds columns of each), got 7 to "
+            "7; pass the choices of a router among these",
+            "indices: required experts from 0 to 4 (5 in all), got 7 to 7; pass the choices of a "
+            "router among these",
+            "indices: required experts from 0 to 4 (5 in all: whose)",
+        ]
 
 
 def closed_between(at: Rank) -> list[Failure]:

@@ -205,9 +205,7 @@ class Routing(Blocks):
             board.agree(number, seconds, NAME, "none")
             self._told = board.told(number, len(self._tells), seconds, NAME)
             if self.exact and self._told[board.rank].sum() != self.indices.numel():
-                raise ValueError(
-                    f"indices: required experts from 0 to {self.experts - 1}, got others"
-                )
+                raise ValueError(f"{_numbers(self.experts)}, got others; {_ROUTER}")
         except BaseException as error:
             workspace.end(error)
             raise
@@ -219,17 +217,22 @@ class Routing(Blocks):
 
 
 def _placed(
-    indices: torch.Tensor, experts: int, capacity: int | None, engine: Engine | None = None
+    indices: torch.Tensor,
+    experts: int,
+    capacity: int | None,
+    engine: Engine | None = None,
+    whose: str = "",
 ) -> Placed:
     """Where pairs go; an engine may have a kernel for it."""
     made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
     if made is None:
-        _check_experts(indices, experts)
+        _check_experts(indices, experts, whose)
         return Placed(*_counted(indices, experts), None)
     counts, places, rows, held = made
     if capacity is None:  # the host will look at the counts
         return Placed(counts, places, rows, held)
-    torch._assert_async(counts.sum() == indices.numel())  # it leaves out what does not exist
+    # It leaves out what does not exist.
+    torch._assert_async(counts.sum() == indices.numel(), _numbers(experts, whose))
     return Placed(counts, places, rows)
 
 
@@ -293,31 +296,48 @@ def route(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
-    members, traced = process_group(group), check_traced(indices=indices)
-    _check(indices, experts, capacity, on_overflow)
-    if traced and capacity is not None and on_overflow == "drop":
-        counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
-        return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
+    return routed(indices, experts, capacity, on_overflow, process_group(group))
+
+
+def routed(
+    indices: torch.Tensor,
+    experts: int,
+    capacity: int | None,
+    overflow: str,
+    group: ProcessGroup,
+    whose: str = "",
+) -> Routing:
+    """What :func:`route` gives. ``whose``: for errors, where the number of experts is from."""
+    traced = check_traced(indices=indices)
+    _check(indices, experts, capacity, overflow)
+    if traced and capacity is not None and overflow == "drop":
+        counts, rows = overload(NAME)(indices, experts, capacity, group.group_name)
+        return Routing(indices, experts, capacity, overflow, Placed(counts, None, rows))
     if traced and not torch.compiler.is_compiling():
         raise NotImplementedError(
             "ficco.route: tensors that are traced or wrapped are not served without a capacity, or "
             "by further rounds; pass indices to ficco.experts"
         )
-    return make_routing(indices, experts, capacity, on_overflow, members)
+    return make_routing(indices, experts, capacity, overflow, group, whose)
 
 
 @torch._disable_dynamo
 def make_routing(
-    indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, group: ProcessGroup
+    indices: torch.Tensor,
+    experts: int,
+    capacity: int | None,
+    overflow: str,
+    group: ProcessGroup,
+    whose: str = "",
 ) -> Routing:
     """The same of indices that have data, and of arguments that are right."""
     with torch.no_grad():
         if capacity is not None and overflow == "drop":
             engine = _engine(indices, group)
-            placed = _placed(indices, experts, capacity, engine)
+            placed = _placed(indices, experts, capacity, engine, whose)
             return Routing(indices, experts, capacity, overflow, placed)
         workspace = workspace_for(group, indices, "indices", NAME)
-        return _asking(workspace, indices, experts, capacity, overflow)
+        return _asking(workspace, indices, experts, capacity, overflow, whose)
 
 
 def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
@@ -327,7 +347,12 @@ def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
 
 
 def _asking(
-    workspace: Workspace, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
+    workspace: Workspace,
+    indices: torch.Tensor,
+    experts: int,
+    capacity: int | None,
+    overflow: str,
+    whose: str,
 ) -> Routing:
     """A routing for which ranks tell each other something."""
     try:
@@ -337,7 +362,7 @@ def _asking(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
                 f"{experts}; pass a capacity"
             )
-        placed = _placed(indices, experts, capacity, workspace.engine)
+        placed = _placed(indices, experts, capacity, workspace.engine, whose)
         found = Routing(indices, experts, capacity, overflow, placed)
         found.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
@@ -369,7 +394,17 @@ def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: 
         raise ValueError(f"on_overflow: required one of {', '.join(OVERFLOWS)}, got {overflow!r}")
 
 
-def _check_experts(indices: torch.Tensor, experts: int) -> None:
+#: What to do about experts that do not exist.
+_ROUTER = "pass the choices of a router among these"
+
+
+def _numbers(experts: int, whose: str = "") -> str:
+    """What is required of indices, for errors."""
+    which = f"{experts} in all" + (whose and f": {whose}")
+    return f"indices: required experts from 0 to {experts - 1} ({which})"
+
+
+def _check_experts(indices: torch.Tensor, experts: int, whose: str) -> None:
     """All experts that are named exist: on a GPU without waiting for it."""
     if not indices.numel():
         return
@@ -377,10 +412,10 @@ def _check_experts(indices: torch.Tensor, experts: int) -> None:
     if indices.is_cpu:
         if low < 0 or high >= experts:
             raise ValueError(
-                f"indices: required experts from 0 to {experts - 1}, got {int(low)} to {int(high)}"
+                f"{_numbers(experts, whose)}, got {int(low)} to {int(high)}; {_ROUTER}"
             )
         return
-    torch._assert_async((low >= 0) & (high < experts))
+    torch._assert_async((low >= 0) & (high < experts), _numbers(experts, whose))
 
 
 # What compilers see: with a capacity, and nothing in further rounds.
