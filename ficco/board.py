@@ -18,9 +18,16 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from ficco.courier import BoardCourier
-from ficco.dma.host import HostMemory, dead
+from ficco.dma.host import HostMemory, dead, first_call
 from ficco.dma.hosts import Hosts
-from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.errors import (
+    MEETING,
+    UNSCHEDULED,
+    FiccoError,
+    PeerFailed,
+    RankMismatch,
+    SignalTimeout,
+)
 from ficco.problem import digest
 
 #: Calls that the board holds for each rank.
@@ -75,7 +82,8 @@ class Board:
         texts = ENTRIES * 8
         shown = texts + TEXTS * TEXT_BYTES  # to other hosts, too
         size = shown + ENTRIES * TOLD * 8
-        memory = HostMemory(hosts.near, size, timeout_s, "the agreement board", operator)
+        what = hosts.near, size, timeout_s, "the agreement board", operator
+        memory = HostMemory(*what, begins=True)
         self._pids = hosts.spread(memory.pids, 0)
         # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
@@ -137,7 +145,7 @@ class Board:
         """
         self.post(0, self.describe(kind))
         if self._courier is not None:
-            self._agree(0, timeout_s, operator, "none yet", "make an engine")
+            self._agree(0, timeout_s, operator, MEETING, first_call("make an engine"))
 
     def post(self, number: int, digest: int) -> None:
         """Post a call. Numbers of calls start at 1."""
@@ -177,7 +185,7 @@ class Board:
             self._courier.ask(number % ENTRIES)
         try:
             step = "learn the counts of other ranks"
-            self._await(there, number, timeout_s, operator, "none", step)
+            self._await(there, number, timeout_s, operator, UNSCHEDULED, step)
         finally:
             if self._courier is not None:
                 self._courier.ask(None)

@@ -93,14 +93,19 @@ class PeerFailed(FiccoError):
         )
 
 
+#: In place of a schedule: the ranks meet before there is one; they do what has none.
+MEETING, UNSCHEDULED = "none yet", "none"
+
+
 class SignalTimeout(FiccoError):
     """A wait for a peer did not end within the configured time.
 
     Attributes:
-        operator, schedule: what was running.
+        operator, schedule: what was running; ``"none yet"`` while ranks meet before they run a
+            schedule, ``"none"`` for what has none.
         rank: the rank that waited.
         peer: the rank whose signal is missing, or None if it is not known.
-        step: the step of the plan that waited.
+        step: the step of the plan that waited, or what the peer has not done.
         seconds: how long it waited.
         wanted, found: the value of the signal word that was waited for, and the one found; None
             if the word could not be read.
@@ -137,9 +142,11 @@ class SignalTimeout(FiccoError):
             else f"{who} died, is stuck or did not make this call. If it is only slow, raise "
             "ficco.options(timeout_s=...)"
         )
+        at = f"at step {step!r} of schedule {schedule!r}"
+        if schedule in (MEETING, UNSCHEDULED):
+            at = f"to {step}" if schedule == MEETING else f"at step {step!r}"
         super().__init__(
-            f"{operator}: rank {rank} waited {seconds:.1f} s for {who} at step {step!r} of "
-            f"schedule {schedule!r}{word}. {why}. {REVIVE}."
+            f"{operator}: rank {rank} waited {seconds:.1f} s for {who} {at}{word}. {why}. {REVIVE}."
         )
 
 

@@ -23,6 +23,7 @@ from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.dma.hosts import hosts_of
 from ficco.errors import (
     REVIVE,
+    UNSCHEDULED,
     BackendError,
     FiccoError,
     PeerFailed,
@@ -336,7 +337,7 @@ class Workspace:
         try:
             self.calls += 1
             board.post(self.calls, asked)
-            board.agree(self.calls, seconds, "empty", "none")
+            board.agree(self.calls, seconds, "empty", UNSCHEDULED)
             self.calls += 1
             board.post(self.calls, asked)
             memory = engine.symmetric(max(nbytes, dtype.itemsize))

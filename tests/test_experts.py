@@ -694,6 +694,7 @@ def silent(at: Rank) -> Failure | None:
 def test_a_rank_that_tells_nothing_is_named() -> None:
     failure, _ = run(2, silent, fresh=True)
     assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
+    assert "for rank 1 at step 'agree on what to compute';" in failure.text
 
 
 def autocast(at: Rank) -> None:

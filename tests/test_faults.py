@@ -350,6 +350,10 @@ def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
     found = run(3, _absent, case, victim, warm)
     for rank in {0, 1, 2} - {victim}:
         assert_timed_out(found[rank], rank, victim, case)
+        if not warm:
+            says = f"s for rank {victim} to join the first call of this group (find out which ranks"
+            text = found[rank]["first"].text
+            assert says in text and "schedule" not in text, text
 
 
 def _revived(at: Rank, warm: bool) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from torch.distributed import Store
 
-from ficco.errors import BackendError, RankMismatch, SignalTimeout
+from ficco.errors import MEETING, BackendError, RankMismatch, SignalTimeout
 
 #: Bytes from one semaphore to the next: a cache line. A sem_t takes 32 bytes on 64-bit Linux.
 SEMAPHORE_STRIDE = 64
@@ -141,9 +141,10 @@ class HostMemory:
         purpose: str,
         operator: str = "ficco",
         interrupt: Callable[[], None] | None = None,
+        begins: bool = False,
     ) -> None:
         """Allocate and map. ``interrupt`` is called while a rank waits, here and in barriers, and
-        may raise.
+        may raise. ``begins``: this is a part of the first call of the group.
 
         Raises:
             SignalTimeout: a rank did not arrive within ``timeout_s``; names the ``purpose``.
@@ -158,6 +159,8 @@ class HostMemory:
         self.nbytes = nbytes
         self.rank, self.world = group.rank(), group.size()
         self.purpose, self.operator = purpose, operator
+        step = f"share host memory for {purpose}"
+        self._step = first_call(step) if begins else step
         self._interrupt = interrupt or (lambda: None)
         self.maps: list[mmap.mmap] = []
         self.pids: list[int] = []
@@ -233,15 +236,12 @@ class HostMemory:
     def _timeout(
         self, absent: list[int] | None, seconds: float, ended: bool = False
     ) -> SignalTimeout:
-        who = "the rank that hosts the store"
-        if absent:
-            who = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
         return SignalTimeout(
             operator=self.operator,
             rank=self.rank,
             peer=absent[0] if absent else None,
-            step=f"share host memory for {self.purpose}: {who} absent",
-            schedule="none yet",
+            step=f"{self._step}{absentees(absent)}",
+            schedule=MEETING,
             seconds=seconds,
             ended=ended,
         )
@@ -285,6 +285,18 @@ class HostMemory:
             self._interrupt()
             time.sleep(0.01)
         return BackendError("open", code, why)
+
+
+def first_call(step: str) -> str:
+    """What a rank that is absent from the first step of a group has not done, for errors."""
+    return f"join the first call of this group ({step})"
+
+
+def absentees(ranks: list[int] | None) -> str:
+    """Who is absent, for errors that name the first rank anyway."""
+    if not ranks:
+        return "; the rank that hosts the store is gone"
+    return f"; ranks {', '.join(map(str, ranks))} are absent" if len(ranks) > 1 else ""
 
 
 def whereabouts() -> dict[str, Any]:

@@ -9,8 +9,15 @@ from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from ficco.dma.host import meet, require_shareable, store_of, whereabouts
-from ficco.errors import SignalTimeout
+from ficco.dma.host import (
+    absentees,
+    first_call,
+    meet,
+    require_shareable,
+    store_of,
+    whereabouts,
+)
+from ficco.errors import MEETING, SignalTimeout
 
 #: The variable that names the host of a rank, for containers of one host that share nothing.
 VARIABLE = "FICCO_HOST"
@@ -108,13 +115,12 @@ def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
     """
 
     def absent(ranks: list[int] | None, seconds: float) -> SignalTimeout:
-        who = ", ".join(map(str, ranks)) if ranks else "that hosts the store"
         return SignalTimeout(
             operator=operator,
             rank=group.rank(),
             peer=ranks[0] if ranks else None,
-            step=f"find out which ranks share a host: rank {who} absent",
-            schedule="none yet",
+            step=f"{first_call('find out which ranks share a host')}{absentees(ranks)}",
+            schedule=MEETING,
             seconds=seconds,
         )
 

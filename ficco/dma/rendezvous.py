@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import (
 from ficco.dma.driver import drained
 from ficco.dma.engine import Engine
 from ficco.dma.host import HostMemory
-from ficco.errors import SignalTimeout
+from ficco.errors import MEETING, SignalTimeout
 
 _lock = threading.Lock()
 _count = 0  # rendezvous of this process
@@ -80,8 +80,8 @@ class Rendezvous:
                 operator=engine.operator,
                 rank=engine.rank,
                 peer=None if place is None else engine.hosts.here[place],
-                step=f"symmetric memory, allocation {self._meeting}",
-                schedule="none yet",
+                step=f"share symmetric memory, allocation {self._meeting}",
+                schedule=MEETING,
                 seconds=engine.timeout_s,
             )
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
 from ficco.board import TOLD
-from ficco.errors import FiccoError
+from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced
 from ficco.ops.planned import number_call, workspace_for
@@ -202,7 +202,7 @@ class Routing(Blocks):
                 self._counted.synchronize()
                 workspace.board.tell(number, self._tells.numpy())
             seconds, board = current().timeout_s, workspace.board
-            board.agree(number, seconds, NAME, "none")
+            board.agree(number, seconds, NAME, UNSCHEDULED)
             self._told = board.told(number, len(self._tells), seconds, NAME)
             if self.exact and self._told[board.rank].sum() != self.indices.numel():
                 raise ValueError(f"{_numbers(self.experts)}, got others; {_ROUTER}")
