@@ -167,7 +167,7 @@ class ProjectionCall(NamedTuple):
 
 
 class _Project(torch.autograd.Function):
-    """Of rows of positions. The result is none of several views, so that callers may change it."""
+    """Of rows of positions, like the operator that compilers see."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ def _project_gradients(
 
 
 class _Output(torch.autograd.Function):
-    """Of rows of positions, a block of them for each rank."""
+    """Of rows of positions, a block of them for each rank, like the operator."""
 
     @staticmethod
     def forward(
