@@ -73,7 +73,7 @@ def _halves(at: Rank) -> list[Any]:
     found.append(caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed)))
     forget()
     own.register("two-halves")(defined(wrong=True))
-    wrong = Case((4,) * at.world, 6, 16, schedule="two-halves")
+    wrong = Case((4,) * at.world, 8, 16, schedule="two-halves")
     made = make(at, wrong, 0, group)
     found.append(caught(lambda: call(wrong, made.a, made.b, group)))
     forget()
@@ -101,7 +101,7 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int
 
 
 def test_what_the_page_says_can_be_run() -> None:
-    assert 'schedule="two-halves"' in USE and "dist.init_process_group()" in USE
+    assert 'schedule="two-halves"' in USE and 'dist.init_process_group("gloo")' in USE
     assert len(HALVES.partition("def two_halves")[2].strip().splitlines()) <= 36
 
 
