@@ -16,6 +16,7 @@ import torch
 from ficco.attention import AttentionGradient, AttentionProblem, Documents, Rectangle, packed
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Part, Program, in_turn
+from ficco.dma.products import release_of_torch
 from ficco.plan import Attending, Transfer
 
 #: Merges parts, each with its log-sum-exp, into a result and, if that is given, its log-sum-exp.
@@ -280,24 +281,40 @@ def attention(
 
 
 def _on_cpu(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    found = _flash_on_cpu(_for_cpu(heads), rectangle, scale)
+    if found is not None and found[1].all():
+        return found
+    whole = plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
+    if found is None:
+        return whole
+    # A largest score that is infinite or no number: the library has zeros, which would be merged.
+    (mean, lse), (of_plain, lse_of_plain) = found, whole
+    wrong = (lse == 0) & ~lse_of_plain.isfinite()
+    mean = torch.where(wrong.unsqueeze(-1), of_plain.to(mean.dtype), mean)
+    return mean, torch.where(wrong, lse_of_plain.to(lse.dtype), lse)
+
+
+def _flash_on_cpu(
+    heads: Heads, rectangle: Rectangle, scale: float
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     banded = not (rectangle.whole or rectangle.causal)
     mask = _band(heads, rectangle) if banded else None
     try:
         mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, rectangle.causal, attn_mask=mask, scale=scale
         )
-        zeros = lse == 0
     except RuntimeError:  # an older PyTorch, or a shape that it does not have
-        zeros = None
-    if zeros is not None and not zeros.any():
-        return mean, lse
-    whole = plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
-    if zeros is None:
-        return whole
-    # A largest score that is infinite or no number: the library has zeros, which would be merged.
-    wrong = zeros & ~whole[1].isfinite()
-    mean = torch.where(wrong.unsqueeze(-1), whole[0].to(mean.dtype), mean)
-    return mean, torch.where(wrong, whole[1].to(lse.dtype), lse)
+        return None
+    return mean, lse
+
+
+def _for_cpu(heads: Heads) -> Heads:
+    """As the flash attention of CPUs takes them. Before PyTorch 2.9 it reads beyond the keys where
+    they have fewer heads than the queries (pytorch/pytorch#157893)."""
+    shared = heads.q.shape[1] // heads.k.shape[1]
+    if shared == 1 or release_of_torch() >= (2, 9):
+        return heads
+    return Heads(heads.q, *(one.repeat_interleave(shared, 1) for one in (heads.k, heads.v)))
 
 
 def _band(heads: Heads, rectangle: Rectangle) -> torch.Tensor:
@@ -401,16 +418,20 @@ def backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> He
 def _backward_on_cpu(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
     mask = None if rectangle.whole else _band(heads, rectangle)
     bare = mask if not rectangle.causal else None
+    alike = _for_cpu(heads)
     try:
-        return Heads(
-            *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(of.grad, *heads, of.out, of.lse, 0.0, rectangle.causal),
-                attn_mask=bare,
-                scale=scale,
-            )
+        dq, *of_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(of.grad, *alike, of.out, of.lse, 0.0, rectangle.causal),
+            attn_mask=bare,
+            scale=scale,
         )
     except RuntimeError:  # an older PyTorch, or a shape that it does not have
         return plain_backward(heads, of, mask, scale)
+    if alike is not heads:
+        wide, keys = torch.promote_types(dq.dtype, torch.float32), heads.k.shape[1]
+        each = (one.unflatten(1, (keys, -1)).sum(2, dtype=wide) for one in of_keys)
+        of_keys = [one.to(dq.dtype) for one in each]
+    return Heads(dq, *of_keys)
 
 
 def plain_backward(heads: Heads, of: Result, mask: torch.Tensor | None, scale: float) -> Heads:

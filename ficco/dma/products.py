@@ -84,10 +84,15 @@ def accumulation() -> str:
     return "a float32 GEMM of upcast pieces (twice their memory while it runs)"
 
 
+def release_of_torch() -> tuple[int, int]:
+    """Of PyTorch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 def _has_out_dtype() -> bool:
     """PyTorch 2.8 and later multiply half-precision matrices into float32."""
-    major, minor = torch.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 8)
+    return release_of_torch() >= (2, 8)
 
 
 def multiply(
