@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -887,16 +886,21 @@ def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
     assert (tmp_path / "ways_timelines.png").exists()
     assert [one.title for one in timelines[:2]] == ["auto: planned", "auto: measured"]
-    ratios = []
+    assert len(timelines) > 6
     for planned, measured in zip(timelines[::2], timelines[1::2], strict=True):
-        spent = [
-            sum(bar.stop_s - bar.start_s for bars in one.ranks for bar in bars if bar.kind in
-                ("matmul", "attend")) for one in (planned, measured)
-        ]  # fmt: skip
-        assert operator in planned.problem and planned.ranks and spent[1] > 0
-        ratios.append(spent[0] / spent[1])
-    # Not the same: the host was as fast as it was when rates were measured.
-    assert len(timelines) > 6 and 0.2 < median(ratios) < 10, ratios
+        assert operator in planned.problem and planned.ranks
+        computed = [
+            [[bar for bar in bars if bar.kind in ("matmul", "attend")] for bars in one.ranks]
+            for one in (planned, measured)
+        ]
+        named = [[sorted((bar.lane, bar.label) for bar in bars) for bars in of] for of in computed]
+        assert named[0] == named[1], planned.title
+        spent = [sum(bar.stop_s - bar.start_s for bars in of for bar in bars) for of in computed]
+        assert spent[1] > 0 and spent[0] / spent[1] > 0.5
+        # On one lane what is planned takes what was measured, at the rates of that very call; what
+        # simulates steps knows more of them than a rate. On two each has the cores that are left.
+        if "compute=2" not in planned.title:
+            assert spent[0] / spent[1] < 1.6, planned.title
 
 
 def _chosen(at: ranks.Rank, skew: float) -> Any:
