@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
@@ -22,7 +22,7 @@ from ficco.ops.expert_rounds import (
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import check_dtype, process_group
 from ficco.ops.operate import check_traced, under_autocast
-from ficco.ops.routing import Blocks, Routing, make_routing, routed
+from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
 from ficco.schedules import Schedule
@@ -100,7 +100,7 @@ def experts(
     given = {"tokens": tokens, "weights": weights, "up": up, "down": down}
     traced = check_traced(**given)
     tokens, up, down = under_autocast(tokens, up, down)
-    wanted = partial(routed, capacity=capacity, overflow=on_overflow, group=members)
+    wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
     with nullcontext() if traced else telling(members, tokens):
         function = _function(tokens, weights, up, down, activation)
         gathers = check_split(split)
@@ -109,36 +109,26 @@ def experts(
             _check_routing(indices, total, capacity, on_overflow, members)
         _fits(indices, tokens, weights)
         if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
-            whose = "" if traced else _whose(up, gathers, members)
-            indices = wanted(indices, total, whose=whose)
+            indices = wanted(indices, total)
     call = ExpertCall(members, schedule, function, gathers)
     if traced:
         return _trace(call, (tokens, weights, up, down), indices, capacity, on_overflow)
-    routing = indices
-    if not isinstance(routing, Routing):
-        routing = wanted(routing, total, whose=_whose(up, gathers, members))
-    operands, turns = (tokens, weights, up, down), range(routing.rounds)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
-        rounds = [ExpertFunction.apply(*operands, routing, turn, call) for turn in turns]
-    else:
-        rounds = _rounds(call, routing, operands)
+    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    operands = tokens, weights, up, down
+    if not (torch.is_grad_enabled() and any(one.requires_grad for one in operands)):
+        return summed(_rounds(call, routing, operands), tokens.dtype)
+    turns = range(routing.rounds)
+    rounds = (ExpertFunction.apply(*operands, routing, turn, call) for turn in turns)
     return summed(rounds, tokens.dtype)
 
 
 def _rounds(
     call: ExpertCall, routing: Routing, operands: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The weighted sums of each round of a call that needs no gradient."""
+) -> Iterator[torch.Tensor]:
+    """The weighted sums of each round of a call that needs no gradient, one after the other."""
     dtype, none = operands[0].dtype if routing.rounds == 1 else None, (False,) * 4
-    slots = map(routing.slots, range(routing.rounds))
-    return [run_round(call, routing, some, operands, none, dtype).summed for some in slots]
-
-
-def _whose(up: torch.Tensor, gathers: bool, group: ProcessGroup) -> str:
-    """Where the number of all experts is from, for errors."""
-    if gathers:
-        return "up holds columns of each"
-    return f"up holds {up.shape[0]} on each of {group.size()} ranks"
+    for slots in map(routing.slots, range(routing.rounds)):
+        yield run_round(call, routing, slots, operands, none, dtype).summed
 
 
 def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

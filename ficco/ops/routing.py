@@ -187,15 +187,14 @@ class Routing(Blocks):
         """Wait for what other ranks have to tell."""
         if self._asked is None:
             return
-        if self._asked[
-            0
-        ].closed:  # a later call has another workspace, whose calls are numbered anew
+        workspace, number = self._asked
+        if workspace.closed:  # a later call has another one, whose calls are numbered anew
             raise FiccoError(
                 "routing: required one that was made, or first used, since ficco.close() was last "
                 "called for its group, got one that waits for what the ranks told each other "
                 "before; call ficco.route again"
             )
-        (workspace, number), self._asked = self._asked, None
+        self._asked = None
         try:
             workspace.raise_error()
             if self._counted is not None:
@@ -217,22 +216,18 @@ class Routing(Blocks):
 
 
 def _placed(
-    indices: torch.Tensor,
-    experts: int,
-    capacity: int | None,
-    engine: Engine | None = None,
-    whose: str = "",
+    indices: torch.Tensor, experts: int, capacity: int | None, engine: Engine | None = None
 ) -> Placed:
     """Where pairs go; an engine may have a kernel for it."""
     made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
     if made is None:
-        _check_experts(indices, experts, whose)
+        _check_experts(indices, experts)
         return Placed(*_counted(indices, experts), None)
     counts, places, rows, held = made
     if capacity is None:  # the host will look at the counts
         return Placed(counts, places, rows, held)
     # It leaves out what does not exist.
-    torch._assert_async(counts.sum() == indices.numel(), _numbers(experts, whose))
+    torch._assert_async(counts.sum() == indices.numel(), _numbers(experts))
     return Placed(counts, places, rows)
 
 
@@ -296,48 +291,31 @@ def route(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
-    return routed(indices, experts, capacity, on_overflow, process_group(group))
-
-
-def routed(
-    indices: torch.Tensor,
-    experts: int,
-    capacity: int | None,
-    overflow: str,
-    group: ProcessGroup,
-    whose: str = "",
-) -> Routing:
-    """What :func:`route` gives. ``whose``: for errors, where the number of experts is from."""
-    traced = check_traced(indices=indices)
-    _check(indices, experts, capacity, overflow)
-    if traced and capacity is not None and overflow == "drop":
-        counts, rows = overload(NAME)(indices, experts, capacity, group.group_name)
-        return Routing(indices, experts, capacity, overflow, Placed(counts, None, rows))
+    members, traced = process_group(group), check_traced(indices=indices)
+    _check(indices, experts, capacity, on_overflow)
+    if traced and capacity is not None and on_overflow == "drop":
+        counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
+        return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
     if traced and not torch.compiler.is_compiling():
         raise NotImplementedError(
             "ficco.route: tensors that are traced or wrapped are not served without a capacity, or "
             "by further rounds; pass indices to ficco.experts"
         )
-    return make_routing(indices, experts, capacity, overflow, group, whose)
+    return make_routing(indices, experts, capacity, on_overflow, members)
 
 
 @torch._disable_dynamo
 def make_routing(
-    indices: torch.Tensor,
-    experts: int,
-    capacity: int | None,
-    overflow: str,
-    group: ProcessGroup,
-    whose: str = "",
+    indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, group: ProcessGroup
 ) -> Routing:
     """The same of indices that have data, and of arguments that are right."""
     with torch.no_grad():
         if capacity is not None and overflow == "drop":
             engine = _engine(indices, group)
-            placed = _placed(indices, experts, capacity, engine, whose)
+            placed = _placed(indices, experts, capacity, engine)
             return Routing(indices, experts, capacity, overflow, placed)
         workspace = workspace_for(group, indices, "indices", NAME)
-        return _asking(workspace, indices, experts, capacity, overflow, whose)
+        return _asking(workspace, indices, experts, capacity, overflow)
 
 
 def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
@@ -347,12 +325,7 @@ def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
 
 
 def _asking(
-    workspace: Workspace,
-    indices: torch.Tensor,
-    experts: int,
-    capacity: int | None,
-    overflow: str,
-    whose: str,
+    workspace: Workspace, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
 ) -> Routing:
     """A routing for which ranks tell each other something."""
     try:
@@ -362,7 +335,7 @@ def _asking(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
                 f"{experts}; pass a capacity"
             )
-        placed = _placed(indices, experts, capacity, workspace.engine, whose)
+        placed = _placed(indices, experts, capacity, workspace.engine)
         found = Routing(indices, experts, capacity, overflow, placed)
         found.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
@@ -398,24 +371,22 @@ def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: 
 _ROUTER = "pass the choices of a router among these"
 
 
-def _numbers(experts: int, whose: str = "") -> str:
+def _numbers(experts: int) -> str:
     """What is required of indices, for errors."""
-    which = f"{experts} in all" + (whose and f": {whose}")
-    return f"indices: required experts from 0 to {experts - 1} ({which})"
+    whose = f"{experts} in all, for ficco.experts those of up on every rank"
+    return f"indices: required experts from 0 to {experts - 1} ({whose})"
 
 
-def _check_experts(indices: torch.Tensor, experts: int, whose: str) -> None:
+def _check_experts(indices: torch.Tensor, experts: int) -> None:
     """All experts that are named exist: on a GPU without waiting for it."""
     if not indices.numel():
         return
     low, high = torch.aminmax(indices)
     if indices.is_cpu:
         if low < 0 or high >= experts:
-            raise ValueError(
-                f"{_numbers(experts, whose)}, got {int(low)} to {int(high)}; {_ROUTER}"
-            )
+            raise ValueError(f"{_numbers(experts)}, got {int(low)} to {int(high)}; {_ROUTER}")
         return
-    torch._assert_async((low >= 0) & (high < experts), _numbers(experts, whose))
+    torch._assert_async((low >= 0) & (high < experts), _numbers(experts))
 
 
 # What compilers see: with a capacity, and nothing in further rounds.
