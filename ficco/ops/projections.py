@@ -309,14 +309,13 @@ def _checked(
     check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
 ) -> list[torch.Tensor]:
     """The operands, cast under autocast. What refuses those that have data is told to the peers."""
-    cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
-    if not traced:
-        first = next(iter(operands))
-        workspace = workspace_for(group, operands[first], first, operator)
+    first = next(iter(operands))
+    workspace = None if traced else workspace_for(group, operands[first], first, operator)
     try:
+        cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
         check(group, cast)
     except BaseException as error:
-        if not traced:
+        if workspace is not None:
             number_call(workspace, operator)
             workspace.end(error)
         raise
