@@ -29,7 +29,7 @@ from ficco.attention import (
     Segment,
     attention_plans,
 )
-from ficco.dma.attention import Heads, attention, merge
+from ficco.dma.attention import Heads, Result, attention, backward, merge
 from ficco.dma.engine import Part
 from ficco.machine import Machine, find
 from ficco.plan import Plan, PlanError, Region, Step, check, render
@@ -852,6 +852,31 @@ def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
 @pytest.mark.parametrize("what", [torch.nan, -torch.inf])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, dtype: str) -> None:
     run(2, not_finite, what, AttentionCase(8, dtype=dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_of_grouped_heads_are_repeated_for_older_releases(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch before 2.9 reads beyond the keys of fewer heads on CPUs."""
+    heads = Heads(*AttentionCase(8, batch=2, dtype="float64").whole(1, 1, "cpu"))
+    rows, seen = Rectangle(0, 8, 0, 8, None, 0 if causal else None), []
+    wanted = attention(heads, rows, 0.25)
+    back = Result(*wanted, torch.ones_like(wanted[0]))
+    gradients = backward(heads, back, rows, 0.25)
+    library = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def strict(q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
+        seen.append(q.shape[1] == k.shape[1])
+        return library(q, k, *args, **more)
+
+    monkeypatch.setattr("ficco.dma.attention.release_of_torch", lambda: (2, 8))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", strict)
+    for one, other in zip(attention(heads, rows, 0.25), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert seen == [True]
+    for one, other in zip(backward(heads, back, rows, 0.25), gradients, strict=True):
+        assert one.shape == other.shape and (one - other).abs().max() < 1e-12
 
 
 # Behind PyTorch's function.

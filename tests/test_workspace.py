@@ -382,3 +382,20 @@ def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told() -> None:
         assert first.type == second.type == "RankMismatch"
         assert "all_gather_matmul" in first.text and "empty(shape=(4, 4)" in first.text
         assert "empty(shape=(8, 2)" in second.text
+
+
+def _default_device(at: Rank) -> list[Any]:
+    """Of groups with and without NCCL: where it is, a GPU is asked for, and refused here."""
+    found = []
+    for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo", "cpu:gloo,cuda:gloo"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
+            found.append(caught(lambda: ficco.empty((2,)).device.type))
+    return found
+
+
+def test_memory_is_on_the_gpu_of_a_group_with_nccl() -> None:
+    for nccl, both, gloo, both_gloo in run(2, _default_device):
+        for failure in (nccl, both):
+            assert "got cuda" in failure.text and "none is seen" in failure.text, failure
+        assert gloo == both_gloo == "cpu"
