@@ -415,8 +415,8 @@ class Timetable:
     delays: list[float]
 
     def durations(self) -> list[float]:
-        """Seconds of the copies or writes of each piece. None is early; nothing can be shorter than
-        nothing."""
+        """Seconds of the copies or writes of each piece. None is early; one without any still takes
+        the time of its word."""
         now, durations = 0.0, []
         for piece, delay in zip(self.pieces, self.delays, strict=True):
             durations.append(max(piece.at - now - delay, 0.0))

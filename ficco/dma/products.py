@@ -85,7 +85,7 @@ def accumulation() -> str:
 
 
 def release_of_torch() -> tuple[int, int]:
-    """Of PyTorch."""
+    """Its major and minor number."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
