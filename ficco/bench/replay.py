@@ -50,7 +50,7 @@ ROOM = 64 << 20
 #: is idle. Longer copies keep it busy, so that a GPU gets its own commands late: kernels of 45 us
 #: begin 0.2 us later beside copies of 64 KiB, 1.1 us beside 512 KiB, 1.4 beside one large copy.
 #: Single words that lie 64 bytes apart deviate by 3 %, and take a quarter longer beside copies to
-#: the host (2026-11-27).
+#: the host (2026-11-27, by a program that is not part of the project).
 TICK, TICKS = 5e-6, 400
 #: Bytes of a copy that is to take no time.
 LEAST_BYTES = WORD
