@@ -291,17 +291,24 @@ def route(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
-    members, traced = process_group(group), check_traced(indices=indices)
+    traced, compiling = _watched(indices)
+    members = process_group(group)
     _check(indices, experts, capacity, on_overflow)
     if traced and capacity is not None and on_overflow == "drop":
         counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
         return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
-    if traced and not torch.compiler.is_compiling():
+    if traced and not compiling:
         raise NotImplementedError(
             "ficco.route: tensors that are traced or wrapped are not served without a capacity, or "
             "by further rounds; pass indices to ficco.experts"
         )
     return make_routing(indices, experts, capacity, on_overflow, members)
+
+
+def _watched(indices: torch.Tensor) -> tuple[bool, bool]:
+    """Whether a call is traced or watched, and whether by a compiler. In one function: PyTorch 2.6
+    runs what has a graph break uncompiled, and compiles what that calls."""
+    return check_traced(indices=indices), torch.compiler.is_compiling()
 
 
 @torch._disable_dynamo
