@@ -357,9 +357,9 @@ def _more_than_linear(at: Rank) -> list[Failure]:
 def test_from_linear_refuses_what_it_would_lose() -> None:
     words = (
         "got a Own",
-        "got a ParametrizedLinear",
+        "got a ParametrizedLinear whose weight is computed",
         "got one with hooks",
-        "got one with hooks",
+        "got a Linear whose weight is computed",
         "got one with a forward of its own",
         "got one with weight, bias, scale",
         "got one that is sharded, (Replicate(),)",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention  # not what replaces it for others
 
 from ficco.attention import keys_of
 from ficco.nn.linear import check_schedule, ranks_of
+from ficco.nn.plain import readable
 from ficco.ops.projections import ulysses_output, ulysses_project
 from ficco.schedules import Schedule
 
@@ -106,24 +111,62 @@ class UlyssesAttention(nn.Module):
                 rotary embedding of the positions 0 to S; heads are those of this rank.
             attend: in place of ``scaled_dot_product_attention``, with any mask of all positions.
         """
-        group, schedule = self.group, self.schedule
-        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        q, k, v = ulysses_project(x, *weights, size=self.size, group=group, schedule=schedule)
-        if self.q_proj.bias is not None:
-            q, k, v = self._biased(q, k, v)
+        q, k, v = self._project(x)
         if rotate is not None:
             q, k = rotate(q, k)
         out = self._attend(q, k, v) if attend is None else attend(q, k, v)
-        return ulysses_output(out, self.o_proj.weight, group=group, schedule=schedule)
+        if readable(self.o_proj):
+            weight, schedule = self.o_proj.weight, self.schedule
+            return ulysses_output(out, weight, group=self.group, schedule=schedule)
+        heads = out.permute(2, 0, 1, 3)
+        parts = self._exchanged(heads, [len(heads) // self.group.size()] * self.group.size())
+        own = parts.unflatten(0, (self.group.size(), -1)).permute(2, 1, 0, 3, 4)
+        whole: torch.Tensor = self.o_proj(own.flatten(2))
+        return whole
 
-    def _biased(self, *given: torch.Tensor) -> Iterator[torch.Tensor]:
-        """With the biases of this rank's heads."""
-        world, rank = self.group.size(), self.group.rank()
-        keys = keys_of(rank, world, self.heads, self.kv_heads)
-        mine = list(range(rank * self.heads // world, (rank + 1) * self.heads // world))
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of this rank's heads at all positions."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        for heads, layer, some in zip(given, layers, (mine, keys, keys), strict=True):
-            yield heads + layer.bias.view(-1, 1, self.size)[some]
+        world, rank = self.group.size(), self.group.rank()
+        each = self.heads // world
+        queries = [list(range(peer * each, (peer + 1) * each)) for peer in range(world)]
+        keys = [list(keys_of(peer, world, self.heads, self.kv_heads)) for peer in range(world)]
+        shares = queries, keys, keys
+        if not all(map(readable, layers)):
+            return tuple(map(self._by_layer, layers, (x,) * 3, shares))
+        weights = [layer.weight for layer in layers]
+        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        heads = ulysses_project(x, *weights, size=self.size, **where)
+        if self.q_proj.bias is None:
+            return heads
+        biases = [layer.bias.view(-1, 1, self.size) for layer in layers]
+        return tuple(
+            part + bias[of[rank]] for part, bias, of in zip(heads, biases, shares, strict=True)
+        )
+
+    def _by_layer(self, layer: nn.Module, x: torch.Tensor, shares: list[list[int]]) -> torch.Tensor:
+        """What a layer returns for this rank's positions, as this rank's heads at all positions.
+
+        ``shares``: the heads of each rank.
+        """
+        rank, world = self.group.rank(), self.group.size()
+        heads = layer(x).unflatten(-1, (-1, self.size)).permute(2, 1, 0, 3)
+        sent = heads[[head for share in shares for head in share]]
+        mine = len(shares[rank])
+        parts = self._exchanged(sent, [mine] * world, [len(share) for share in shares])
+        whole: torch.Tensor = parts.unflatten(0, (world, mine)).permute(3, 1, 0, 2, 4)
+        return whole.flatten(2, 3)
+
+    def _exchanged(
+        self, parts: torch.Tensor, received: list[int], sent: list[int] | None = None
+    ) -> torch.Tensor:
+        """An all-to-all of rows, by PyTorch; ``received`` and ``sent`` are numbers of rows."""
+        sizes = received, received if sent is None else sent
+        arrived: Any = all_to_all_single_autograd(parts.contiguous(), *sizes, self.group)
+        out: torch.Tensor = (
+            arrived.wait() if isinstance(arrived, AsyncCollectiveTensor) else arrived
+        )
+        return out
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         grouped = k.shape[1] < q.shape[1]

@@ -87,9 +87,7 @@ def gathered_linears(
         x, *weights = under_autocast(flat, *weights)
         y, _ = _Joined.apply(x, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
-    sizes = [weight.shape[0] for weight in weights]
-    # Not y.split, whose parts must not be changed in place; here nothing else holds y.
-    outs = torch.unsafe_split_with_sizes(y, sizes, -1) if len(weights) > 1 else (y,)
+    outs = _parts(y, [weight.shape[0] for weight in weights])
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
@@ -112,12 +110,7 @@ def scattered_linear(
     group, dim = process_group(group), sequence_at(x, sequence_dim)
     length = x.shape[dim]
     world, rank = group.size(), group.rank()
-    if rows is None and length % world:
-        raise ValueError(
-            f"x: required a sequence (dimension {dim}) that {world} ranks share equally, got "
-            f"{length}; pass rows= with the length of every rank's part"
-        )
-    lengths = (length // world,) * world if rows is None else _checked(rows, world)
+    lengths = (equal_part(x, dim, world),) * world if rows is None else _checked(rows, world)
     if sum(lengths) != length:
         raise ValueError(
             f"rows: required {length} in all, the length of x in dimension {dim}, got "
@@ -132,7 +125,7 @@ def scattered_linear(
         y = _of_float8(flat, call, weight)
     else:
         y = matmul_reduce_scatter(flat, weight.t(), group=group, schedule=schedule, rows=cut)
-    y = y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim)
+    y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
 
@@ -159,7 +152,7 @@ def reduced_linear(
         y = _of_float8(_rows(x), call, weight, equal=True)
     else:
         y = _Reduced.apply(*under_autocast(_rows(x), weight), group, schedule)
-    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+    return _biased(_with_batch(y, x), bias)
 
 
 def copied_linears(
@@ -184,10 +177,7 @@ def copied_linears(
     )
     first, *rest = under_autocast(_rows(x), *weights)
     outs = _Copied.apply(first, call, *rest)
-    return tuple(
-        _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
-        for y, bias in zip(outs, biases, strict=True)
-    )
+    return tuple(_biased(_with_batch(y, x), bias) for y, bias in zip(outs, biases, strict=True))
 
 
 def copied_linear(
@@ -217,7 +207,7 @@ def partial_linear(
     refuse_sharded(x=x, weight=weight)
     first, right = under_autocast(_rows(x), weight)
     y = _Partial.apply(first, recipe, right)
-    return _biased(y.view(*x.shape[:-1], y.shape[1]), bias)
+    return _biased(_with_batch(y, x), bias)
 
 
 def sum_gradient(
@@ -250,6 +240,38 @@ def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
             "or [rows, features], 1 for [batch, sequence, features]"
         )
     return dim
+
+
+def equal_part(x: torch.Tensor, dim: int, world: int) -> int:
+    """The length of a rank's part of a sequence that the ranks share equally.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if (length := x.shape[dim]) % world:
+        raise ValueError(
+            f"x: required a sequence (dimension {dim}) that {world} ranks share equally, got "
+            f"{length}; pass rows= with the length of every rank's part"
+        )
+    return length // world
+
+
+def no_view(y: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory nothing else uses, as no view, like the result of ``nn.Linear``:
+    autograd refuses in-place changes of views of what a custom function returns."""
+    (out,) = _parts(y, [y.shape[-1]])
+    return out
+
+
+def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Parts of the last dimension, which are no views."""
+    parts: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(y, list(sizes), -1)
+    return parts
+
+
+def _with_batch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A product of the rows of ``x`` with the leading dimensions of ``x``."""
+    return no_view(y.view(*x.shape[:-1], y.shape[1]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

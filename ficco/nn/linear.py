@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.nn.utils.parametrize import is_parametrized
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ficco.nn.functional import gathered_linears, scattered_linear
+from ficco.nn.functional import (
+    equal_part,
+    gathered_linears,
+    no_view,
+    scattered_linear,
+    sequence_at,
+    sum_gradient,
+)
+from ficco.nn.plain import (
+    PARAMETERS,
+    called,
+    hooked,
+    not_linear,
+    of_dtensors,
+    own_kernel,
+    readable,
+    set_before_call,
+)
+from ficco.nn.sharing import SharedInput, shared_output, sharing
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.schedules import Schedule
@@ -35,6 +53,12 @@ class Ranks:
 
     group: ProcessGroup
     mesh: DeviceMesh | None
+
+    @cached_property
+    def on_mesh(self) -> DeviceMesh:
+        """The mesh, or one made of the group."""
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        return self.mesh or DeviceMesh.from_group(self.group, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         return self  # a copied layer runs on the same ranks
@@ -51,17 +75,6 @@ def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
     return Ranks(process_group(group), group if isinstance(group, DeviceMesh) else None)
 
 
-def _check_order(mesh: DeviceMesh) -> None:
-    """``ValueError`` if the order of a mesh is not that of the ranks in its group, by which the
-    operators and DTensor's collectives put parts together."""
-    ranks = mesh.mesh.flatten().tolist()
-    if mesh.ndim == 1 and ranks != sorted(ranks):
-        raise ValueError(
-            f"group: required a DeviceMesh with its ranks in rising order, as their group has "
-            f"them, got {ranks}; sort them"
-        )
-
-
 def check_schedule(schedule: str | Schedule) -> None:
     """``ValueError`` if there is no such schedule, when a layer is made and not when it runs."""
     if isinstance(schedule, str) and schedule != "auto":
@@ -70,21 +83,22 @@ def check_schedule(schedule: str | Schedule) -> None:
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
-#: The parameters that a layer shards. Those that users add stay as they are.
-_PARAMETERS = ("weight", "bias")
-
-#: The attributes in which a module keeps its hooks.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
 #: Whether layers put their unsharded weights into a state_dict: only they know the names in it.
 _gathers = ContextVar("_gathers", default=False)
 
 
-class _ParallelLinear(nn.Linear):
+class _ParallelLinear(nn.Module):
     """The base of both layers: its parameters are parts of an unsharded layer's.
 
-    ``in_features`` and ``out_features`` are those of the unsharded layer.
+    ``in_features`` and ``out_features`` are those of the unsharded layer. It is no ``nn.Linear``:
+    tools that replace each ``nn.Linear`` by a layer of their own, such as torchao's
+    ``convert_to_float8_training``, would lose the communication.
     """
+
+    in_features: int
+    out_features: int
+    weight: torch.Tensor
+    bias: Any
 
     #: The dimension in which the weight is cut: 0 for outputs, with the bias, or 1 for inputs.
     cut: int
@@ -164,7 +178,7 @@ class _ParallelLinear(nn.Linear):
         if not isinstance(sequence_dim, int):
             raise ValueError(f"sequence_dim: required a dimension, got {sequence_dim!r}")
         self.ranks, self.sequence_dim, self.schedule = ranks, sequence_dim, schedule
-        self.register_forward_hook(_called)
+        self.register_forward_hook(called)
 
     @classmethod
     def check_features(
@@ -206,9 +220,60 @@ class _ParallelLinear(nn.Linear):
                 param.copy_(self._part(name, full.detach(), param))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight and bias as plain tensors; gradients flow to the parameters."""
+        """This rank's weight and bias as plain tensors; gradients flow to the parameters.
+
+        Raises:
+            ValueError: FSDP has sharded the parameters once more, outside of its module's call.
+        """
         weight, bias = self.weight, self.bias
-        return _plain(weight), None if bias is None else _plain(bias)
+        return self._own(weight), None if bias is None else self._own(bias)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.device_mesh != self.ranks.mesh:
+            raise ValueError(
+                f"weight: required this rank's part over {self.ranks.mesh or 'the group'}, got a "
+                f"part of it over {tensor.device_mesh}, as fully_shard leaves it between calls; "
+                "call the layer within the forward of the module that fully_shard wraps"
+            )
+        return tensor.to_local()
+
+    def product(self, x: DTensor) -> Any:
+        """The product without the bias by the weight's own kernel, in the layout of the weight's
+        cut; ``x`` has the layout that the cut needs: all features, or this rank's."""
+        weight, (layout,) = self.weight, x.placements
+        if of_dtensors(weight):
+            return torch.nn.functional.linear(x, weight)
+        outputs = self.cut == 0
+        local = x.to_local(grad_placements=[Partial() if outputs else layout])
+        part = torch.nn.functional.linear(local, weight)
+        placement = Shard(part.dim() - 1) if outputs else Partial()
+        return DTensor.from_local(part, x.device_mesh, [placement], run_check=False)
+
+    def _by_own_kernel(self, x: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
+        """The product by the weight's own kernel, with a collective of PyTorch's."""
+        if rows is not None:
+            raise NotImplementedError(
+                f"rows: required None for a layer like {not_linear(self, type(self).forward)}, got "
+                f"{list(rows)}; pad the sequence to equal parts"
+            )
+        gathers, bias = self.cut == 0, self.bias
+        dim, last = sequence_at(x, self.sequence_dim), x.dim() - 1
+        if not gathers:
+            equal_part(x, dim, self.group.size())
+        layout = Shard(dim if gathers else last)
+        operand: Any = DTensor.from_local(x, self.ranks.on_mesh, [layout], run_check=False)
+        if gathers:
+            operand = operand.redistribute(placements=[Replicate()])
+        out = self.product(operand)
+        if not gathers:
+            out = out.redistribute(placements=[Shard(dim)])
+        y = no_view(out.to_local())
+        if bias is None:
+            return y
+        part = self._own(bias)
+        return y + (part if gathers else sum_gradient(part, self.group)).to(y.dtype)
 
     def _cut(self, name: str) -> int | None:
         """The dimension in which a parameter is cut; None if every rank has all of it."""
@@ -227,7 +292,6 @@ class _ParallelLinear(nn.Linear):
             mesh, placements = like.device_mesh, like.placements
         if mesh is None:
             return full if cut is None else full.chunk(group.size(), cut)[group.rank()].contiguous()
-        _check_order(mesh)
         replicated = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return replicated.redistribute(placements=placements)
 
@@ -254,7 +318,7 @@ class _ParallelLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not _gathers.get():
             return
-        for name in _PARAMETERS:
+        for name in PARAMETERS:
             if self._of_layer(name) is not None:
                 destination[prefix + name] = self.whole(name)
 
@@ -264,7 +328,7 @@ class _ParallelLinear(nn.Linear):
         """Load, and take this rank's parts of tensors that are the unsharded layer's."""
         *_, error_msgs = rest
         assigns = local_metadata.get("assign_to_params_buffers", False)
-        for name in _PARAMETERS:
+        for name in PARAMETERS:
             param = self._parameters.get(name)
             value = state_dict.get(prefix + name)
             if param is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -296,8 +360,9 @@ class _ParallelLinear(nn.Linear):
     def extra_repr(self) -> str:
         group = self.group
         recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return (
-            f"{super().extra_repr()}, rank {group.rank()} of {group.size()}, "
+            f"{sizes}, bias={self.bias is not None}, rank {group.rank()} of {group.size()}, "
             f"sequence_dim={self.sequence_dim}, schedule={str(self.schedule)!r}{recipe}"
         )
 
@@ -350,7 +415,12 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The product with the gathered sequence; ``rows``: all ranks' sequence lengths, if they
         are not equal."""
-        (out,) = gather_once(x, self, rows=rows)
+        if (shared := shared_output(x, self)) is not None:
+            return shared
+        _check_features(x, self.in_features, _ALL_FEATURES)
+        if own_kernel(self.weight):
+            return self._by_own_kernel(x, rows)
+        (out,) = gathered(x, (self,), self.sequence_dim, rows)
         return out
 
 
@@ -378,8 +448,10 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
         are not equal."""
+        _check_features(x, self.in_features // self.group.size(), "this rank's columns")
+        if own_kernel(self.weight):
+            return self._by_own_kernel(x, rows)
         weight, bias = self.local()
-        _check_features(x, weight.shape[1], "this rank's columns")
         where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
         where["recipe"] = self.recipe
         return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
@@ -394,6 +466,10 @@ def gather_once(
     :class:`ColumnParallelLinear`, but takes one :func:`ficco.all_gather_matmul` with the layers'
     weights side by side. The weights are joined anew in each forward and backward; no joined copy
     is kept; with a recipe they are cast as one. The first layer's schedule is used.
+
+    Layers with hooks, and subclasses with a forward of their own, are called. A layer whose weight
+    may be set when it is called (forward pre-hooks, as of FSDP2 and pruning, parametrizations,
+    quantized weights) gathers the sequence for itself.
 
     Example::
 
@@ -418,8 +494,13 @@ def gather_once(
                 "layers: required one group, sequence_dim, in_features and recipe, got "
                 f"{first} and {layer}; call them one by one"
             )
-    _check_features(x, first.in_features, "all columns of this rank's part of the sequence")
-    return gathered(x, layers, first.sequence_dim, rows)
+    _check_features(x, first.in_features, _ALL_FEATURES)
+    forward, dim = ColumnParallelLinear.forward, first.sequence_dim
+    if all(readable(layer, forward) for layer in layers):
+        return gathered(x, layers, dim, rows)
+    early = [layer for layer in layers if set_before_call(layer, forward)]
+    with sharing(x, SharedInput(early, lambda x: gathered(x, early, dim, rows))):
+        return tuple(layer(x) if rows is None else layer(x, rows) for layer in layers)
 
 
 def gathered(
@@ -456,22 +537,13 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def not_linear(module: nn.Module) -> str:
-    """What a module is, in words, if it multiplies otherwise than ``nn.Linear`` does; else ''."""
-    kind = type(module)
-    linear = isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward
-    if not linear or is_parametrized(module):
-        return f"a {kind.__name__}"
-    return "one with a forward of its own" if "forward" in vars(module) else ""
-
-
 def _check_source(linear: nn.Module) -> None:
     """``ValueError`` if a layer has more than a weight and a bias, since that would be lost."""
     if got := not_linear(linear):
         pass
-    elif any(getattr(linear, hooks) for hooks in _HOOKS):
+    elif hooked(linear):
         got = "one with hooks"
-    elif linear._parameters.keys() != set(_PARAMETERS) or linear._buffers or linear._modules:
+    elif linear._parameters.keys() != set(PARAMETERS) or linear._buffers or linear._modules:
         got = f"one with {', '.join(linear.state_dict())}"
     elif isinstance(linear.weight, DTensor):
         got = f"one that is sharded, {linear.weight.placements}"
@@ -484,13 +556,12 @@ def _check_source(linear: nn.Module) -> None:
     )
 
 
-def _called(layer: nn.Module, args: Any, out: Any) -> None:
-    """A hook that does nothing. Because it exists, ``nn.TransformerEncoderLayer`` calls its layers
-    instead of reading their weights itself."""
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+#: The features of an input of a column-parallel layer.
+_ALL_FEATURES = "all columns of this rank's part of the sequence"
 
 
 def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:

@@ -8,8 +8,8 @@ product) are left to PyTorch. A parallelization plan therefore needs to change i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, TypeGuard
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,44 +17,47 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import style as torch_style
-from torch.nn.utils.parametrize import is_parametrized
 
-from ficco.nn.functional import copied_linears, partial_linear, reduced_linear, scattered_linear
+from ficco.nn.functional import (
+    copied_linears,
+    no_view,
+    partial_linear,
+    reduced_linear,
+    scattered_linear,
+)
 from ficco.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     check_schedule,
     gathered,
-    not_linear,
     ranks_of,
 )
+from ficco.nn.plain import not_linear, own_kernel, set_before_call
+from ficco.nn.sharing import SharedInput, share, shared_output
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.schedules import Schedule
 
-#: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
-_SHARED = "_ficco_shared"
 
-
-class _ColwiseLinear(ColumnParallelLinear):
+class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
     """A column-parallel layer between the layouts of a :class:`ColwiseParallel`."""
 
     style: ColwiseParallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style = self.style
+        if own_kernel(self.weight):
+            return _by_own_kernel(self, x, Replicate())
         layout = _layout(x, style.input_layouts, self.mesh)
         dim = _sequence(x, layout)
-        shared = getattr(x, _SHARED, None)
-        if shared is not None and shared.serves(self, x):
-            y = shared.take(self, x)
-        else:
+        y = shared_output(x, self)
+        if y is None:
             if dim is None:
                 x = _redistributed(x, style.input_layouts, self.mesh, Replicate())
             (y,) = _multiplied(x, dim, (self,))
         return _laid_out(y, self.mesh, Shard(y.dim() - 1), style)
 
 
-class _RowwiseLinear(RowParallelLinear):
+class _RowwiseLinear(RowParallelLinear, nn.Linear):
     """A row-parallel layer between the layouts of a :class:`RowwiseParallel`."""
 
     style: RowwiseParallel
@@ -62,6 +65,8 @@ class _RowwiseLinear(RowParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style, mesh = self.style, self.mesh
         features = Shard(x.dim() - 1)
+        if own_kernel(self.weight):
+            return _by_own_kernel(self, x, features)
         local = _local(_redistributed(x, style.input_layouts, mesh, features))
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), mesh, Partial(), style)
@@ -219,85 +224,16 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
         return module
 
 
-class _Shared:
-    """Column-parallel layers of one input, whose collectives are one: it is gathered once, when
-    the first is called, or (``dim`` None, every rank has it) its gradient is summed once.
-
-    The input refers to this object and not the reverse: a cycle would keep activations alive.
-    """
-
-    def __init__(self, dim: int | None, layers: Sequence[_ColwiseLinear]) -> None:
-        self.dim, self.layers = dim, layers
-        self.hooks = _saving_hooks()
-        self.outs: dict[_ColwiseLinear, torch.Tensor] | None = None
-        # The modes and weights with which `outs` were made.
-        self.modes: tuple[Any, ...] = ()
-        self.weights: dict[_ColwiseLinear, list[Any]] = {}
-
-    def serves(self, layer: _ColwiseLinear, x: torch.Tensor) -> bool:
-        # Inside a checkpoint within the module, a recomputation would gather differently.
-        if self.hooks != _saving_hooks():
-            return False
-        if self.outs is None:
-            return layer in self.layers
-        # A layer gathers for itself if it is called a second time, as in recomputation; if its
-        # gradient or autocast mode is not that of the first layer's call; or if the input or its
-        # weight has changed since.
-        if layer not in self.outs or self.modes != _modes(x):
-            return False
-        pairs = zip(self.weights[layer], _weights(layer), strict=True)
-        return all(one is other and counts == now for (one, *counts), (other, *now) in pairs)
-
-    def take(self, layer: _ColwiseLinear, x: torch.Tensor) -> torch.Tensor:
-        if self.outs is None:
-            self.modes = _modes(x)
-            self.weights = {each: _weights(each) for each in self.layers}
-            outs = _multiplied(x, self.dim, self.layers)
-            self.outs = dict(zip(self.layers, outs, strict=True))
-        return self.outs.pop(layer)
-
-
-def _saving_hooks() -> Any:
-    """The hooks in force on tensors that are saved for a backward, such as checkpointing's."""
-    if torch.compiler.is_compiling():
-        return None
-    # Available from PyTorch 2.8 on.
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(True)
-
-
-def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a product of an input depends on, apart from its other operand."""
-    kind = x.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    grad = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # a compiler does not know version counts
-        return grad, autocast
-    with torch.no_grad():
-        local = _local(x)
-    return grad, autocast, _version(x), _version(local)
-
-
-def _weights(layer: _ColwiseLinear) -> list[tuple[torch.Tensor, int | None, int | None]]:
-    """A layer's weight and bias, and how often each, and its local part, was changed in place."""
-    if torch.compiler.is_compiling():
-        return []
-    parameters = [each for each in (layer.weight, layer.bias) if each is not None]
-    with torch.no_grad():
-        return [(each, _version(each), _version(_local(each))) for each in parameters]
-
-
-def _version(x: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for an inference tensor, which has no count."""
-    return None if x.is_inference() else x._version
-
-
 def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a module is called, note on its inputs the layers that share them: a hook.
 
     A plain tensor is shared by the layers to which it is what every rank has.
     """
-    layers = [child for child in module.children() if _shares(child)]
+    layers = [
+        child
+        for child in module.children()
+        if isinstance(child, _ColwiseLinear) and set_before_call(child, _ColwiseLinear.forward)
+    ]
     for x in (*args, *kwargs.values()):
         if len(layers) < 2 or not isinstance(x, torch.Tensor) or x.dim() == 0:
             continue
@@ -319,16 +255,7 @@ def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             and (sharded or layer.style.input_layouts == placements)
         )
         if len(alike) > 1:
-            setattr(x, _SHARED, _Shared(dim, alike))
-
-
-def _shares(child: nn.Module) -> TypeGuard[_ColwiseLinear]:
-    """Whether a child is a column-parallel layer whose weight is set before it is called."""
-    return (
-        isinstance(child, _ColwiseLinear)
-        and not child._forward_pre_hooks
-        and not is_parametrized(child)
-    )
+            share(x, SharedInput(alike, partial(_multiplied, dim=dim, layers=alike)))
 
 
 def _multiplied(
@@ -341,6 +268,25 @@ def _multiplied(
         return copied_linears(_local(x), weights, biases, **where)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
     return gathered(_local(x), layers, dim, rows)
+
+
+def _by_own_kernel(
+    layer: _ColwiseLinear | _RowwiseLinear, x: torch.Tensor, wanted: Placement
+) -> torch.Tensor:
+    """The layer's output by a weight with kernels of its own, redistributed by DTensor as
+    PyTorch's styles do. ``wanted``: the layout of the input that the weight's cut needs."""
+    style, mesh = layer.style, layer.mesh
+    x = _redistributed(x, style.input_layouts, mesh, wanted)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [wanted], run_check=False)
+    out: Any = layer.product(x)
+    if layer.bias is not None and layer.cut == 0:
+        out = out + layer.bias
+    if out.placements != style.output_layouts:
+        out = out.redistribute(placements=style.output_layouts)
+    if layer.bias is not None and layer.cut == 1:
+        out = out + layer.bias
+    return no_view(_local(out)) if style.use_local_output else out
 
 
 @cache
@@ -401,7 +347,7 @@ def _laid_out(
         )
     if not same:
         out = out.redistribute(placements=[wanted])
-    return _local(out) if style.use_local_output else out
+    return no_view(_local(out)) if style.use_local_output else out
 
 
 def _same(one: Placement, other: Placement, dims: int) -> bool:

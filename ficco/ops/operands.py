@@ -20,6 +20,9 @@ from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.scaling import CASTS, FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count
 from ficco.workspace import Workspace
 
+#: The attribute of a mesh whose order has been checked. Equal meshes can have other groups.
+_IN_ORDER = "_ficco_in_order"
+
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """The group of a call: WORLD by default, and for a mesh of one dimension that of the mesh.
@@ -41,12 +44,28 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
                 f"{group.mesh_dim_names}; pass the dimension that the operands are sharded over, "
                 "as mesh['tp']"
             )
-        group = group.get_group()
+        mesh, group = group, group.get_group()
+        if isinstance(group, dist.ProcessGroup):
+            _check_order(mesh, group)
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
             f"group: required a torch.distributed ProcessGroup that this rank is in, got {group!r}"
         )
     return group
+
+
+def _check_order(mesh: DeviceMesh, group: ProcessGroup) -> None:
+    """``ValueError`` if a mesh has its ranks in another order than its group. The operators put the
+    parts of ranks together in the order of the group, DTensor in that of the mesh."""
+    if torch.compiler.is_compiling() or getattr(mesh, _IN_ORDER, False):
+        return
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != dist.get_process_group_ranks(group):
+        raise ValueError(
+            f"group: required a DeviceMesh with its ranks in rising order, as their group has "
+            f"them, got {ranks}; sort them"
+        )
+    setattr(mesh, _IN_ORDER, True)
 
 
 def frozen(rows: Any) -> Any:

@@ -1,0 +1,92 @@
+"""Whether reading a linear layer's weight equals calling the layer.
+
+Other tools change a layer in five ways: a forward of its own (adapters), hooks (FSDP2, pruning), a
+weight that is computed (parametrizations, weight norm), a weight that is sharded once more (FSDP2
+outside of its module's call), and a weight with kernels of its own (quantization). Code that reads
+the weight of a layer asks here first, and calls the layer if anything differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+#: The parameters that a parallel layer shards. Parameters that users add stay as they are.
+PARAMETERS = ("weight", "bias")
+
+#: The attributes in which a module keeps its hooks. Those before the forward may set the weight.
+_PRE_HOOKS = ("_forward_pre_hooks",)
+_HOOKS = (*_PRE_HOOKS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+_ORDINARY = frozenset({torch.Tensor, nn.Parameter})
+
+
+def called(layer: nn.Module, args: Any, out: Any) -> None:
+    """Do nothing: a hook of ficco's own. Because the hook exists, ``nn.TransformerEncoderLayer``
+    calls its layers instead of reading their weights."""
+
+
+def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward) -> str:
+    """Return why a layer is no product by ``forward`` with its parameters; "" if it is one."""
+    kind = type(module)
+    if kind.forward is not forward:
+        return f"a {kind.__name__}"
+    if "forward" in vars(module):
+        return "one with a forward of its own"
+    if any(name not in module._parameters for name in PARAMETERS):
+        return f"a {kind.__name__} whose weight is computed"
+    weight: Any = module.weight
+    if own_kernel(weight):
+        return f"one whose weight is a {type(local_of(weight)).__name__}"
+    return ""
+
+
+def hooked(module: nn.Module, kinds: tuple[str, ...] = _HOOKS) -> bool:
+    """Return whether hooks other than ficco's own run when a module is called."""
+    for kind in kinds:
+        if getattr(torch_module, f"_global{kind}", None):
+            return True
+        hooks = getattr(module, kind)
+        if hooks and any(hook is not called for hook in hooks.values()):
+            return True
+    return False
+
+
+def set_before_call(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Return whether the weight has its value before the module is called, so that it can be read
+    with those of other layers. Hooks after the forward still run when the module is called."""
+    return not not_linear(module, forward) and not hooked(module, _PRE_HOOKS)
+
+
+def readable(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward) -> bool:
+    """Return whether a product with the module's parameters equals a call of the module."""
+    return not not_linear(module, forward) and not hooked(module)
+
+
+def own_kernel(weight: torch.Tensor) -> bool:
+    """Return whether a weight is a tensor subclass with kernels of its own, such as torchao's
+    quantized tensors, by which a product must be its library's."""
+    if type(weight) in _ORDINARY:
+        return False
+    local = local_of(weight)
+    return not isinstance(local, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(local)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The local part of a DTensor, without a gradient; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def of_dtensors(weight: torch.Tensor) -> bool:
+    """Return whether a weight is a DTensor, or a subclass whose inner tensors are DTensors."""
+    if isinstance(weight, DTensor):
+        return True
+    names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    return any(isinstance(getattr(weight, name), DTensor) for name in names)
