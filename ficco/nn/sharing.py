@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from ficco.nn.plain import local_of
-
-if TYPE_CHECKING:
-    from ficco.nn.linear import ColumnParallelLinear
 
 #: The attribute of an input that has its :class:`SharedInput`.
 _ATTRIBUTE = "_ficco_shared"
@@ -31,17 +29,17 @@ class SharedInput:
 
     def __init__(
         self,
-        layers: Sequence[ColumnParallelLinear],
+        layers: Sequence[nn.Module],
         multiply: Callable[[torch.Tensor], Outputs],
     ) -> None:
         self.layers, self.multiply = layers, multiply
         self.hooks = _saving_hooks()
-        self.outs: dict[ColumnParallelLinear, torch.Tensor] | None = None
+        self.outs: dict[nn.Module, torch.Tensor] | None = None
         # The modes and weights with which `outs` were computed.
         self.modes: tuple[Any, ...] = ()
-        self.weights: dict[ColumnParallelLinear, list[Any]] = {}
+        self.weights: dict[nn.Module, list[Any]] = {}
 
-    def serves(self, layer: ColumnParallelLinear, x: torch.Tensor) -> bool:
+    def serves(self, layer: nn.Module, x: torch.Tensor) -> bool:
         """Return whether the output for a layer is, or will be, among these outputs."""
         # Inside a checkpoint within the module, a recomputation would gather differently.
         if self.hooks != _saving_hooks():
@@ -56,7 +54,7 @@ class SharedInput:
         pairs = zip(self.weights[layer], _weights(layer), strict=True)
         return all(one is other and counts == now for (one, *counts), (other, *now) in pairs)
 
-    def take(self, layer: ColumnParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the output for a layer, once."""
         if self.outs is None:
             self.modes = _modes(x)
@@ -65,7 +63,7 @@ class SharedInput:
         return self.outs.pop(layer)
 
 
-def shared_output(x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor | None:
+def shared_output(x: torch.Tensor, layer: nn.Module) -> torch.Tensor | None:
     """Return the output for a layer if the input is shared with others, else None."""
     shared: SharedInput | None = getattr(x, _ATTRIBUTE, None)
     return shared.take(layer, x) if shared is not None and shared.serves(layer, x) else None
@@ -105,11 +103,11 @@ def _modes(x: torch.Tensor) -> tuple[Any, ...]:
     return grad, autocast, *_versions(x)
 
 
-def _weights(layer: ColumnParallelLinear) -> list[tuple[Any, ...]]:
+def _weights(layer: nn.Module) -> list[tuple[Any, ...]]:
     """A layer's weight and bias, and how often each, and its local part, was changed in place."""
     if torch.compiler.is_compiling():
         return []
-    parameters = [each for each in (layer.weight, layer.bias) if each is not None]
+    parameters: list[Any] = [each for each in (layer.weight, layer.bias) if each is not None]
     return [(each, *_versions(each)) for each in parameters]
 
 
