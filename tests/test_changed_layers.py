@@ -322,7 +322,12 @@ def _sharded_by_fsdp(at: Rank) -> tuple[Failure, Failure]:
     mesh = init_device_mesh(at.device.type, (at.world, 1), mesh_dim_names=("dp", "tp"))
     layers = (ColumnParallelLinear(HIDDEN, WIDE, group=mesh["tp"]) for _ in range(2))
     model = nn.Sequential(*layers)
+    each = copy.deepcopy(model)
+    for layer in each:
+        fully_shard(layer, mesh=mesh["dp"])
     wants = [layer(torch.ones(4, HIDDEN)) for layer in model]
+    for out, want in zip(gather_once(torch.ones(4, HIDDEN), *each), wants, strict=True):
+        same(out, want, "of layers that are sharded one by one")
     fully_shard(model, mesh=mesh["dp"])
     model.forward = lambda x: gather_once(x, *model)  # type: ignore[method-assign]
     for out, want in zip(model(torch.ones(4, HIDDEN)), wants, strict=True):
