@@ -7,6 +7,8 @@ All other calls are compared while they wait for their peers in any case, or by 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import struct
 import threading
 import time
@@ -27,6 +29,7 @@ from ficco.errors import (
     PeerFailed,
     RankMismatch,
     SignalTimeout,
+    reason_of,
 )
 from ficco.problem import digest
 
@@ -44,6 +47,9 @@ _NUMBERS = 1 << (64 - _DIGEST_BITS)
 #: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
 _REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
+
+#: Characters of a step that peers learn of; the step can quote the error of a library.
+LONGEST_STEP = 400
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
@@ -65,6 +71,16 @@ LATE_S = 0.7
 # guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
 # that has not arrived shows as unknown. What a call tells are numbers that are each written like an
 # entry, in a ring of their own, and a reader waits until all have the number of the call.
+
+
+def published(error: BaseException) -> tuple[str, str]:
+    """The text that tells the peers of an error that ended a call, and how that call failed.
+
+    The text of a ``SignalTimeout`` holds its facts: what peers raise has the same."""
+    if isinstance(error, SignalTimeout):
+        facts = error.facts | {"step": error.step[:LONGEST_STEP]}
+        return json.dumps(facts, ensure_ascii=False), LATE
+    return reason_of(error).splitlines()[0], FAILED
 
 
 class Board:
@@ -362,16 +378,25 @@ class Board:
         if failed:
             now = time.monotonic()
             if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
-                return PeerFailed({rank: self._why(rank, value) for rank, value in failed.items()})
+                return self._failed(failed)
             return None
         deadline = time.monotonic() + GRACE_S
         while len(posted := entries()) < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
         return RankMismatch({rank: self._text(rank, value) for rank, value in posted.items()})
 
-    def _why(self, rank: int, digest: int) -> str:
-        host, text = self._hosts.named(rank), self._text(rank, digest)
-        return f"{text} (host {host})" if host else text
+    def _failed(self, entries: dict[int, int]) -> PeerFailed:
+        """The error of a call that failed on other ranks; ``entries`` are theirs."""
+        reasons, timeouts = {}, {}
+        for rank, entry in entries.items():
+            reasons[rank] = self._text(rank, entry)
+            if entry == _LATE:
+                with contextlib.suppress(ValueError):  # a text that has not arrived
+                    timeouts[rank] = SignalTimeout(**json.loads(reasons[rank]))
+                    reasons[rank] = reason_of(timeouts[rank])
+            if host := self._hosts.named(rank):
+                reasons[rank] += f" (host {host})"
+        return PeerFailed(reasons, timeouts)
 
     def _text(self, rank: int, digest: int) -> str:
         texts = self._texts[rank]

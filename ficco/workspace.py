@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.board import FAILED, LATE, REFUSED, Board
+from ficco.board import REFUSED, Board, published
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.dma.hosts import hosts_of
@@ -28,8 +28,8 @@ from ficco.errors import (
     FiccoError,
     PeerFailed,
     RankMismatch,
-    SignalTimeout,
     carry_out,
+    reason_of,
 )
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
@@ -138,7 +138,8 @@ def _opened(
         engine.connect()
     except BaseException as error:
         if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
-            board.post(0, board.describe(_why(error).splitlines()[0], same_as=FAILED))
+            text, how = published(error)
+            board.post(0, board.describe(text, same_as=how))
         if engine is not None:
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.close()
@@ -205,7 +206,7 @@ class Workspace:
         if self.board.posted(self.calls):
             self.fail(error)
         else:
-            self._tell(_why(error), REFUSED)
+            self._tell(reason_of(error), REFUSED)
 
     def fail(self, error: BaseException) -> None:
         """Remember why the group can no longer be used (its signal words no longer say which rank
@@ -215,14 +216,12 @@ class Workspace:
         overwritten the watchdog's entry about another call.
         """
         if self.error is None:
-            why = _why(error)
             if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
-                late = isinstance(error, SignalTimeout)
-                self._told = why.splitlines()[0], LATE if late else FAILED
+                self._told = published(error)
             if not isinstance(error, FiccoError):
                 error = FiccoError(
-                    f"a call of this group was broken off by {why}. Its ranks are no longer in "
-                    f"step. {REVIVE}"
+                    f"a call of this group was broken off by {reason_of(error)}. Its ranks are no "
+                    f"longer in step. {REVIVE}"
                 )
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
         if self._told is not None:
@@ -345,7 +344,7 @@ class Workspace:
             self.end(error)
             raise
         except BaseException as error:  # such as out of memory: breaks nothing if all ranks fail
-            self._tell(_why(error), REFUSED)
+            self._tell(reason_of(error), REFUSED)
             board.await_same(self.calls)
             raise
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
@@ -409,11 +408,6 @@ def _repeated(error: FiccoError) -> FiccoError:
     again = copy.copy(error)
     again.args = (f"an earlier call of this group failed: {error}",)
     return again
-
-
-def _why(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _Key = tuple[ProcessGroup, torch.device, str | None]
