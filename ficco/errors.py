@@ -81,8 +81,17 @@ class RankMismatch(FiccoError):
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
-            f"in the same order; unequal shards need rows=. {REVIVE}"
+            f"in the same order{_unequal(ranks)}. {REVIVE}"
         )
+
+
+def _unequal(calls: Iterable[str]) -> str:
+    """What ranks do whose parts are not equal, by the calls that they asked for."""
+    names = " ".join(call.partition("(")[0] for call in calls)
+    if "attention" in names:
+        return "; attention takes equal parts of a sequence: pad the sequence"
+    exchanges = "all_gather", "all_to_all", "reduce_scatter"
+    return "; unequal shards need rows=" if any(name in names for name in exchanges) else ""
 
 
 #: In place of a schedule: the ranks meet before there is one; they do what has none.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -158,9 +159,11 @@ class Workspace:
         error: why the group can no longer be used; None if it can.
         block_open: the latest call is a block of the caller's that is not over
             (:func:`ficco.arriving`).
+        thread: the thread that is inside a call; 0 if none is.
     """
 
     block_open = False
+    thread = 0
 
     def __init__(
         self,
@@ -201,6 +204,8 @@ class Workspace:
         with different errors. If the error comes from a part of a call, that part has already told
         the peers.
         """
+        self.thread = 0
+        note_told(error)
         if self.board.refused(self.calls):
             return
         if self.board.posted(self.calls):
@@ -236,6 +241,16 @@ class Workspace:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
             raise _repeated(self.error)
+
+    @property
+    def occupied(self) -> bool:
+        """Whether another thread is inside a call, or a block of :func:`ficco.arriving` is open."""
+        return self.block_open or self.thread not in (0, get_ident())
+
+    def refuse_thread(self, operator: str) -> None:
+        """``FiccoError`` if another thread is inside a call of this group."""
+        if self.thread and self.thread != get_ident():
+            raise FiccoError(_THREADS.format(operator))
 
     def refuse_within_block(self, what: str) -> None:
         """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
@@ -331,7 +346,7 @@ class Workspace:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         engine, board, seconds = self.engine, self.board, current().timeout_s
-        engine.timeout_s, engine.operator = seconds, "empty"
+        engine.timeout_s, engine.operator, self.thread = seconds, "empty", get_ident()
         asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
         try:
             self.calls += 1
@@ -346,10 +361,12 @@ class Workspace:
         except BaseException as error:  # such as out of memory: breaks nothing if all ranks fail
             self._tell(reason_of(error), REFUSED)
             board.await_same(self.calls)
+            self.end(error)
             raise
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
         start = memory.tensor.data_ptr()
         self._empty[start] = memory
+        self.thread = 0
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
@@ -410,6 +427,23 @@ def _repeated(error: FiccoError) -> FiccoError:
     return again
 
 
+def note_told(error: BaseException) -> None:
+    """Note in an error that the peers know of it: whoever catches it tells them nothing more."""
+    error._told_peers = True  # type: ignore[attr-defined]
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the peers know of an error."""
+    return getattr(error, "_told_peers", False)
+
+
+#: What a thread is told that calls while another one is inside a call of the group.
+_THREADS = (
+    "{}: required one thread at a time in a group, got a call while another thread is inside one; "
+    "let the threads take turns in an order that is the same on all ranks, or give each thread a "
+    "group of its own"
+)
+
 _Key = tuple[ProcessGroup, torch.device, str | None]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
@@ -432,15 +466,20 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
                 "engine and place among the ranks stay with its parent; start processes with spawn "
                 "or forkserver, or make the first call in the child"
             )
+        if key in _begun:
+            raise FiccoError(_THREADS.format(operator))
         _begun.add(key)
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
-        except FiccoError as error:
-            _failed[key] = copy.copy(error)  # the next call does not wait for the same peers again
+        except BaseException as error:
+            note_told(error)  # by the board, if there is one
+            if isinstance(error, FiccoError):  # the next call does not wait for the same peers
+                _failed[key] = copy.copy(error)
             raise
         finally:
             _begun.discard(key)
     workspace.refuse_within_block(operator)
+    workspace.refuse_thread(operator)
     return workspace
 
 

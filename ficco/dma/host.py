@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Protocol
 
-from torch.distributed import Store
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
 
 from ficco.errors import MEETING, BackendError, RankMismatch, SignalTimeout
 
@@ -331,6 +332,12 @@ def require_shareable(facts: Mapping[int, Mapping[str, Any]]) -> None:
             )
 
 
+_DESTROYED = (
+    "group: required a process group that exists, got one that was destroyed; pass another, and "
+    "call ficco.close(group) before dist.destroy_process_group(group)"
+)
+
+
 def store_of(group: Group) -> Store:
     """The store of a group.
 
@@ -346,10 +353,19 @@ def store_of(group: Group) -> Store:
         )
         return store
     except KeyError:
-        raise ValueError(
-            "group: required a process group that exists, got one that was destroyed; pass "
-            "another, and call ficco.close(group) before dist.destroy_process_group(group)"
-        ) from None
+        raise ValueError(_DESTROYED) from None
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The name of a group's backend.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    try:
+        return str(dist.get_backend(group))
+    except ValueError:
+        raise ValueError(_DESTROYED) from None
 
 
 def meet(

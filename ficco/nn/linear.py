@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ficco.nn.functional import gathered_linears, scattered_linear
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -375,6 +376,7 @@ class RowParallelLinear(_ParallelLinear):
 
     cut = 1
 
+    @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
         are not equal."""
@@ -385,6 +387,7 @@ class RowParallelLinear(_ParallelLinear):
         return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
+@tells_refusals
 def gather_once(
     x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, ...]:

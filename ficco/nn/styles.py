@@ -29,6 +29,7 @@ from ficco.nn.linear import (
     ranks_of,
 )
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 #: The attribute of an input in which :class:`PrepareModuleInput` notes the layers that share it.
@@ -40,6 +41,7 @@ class _ColwiseLinear(ColumnParallelLinear):
 
     style: ColwiseParallel
 
+    @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style = self.style
         layout = _layout(x, style.input_layouts, self.mesh)
@@ -59,6 +61,7 @@ class _RowwiseLinear(RowParallelLinear):
 
     style: RowwiseParallel
 
+    @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style, mesh = self.style, self.mesh
         features = Shard(x.dim() - 1)
