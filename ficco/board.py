@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 from ficco.courier import BoardCourier
 from ficco.dma.host import HostMemory, dead, first_call
 from ficco.dma.hosts import Hosts
+from ficco.dma.patience import Patience
 from ficco.errors import (
     MEETING,
     UNSCHEDULED,
@@ -269,7 +271,23 @@ class Board:
         """Wait until something of a call is there of every other rank."""
         if self._closed:
             return
-        begin = time.monotonic()
+
+        def waits(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
+            peer = (ended or absent)[0]
+            return SignalTimeout(
+                operator=operator,
+                rank=self.rank,
+                peer=peer,
+                step=step,
+                schedule=schedule,
+                seconds=seconds,
+                wanted=number,
+                found=self._latest(peer, number),
+                ended=bool(ended),
+                host=self._hosts.named(peer),
+            )
+
+        patience = Patience()
         absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
         if self._courier is not None:
@@ -285,22 +303,9 @@ class Board:
                 self._courier.waiting()
             if error := self.mismatch(number):
                 raise error
-            seconds = time.monotonic() - begin
             ended = [rank for rank in absent if self.ended(rank) and not there(rank)]
-            if ended or seconds > timeout_s:
-                absent = ended or absent
-                raise SignalTimeout(
-                    operator=operator,
-                    rank=self.rank,
-                    peer=absent[0],
-                    step=step,
-                    schedule=schedule,
-                    seconds=seconds,
-                    wanted=number,
-                    found=self._latest(absent[0], number),
-                    ended=bool(ended),
-                    host=self._hosts.named(absent[0]),
-                )
+            if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
+                raise late
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first mismatch or failure among this rank's calls on the board up to a number; None

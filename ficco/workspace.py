@@ -22,6 +22,7 @@ from ficco.board import REFUSED, Board, published
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
 from ficco.dma.hosts import hosts_of
+from ficco.dma.patience import limit_of
 from ficco.errors import (
     REVIVE,
     UNSCHEDULED,
@@ -130,7 +131,8 @@ def _opened(
         PeerFailed: a rank of another host has none.
         RankMismatch: engines of ranks on other hosts are of another kind.
     """
-    name, seconds = engine_name(device, options.engine), options.timeout_s
+    name = engine_name(device, options.engine)
+    seconds = options.timeout_s or limit_of(group, device)
     hosts = hosts_of(group, seconds, operator)
     board, engine = Board(group, seconds, operator, hosts), None
     try:
@@ -155,6 +157,7 @@ class Workspace:
     Attributes:
         engine, board: run the calls, and compare them with those of the other ranks.
         calls: number of the latest call, the same on every rank.
+        limit_s: seconds that a call waits for a peer unless the options say otherwise.
         programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
         error: why the group can no longer be used; None if it can.
         block_open: the latest call is a block of the caller's that is not over
@@ -174,7 +177,7 @@ class Workspace:
         given: tuple[Board, Engine] | None = None,
     ) -> None:
         """``given``: a board and an engine to use instead of making them with the group."""
-        self.group = group
+        self.group, self.limit_s = group, limit_of(group, device)
         self.board, self.engine = given or _opened(group, device, options, operator)
         self.name = self.engine.name
         self.calls = 0
@@ -345,7 +348,7 @@ class Workspace:
         second tells whether they got the memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        engine, board, seconds = self.engine, self.board, current().timeout_s
+        engine, board, seconds = self.engine, self.board, current().timeout_s or self.limit_s
         engine.timeout_s, engine.operator, self.thread = seconds, "empty", get_ident()
         asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
         try:

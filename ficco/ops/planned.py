@@ -40,9 +40,10 @@ def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str
 def number_call(workspace: Workspace, operator: str) -> Options:
     """Begin the next call of a workspace, under the options in force."""
     engine, options = workspace.engine, current()
-    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
+    limit = options.timeout_s or workspace.limit_s
+    engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
     if (watchdog := workspace.watchdog) is not None:
-        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
+        watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
     workspace.calls += 1
     workspace.thread = get_ident()
     return options
@@ -83,8 +84,8 @@ def post_call(
         board.post(number, cached.digest)
         workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
         if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-            operator, schedule = workspace.engine.operator, cached.plan.schedule
-            board.agree(number, options.timeout_s, operator, schedule, purpose)
+            engine = workspace.engine
+            board.agree(number, engine.timeout_s, engine.operator, cached.plan.schedule, purpose)
     if new:
         workspace.keep(key, cached)
 

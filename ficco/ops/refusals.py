@@ -66,7 +66,7 @@ def _tell(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: An
     of_others = [value.group for value in values if hasattr(value, "group")]
     group = process_group(arguments.get("group", *of_others[:1]))
     operator = arguments.get("operator", entry.__qualname__)
-    with options(timeout_s=min(JOIN_S, current().timeout_s)):
+    with options(timeout_s=min(JOIN_S, current().timeout_s or JOIN_S)):
         workspace = _workspace(group, tensors, operator)
     if workspace is not None and not workspace.occupied:
         workspace.raise_error()

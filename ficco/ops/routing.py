@@ -201,7 +201,7 @@ class Routing(Blocks):
             if self._counted is not None:
                 self._counted.synchronize()
                 workspace.board.tell(number, self._tells.numpy())
-            seconds, board = current().timeout_s, workspace.board
+            seconds, board = current().timeout_s or workspace.limit_s, workspace.board
             board.agree(number, seconds, NAME, UNSCHEDULED)
             self._told = board.told(number, len(self._tells), seconds, NAME)
             if self.exact and self._told[board.rank].sum() != self.indices.numel():
