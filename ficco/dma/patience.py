@@ -1,4 +1,4 @@
-"""How long a rank waits for its peers: until when, and what it says meanwhile."""
+"""How long a rank waits for its peers, and the warnings meanwhile."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LOGGER = logging.getLogger("ficco")
 
 
 def limit_of(group: ProcessGroup, device: torch.device) -> float:
-    """Seconds that a call waits for a peer by default: as long as the group's own collectives do,
-    by the ``timeout`` with which the group was made."""
+    """The default limit of a call in seconds: the ``timeout`` with which the group was made, which
+    limits the group's own collectives, too."""
     try:
         limit = group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # a backend without such options, or none for the device
@@ -33,10 +33,10 @@ def limit_of(group: ProcessGroup, device: torch.device) -> float:
 
 
 class Patience:
-    """One wait for a peer, from the moment at which this is made.
+    """One wait for a peer. It begins when this object is made.
 
     Attributes:
-        begin: that moment, of ``time.monotonic``.
+        begin: the time of that, by ``time.monotonic``.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,13 @@ class Patience:
         error: Callable[[float], SignalTimeout],
         seconds: float | None = None,
     ) -> SignalTimeout | None:
-        """The error of a wait that has lasted for longer than its limit; None before. A wait that
-        lasts long warns that it does, ever more rarely.
+        """The error of the wait once it has lasted longer than its limit; None before.
 
-        ``error`` makes the error of so many seconds; ``seconds``: how long the wait has lasted, if
-        it began at another moment.
+        Logs a warning after ``WARN_AFTER_S``, and again whenever the wait has doubled.
+
+        Args:
+            error: makes the error from the seconds of the wait.
+            seconds: of the wait, if it did not begin with this object.
         """
         seconds = self.seconds if seconds is None else seconds
         if seconds > limit_s:

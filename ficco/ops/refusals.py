@@ -33,13 +33,13 @@ R = TypeVar("R")
 
 
 def tells_refusals(entry: Callable[P, R]) -> Callable[P, R]:
-    """A function that makes calls of ficco; what it raises before a call has a number is told to
-    the peers.
+    """Decorates a function that makes calls: the peers learn of what the function raises before
+    its call has a number.
 
-    The group is the argument ``group``, or that of a layer or a call among the arguments. The
-    workspace is that of the operands' device, or the only one of the group. Not told is a refusal
-    while a compiler traces; nor, in a group that has made no call yet, one of arguments without a
-    tensor on a device that an engine serves.
+    The group is the argument ``group``, or the group of a layer or a call among the arguments. The
+    workspace is the one on the device of an operand, or the only one of the group. Two kinds of
+    refusals are not told: those while a compiler traces, and those in a group without a workspace
+    if no argument is a tensor on a device that an engine serves.
     """
 
     @wraps(entry)
@@ -85,8 +85,8 @@ def _values(arguments: Iterable[Any]) -> Iterator[Any]:
 
 
 def _workspace(group: ProcessGroup, tensors: list[torch.Tensor], operator: str) -> Workspace | None:
-    """The workspace in which the peers make the refused call; None if it is not known. The first
-    one of a group is made here, together with the peers."""
+    """The workspace in which the peers make the refused call; None if that is not known. The first
+    workspace of a group is made here, together with the peers."""
     known = workspaces(group)
     for tensor in tensors:
         for workspace in known:
