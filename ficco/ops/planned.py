@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from ficco import ranges
 from ficco.dma.engine import Call, Program, Span, Symmetric
 from ficco.dma.host import backend_of
+from ficco.dma.products import refuse_overrides
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.runtime import compile
@@ -46,6 +47,7 @@ def number_call(workspace: Workspace, operator: str) -> Options:
         watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
     workspace.calls += 1
     workspace.thread = get_ident()
+    refuse_overrides(engine.device)
     return options
 
 
