@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from ficco.board import REFUSED, Board, published
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
+from ficco.dma.host import backend_of
 from ficco.dma.hosts import hosts_of
 from ficco.dma.patience import limit_of
 from ficco.errors import (
@@ -128,9 +129,16 @@ def _opened(
     """A board and an engine. Collective.
 
     Raises:
+        ValueError: the group has PyTorch's fake backend.
         PeerFailed: a rank of another host has none.
         RankMismatch: engines of ranks on other hosts are of another kind.
     """
+    if backend_of(group) == "fake":
+        raise ValueError(
+            f"{operator}: required a group of ranks that exist, such as of gloo or NCCL, got "
+            "PyTorch's fake backend, whose peers send nothing; trace with fake tensors "
+            "(FakeTensorMode), or use PyTorch's collectives"
+        )
     name = engine_name(device, options.engine)
     seconds = options.timeout_s or limit_of(group, device)
     hosts = hosts_of(group, seconds, operator)

@@ -158,7 +158,8 @@ class _ParallelLinear(nn.Module):
         self.settle(ranks_of(group), sequence_dim, schedule, recipe)
         for name, full in whole.named_parameters():
             part = self._part(name, full.detach())
-            if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
+            # By identity: a tensor without memory, such as a fake one, has no address.
+            if _plain(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
                 part = part.clone()  # so as not to keep the whole alive, nor share its memory
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
         if whole.bias is None:

@@ -138,15 +138,29 @@ def check_eager(operator: str, **operands: torch.Tensor) -> None:
         )
 
 
-def refuse_derivatives() -> None:
-    """``NotImplementedError`` inside ``torch.func.grad`` and the transforms built on it."""
+def refuse_derivatives(vmap: bool = True) -> None:
+    """Refuse transforms of ``torch.func`` that are not served.
+
+    Args:
+        vmap: whether ``torch.func.vmap`` is served, too, as by operators of ``torch.library``.
+
+    Raises:
+        NotImplementedError: inside ``torch.func.grad`` or a transform built on it, or inside
+            ``vmap`` if that is not served.
+    """
     if torch.compiler.is_compiling():
         return
+    kinds = torch._C._functorch.TransformType
     for transform in torch._C._functorch.get_interpreter_stack() or ():
-        if transform.key() == torch._C._functorch.TransformType.Grad:
+        if transform.key() == kinds.Grad:
             raise NotImplementedError(
                 "torch.func.grad, vjp and jacrev are not served; use backward() or "
                 "torch.autograd.grad"
+            )
+        if transform.key() == kinds.Vmap and not vmap:
+            raise NotImplementedError(
+                "torch.func.vmap is not served here; call once with the batch as a leading "
+                "dimension of x"
             )
 
 
