@@ -3,12 +3,15 @@ derivatives that are not served, results that are changed in place."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from programs import Program
 from ranks import Failure, Rank, caught, run
 from torch.autograd import forward_ad
 
@@ -140,3 +143,53 @@ def test_replaced_products_are_refused() -> None:
         for failure in failures:
             assert failure.type == "NotImplementedError", failure
             assert "got aten/mm/CPU replaced by torch.library" in failure.text, failure
+
+
+def _mapped(at: Rank) -> list[Failure]:
+    """``vmap`` over layers and functions that no operator of ``torch.library`` serves."""
+    row = ficco.nn.RowParallelLinear(8 * at.world, 4)
+    x, weight = torch.ones(3, 4, 8), torch.ones(4, 8)
+    functions: list[Callable[[torch.Tensor], Any]] = [
+        row,
+        lambda part: ficco.nn.copied_linear(part, weight),
+        lambda part: ficco.nn.reduced_linear(part, weight),
+        ficco.nn.sum_gradient,
+    ]
+    return [caught(lambda call=call: torch.func.vmap(call)(x)) for call in functions]
+
+
+def test_vmap_is_refused_in_words() -> None:
+    for failures in run(2, _mapped):
+        for failure in failures:
+            assert failure.type == "NotImplementedError", failure
+            assert "torch.func.vmap is not served here" in failure.text, failure
+
+
+def test_a_fake_group_is_refused_in_words(tmp_path: Path) -> None:
+    """The group is PyTorch's stand-in for ranks that do not exist."""
+    ended = Program(tmp_path, "fake", _FAKE, (), {}).end(time.monotonic() + 60)
+    assert ended.code == 0, ended
+
+
+#: Real tensors are refused; fake ones are traced without a warning.
+_FAKE = """
+import warnings
+import torch, torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import ficco.nn
+
+dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+try:
+    ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 4))
+except ValueError as error:
+    assert "got PyTorch's fake backend" in str(error), error
+else:
+    raise AssertionError("served")
+with warnings.catch_warnings(), FakeTensorMode():
+    warnings.simplefilter("error")
+    up, down = ficco.nn.ColumnParallelLinear(8, 32), ficco.nn.RowParallelLinear(32, 8)
+    y = down(up(torch.ones(4, 8)))
+    assert y.shape == (4, 8)
+    y.sum().backward()
+"""

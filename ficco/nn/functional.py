@@ -270,7 +270,10 @@ def no_view(y: torch.Tensor) -> torch.Tensor:
 
 def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     """Parts of the last dimension, which are no views."""
-    parts: Sequence[torch.Tensor] = torch.unsafe_split_with_sizes(y, list(sizes), -1)
+    split: Any = torch.unsafe_split_with_sizes
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        split = torch.split_with_sizes  # torch.func has no rule for the other one
+    parts: Sequence[torch.Tensor] = split(y, list(sizes), -1)
     return parts
 
 

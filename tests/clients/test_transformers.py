@@ -216,3 +216,69 @@ def test_plans_refuse_what_they_do_not_serve() -> None:
     assert experts.type == "NotImplementedError" and "moe_tp_experts" in experts.text
     assert without.type == "ValueError" and "GPT2LMHeadModel has none" in without.text
     assert unnamed.type == "ValueError" and "nn.Linear layers, got Module with col" in unnamed.text
+
+
+def _heads_refused(at: Rank, folder: str) -> Any:
+    from ficco.integrations.transformers import plan, register
+
+    register()
+    config = saved("llama", at, folder, num_key_value_heads=1)
+    return caught(lambda: loaded(folder, plan(config)))
+
+
+def test_heads_of_keys_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    for failure in run(2, _heads_refused, str(tmp_path)):
+        assert failure.type == "ValueError", failure
+        assert "num_key_value_heads that 2 ranks can share, got 1" in failure.text, failure
+
+
+def _adapted(at: Rank, folder: str) -> Any:
+    """Adapters of peft where the ranks share the sequence."""
+    from peft import LoraConfig, get_peft_model
+
+    from ficco.integrations.transformers import plan, register
+
+    register()
+    config = saved("llama", at, folder)
+    model = loaded(folder, plan(config, sequence_parallel=True))
+    lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+    adapted = get_peft_model(model, lora)
+    return caught(lambda: trained(adapted, 16))
+
+
+def test_adapters_between_sequence_shards_are_refused(tmp_path: Path) -> None:
+    for failure in run(2, _adapted, str(tmp_path)):
+        assert failure.type == "NotImplementedError", failure
+        assert "such as an adapter of peft" in failure.text, failure
+
+
+def _quantized(at: Rank, folder: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers.distributed import DistributedConfig
+
+    from ficco.integrations.transformers import plan, register
+
+    register()
+    config, ids = saved("llama", at, folder), torch.arange(1, 17)[None]
+
+    def logits(rules: Any) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
+            distributed_config=DistributedConfig(tp_size=at.world, tp_plan=rules),
+        )
+        with torch.no_grad():
+            out: torch.Tensor = model(input_ids=ids).logits
+        return out
+
+    want = logits("auto")
+    for sequence in (False, True):
+        found = logits(plan(config, sequence_parallel=sequence))
+        assert (found - want).abs().max() / want.abs().max() < CLOSE, f"sequence={sequence}"
+
+
+def test_quantized_models_are_those_of_stock_plans(tmp_path: Path) -> None:
+    run(2, _quantized, str(tmp_path), timeout=120)
