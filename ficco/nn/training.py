@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ficco.nn.functional import sum_gradient
 from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, ranks_of
-from ficco.nn.plain import PARAMETERS
+from ficco.nn.plain import PARAMETERS, own_kernel
 
 #: The layers whose parameters are parts, and which sum the gradients of what is none.
 _LAYERS = (ColumnParallelLinear, RowParallelLinear)
@@ -51,7 +51,9 @@ def clip_grad_norm_(
         grads = [param.grad for param in params if param.grad is not None]
         if not grads and not isinstance(ranks, ProcessGroup):
             continue
-        norm: Any = get_total_norm(grads, norm_type) if grads else params[0].new_zeros(())
+        norm: Any = (
+            get_total_norm(grads, norm_type) if grads else torch.zeros((), device=params[0].device)
+        )
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
@@ -67,7 +69,7 @@ def clip_grad_norm_(
 
 
 def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[nn.Parameter]]:
-    """Parameters by the group that has their parts, by the mesh of DTensors, or by None."""
+    """Trained parameters by the group that has their parts, the mesh of DTensors, or None."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _LAYERS)}
@@ -76,6 +78,8 @@ def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[
             if param in seen:
                 continue
             seen.add(param)
+            if not param.requires_grad:
+                continue
             ranks: Any = None
             if isinstance(param, DTensor):
                 if layer.mesh is None:
@@ -95,7 +99,7 @@ def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[
                 ranks = layer.group
             kinds.setdefault(ranks, []).append(param)
     for param in module.parameters():
-        if param not in seen:
+        if param.requires_grad and param not in seen:
             ranks = param.device_mesh if isinstance(param, DTensor) else None
             kinds.setdefault(ranks, []).append(param)
     return kinds
@@ -153,7 +157,7 @@ def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     for _, owner in _own_modules(module):
         for name, param in owner._parameters.items():
-            if param is None:
+            if param is None or own_kernel(param):  # a quantized weight stays plain
                 continue
             if param not in distributed:
                 whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
