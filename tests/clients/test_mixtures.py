@@ -1,7 +1,8 @@
 """Layers, wrappers of other tools, groups and trainer steps, mixed, against the unsharded model.
 
 A case is one of each. The model trains for three steps on ranks, and unsharded. Outputs, gradients
-and parameters are compared, or the case has to be refused in words, by the table ``REFUSED``. On CPUs four ranks are two pairs, on GPUs two ranks are one; a pair shares the sequence.
+and parameters are compared, or the case has to be refused in words, by the table ``REFUSED``. Four
+ranks on CPUs are two pairs, and two ranks on GPUs are one pair; a pair shares the sequence.
 """
 
 from __future__ import annotations
