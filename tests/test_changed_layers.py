@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, run, since
 from test_nn import HIDDEN, SEQUENCE, WIDE, integers, linear, mesh_of, part, plain, same
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -337,6 +337,7 @@ def _sharded_by_fsdp(at: Rank) -> tuple[Failure, Failure]:
     return caught(lambda: gather_once(x, *model)), caught(lambda: model[0](x))
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 def test_a_weight_that_fsdp_has_sharded_is_refused() -> None:
     for failures in run(2, _sharded_by_fsdp):
         for failure in failures:
@@ -407,6 +408,7 @@ def _last(x: torch.Tensor, layers: Any) -> torch.Tensor:
     return gather_once(x, *layers)[-1]
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 @pytest.mark.parametrize("shape", [(3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)], ids=str)
 def test_outputs_are_no_views(shape: tuple[int, ...]) -> None:
     assert run(2, _changed_in_place, shape) == [12] * 2

@@ -42,10 +42,12 @@ from ficco.ops.operate import (
 )
 from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 
 
+@tells_refusals
 def gathered_linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -91,6 +93,7 @@ def gathered_linears(
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
+@tells_refusals
 def scattered_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -129,6 +132,7 @@ def scattered_linear(
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
 
+@tells_refusals
 def reduced_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -155,6 +159,7 @@ def reduced_linear(
     return _biased(_with_batch(y, x), bias)
 
 
+@tells_refusals
 def copied_linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],

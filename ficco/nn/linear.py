@@ -43,6 +43,7 @@ from ficco.nn.plain import (
 from ficco.nn.sharing import SharedInput, shared_output, sharing
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -419,6 +420,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     cut = 0
 
+    @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The product with the gathered sequence; ``rows``: all ranks' sequence lengths, if they
         are not equal."""
@@ -452,6 +454,7 @@ class RowParallelLinear(_ParallelLinear):
 
     cut = 1
 
+    @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
         are not equal."""
@@ -464,6 +467,7 @@ class RowParallelLinear(_ParallelLinear):
         return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
+@tells_refusals
 def gather_once(
     x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from ficco.ops import library
 from ficco.ops.call import Result, run
 from ficco.ops.gradients import Casting, Differentiable, OperatorCall
 from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
+from ficco.ops.refusals import tells_refusals
 from ficco.options import current_text
 from ficco.schedules import Schedule
 
@@ -31,6 +32,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
+@tells_refusals
 def operate(
     operator: str,
     a: torch.Tensor,
