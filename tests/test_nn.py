@@ -595,6 +595,299 @@ def test_sum_gradient() -> None:
     run(4, _replicated_norm)
 
 
+class Scaled(nn.Module):
+    """A product with a vector, whose gradients are exact, as those of a norm are not."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(integers(size, seed=seed))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def block(group: Any = None) -> tuple[nn.Sequential, nn.Sequential]:
+    """An unsharded block with parameters of all kinds, and its layers over a group."""
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear
+
+    before, after = Scaled(HIDDEN, 1), nn.Linear(HIDDEN, HIDDEN)
+    after.load_state_dict(linear(HIDDEN, HIDDEN, 4).state_dict())
+    whole = nn.Sequential(before, linear(HIDDEN, WIDE, 2), linear(WIDE, HIDDEN, 3), after)
+    parallel = nn.Sequential(
+        copy.deepcopy(before),
+        ColumnParallelLinear.from_linear(whole[1], group=group),
+        RowParallelLinear.from_linear(whole[2], group=group),
+        copy.deepcopy(after),
+    )
+    return whole, parallel
+
+
+def _summed(at: Rank) -> int:
+    """Gradients of a block of which one call says what is replicated."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ficco.nn import full_state_dict, replicated
+
+    x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
+    pairs = [list(range(first, first + 2)) for first in (0, 2)]
+    pair = [dist.new_group(ranks) for ranks in pairs][at.rank // 2]
+    grid = init_device_mesh(at.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def sharded(model: nn.Module) -> None:
+        for module in (*model, model):
+            fully_shard(module, mesh=grid["dp"], reshard_after_forward=False)
+
+    # Hooks stay where a module is copied, made again, or under another tool.
+    changes: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
+        "default": (None, lambda model: model),
+        "pair": (pair, lambda model: model),
+        "mesh": (mesh_of(at), lambda model: model),
+        "copied": (None, copy.deepcopy),
+        "compiled": (None, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)),
+        "compiled, mesh": (
+            mesh_of(at),
+            lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
+        ),
+        "fully_shard": (grid["tp"], sharded),
+    }
+    for name, (group, change) in changes.items():
+        whole, model = block(group)
+        for module in model if name == "fully_shard" else [model]:
+            assert replicated(module, group) is module
+        ranks = pair if name == "pair" else grid["tp"] if name == "fully_shard" else None
+        at_group, of = (dist.get_rank(), 4) if ranks is None else (at.rank % 2, 2)
+        mine, upstream = (each.chunk(of)[at_group] for each in (x, grad))
+        changed = change(model) or model
+        want = whole(x)
+        want.backward(grad)
+        with pytest.raises((ValueError, RuntimeError)):  # the names are the parameters' after it
+            changed(mine[:, 1:])
+        for _ in range(2):  # accumulates
+            y = changed(mine)
+            y.backward(upstream)
+            same(y, want.chunk(of)[at_group], name)
+        assert "weight" not in vars(model[0])
+        for (key, param), full in zip(changed.named_parameters(), whole.parameters(), strict=True):
+            layer = model[int(key.replace("_orig_mod.", "")[0])]
+            found = param.grad.full_tensor() if hasattr(param.grad, "full_tensor") else param.grad
+            wanted = 2 * full.grad
+            if found.shape != wanted.shape:
+                cut = layer.cut if "weight" in key else 0
+                wanted = wanted.chunk(of, cut)[at_group]
+            same(found, wanted, f"{name}: gradient of {key}")
+        if name not in ("fully_shard", "compiled", "compiled, mesh"):
+            for key, value in full_state_dict(changed).items():
+                same(value, whole.state_dict()[key], f"{name}: {key}")
+    return len(changes)
+
+
+@since("2.8", "has no FSDP2 on CPUs")
+def test_replicated_sums_gradients_of_what_is_no_part() -> None:
+    assert run(4, _summed, timeout=90) == [7] * 4
+
+
+def _meta(at: Rank) -> None:
+    """A module that is made on the meta device, and gets its parameters by assignment."""
+    from ficco.nn import replicated
+
+    x, grad = (integers(SEQUENCE, HIDDEN, seed=seed) for seed in (5, 6))
+    whole = Scaled(HIDDEN, 1)
+    whole(x).backward(grad)
+    for group, assign in itertools.product((None, mesh_of(at)), (False, True)):
+        with torch.device("meta"):
+            model = replicated(nn.Sequential(Scaled(HIDDEN, 1)), group)
+        model.to_empty(device="cpu")
+        state = {"0.weight": integers(HIDDEN, seed=1)}
+        if group is not None:
+            from torch.distributed.tensor import distribute_tensor
+
+            state = {name: distribute_tensor(value, group) for name, value in state.items()}
+        model.load_state_dict(state, assign=assign)
+        model(part(x, at, 0)).backward(part(grad, at, 0))
+        same(plain(model[0].weight.grad), whole.weight.grad, f"{group}, assign={assign}")
+
+
+def test_replicated_serves_modules_of_the_meta_device() -> None:
+    run(2, _meta)
+
+
+def _norms(at: Rank) -> int:
+    """The norm and the clipped gradients, of layers of several groups, meshes and placements."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.utils import clip_grad_norm_ as unsharded_clip
+
+    from ficco.nn import clip_grad_norm_, replicated
+
+    pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][at.rank // 2]
+    columns = init_device_mesh(at.device.type, (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
+    checked = 0
+    for places, kind in itertools.product(
+        ((None,), (mesh_of(at),), (None, mesh_of(at)), (pair,), (columns, pair), (None, pair)),
+        (2.0, float("inf")),
+    ):
+        wholes, models, about = nn.ModuleList(), nn.ModuleList(), f"{places}, {kind}"
+        for place in places:
+            whole, model = block(place)
+            for each in (whole, model):
+                each[0].requires_grad_(place is not places[0])  # some have no gradient
+            replicated(model, place)
+            world = 2 if place in (pair, columns) else 4
+            mine, upstream = (each.chunk(world)[at.rank % world] for each in (x, grad))
+            whole(x).backward(grad)
+            model(mine).backward(upstream)
+            wholes.append(whole)
+            models.append(model)
+        models.append(models[0])  # parameters that are tied count once
+        want = unsharded_clip(wholes.parameters(), 0.5, kind)
+        found = clip_grad_norm_(models, 0.5, kind)
+        # The norm of parts' norms is rounded otherwise than the norm of wholes' norms.
+        close = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
+        close(found, want, msg=f"{found}, not {want}: {about}")
+        every = [torch.empty(()) for _ in range(at.world)]
+        dist.all_gather(every, found)
+        assert len({one.item() for one in every}) == 1, every
+        for model, whole, place in zip(models, wholes, places, strict=False):
+            world = 2 if place in (pair, columns) else 4
+            close(plain(model[2].bias.grad), whole[2].bias.grad)
+            close(plain(model[1].weight.grad), whole[1].weight.grad.chunk(world)[at.rank % world])
+        checked += 1
+    return checked
+
+
+def test_the_norm_is_that_of_the_unsharded_gradients() -> None:
+    assert run(4, _norms, timeout=90) == [12] * 4
+
+
+def _clipping_refusals(at: Rank) -> list[Failure]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.utils import parametrizations
+
+    from ficco.nn import ColumnParallelLinear, RowParallelLinear, clip_grad_norm_, full_state_dict
+
+    added, resharded = ColumnParallelLinear(8, 8), nn.Sequential(ColumnParallelLinear(8, 8))
+    added.register_parameter("scale", nn.Parameter(torch.ones(8)))
+    fully_shard(resharded, mesh=mesh_of(at))
+    normed = parametrizations.weight_norm(RowParallelLinear(8, 8))
+    infinite = ColumnParallelLinear(8, 8)
+    infinite(torch.ones(2, 8)).sum().backward()
+    if at.rank == 1:
+        infinite.weight.grad[0, 0] = float("inf")
+    return [
+        caught(lambda: clip_grad_norm_(nn.Sequential(added), 1.0)),
+        caught(lambda: clip_grad_norm_(nn.Sequential(normed), 1.0)),
+        caught(lambda: clip_grad_norm_(resharded, 1.0)),
+        caught(lambda: full_state_dict(resharded)),
+        caught(lambda: clip_grad_norm_(infinite, 1.0, error_if_nonfinite=True)),
+    ]
+
+
+@since("2.8", "has no FSDP2 on CPUs")
+def test_gradients_that_may_be_parts_or_wholes_are_refused() -> None:
+    words = (
+        "0.scale: required a DTensor, or no parameter",
+        "0.parametrizations.weight.original0: required a DTensor",
+        "0.weight: required a plain part",
+        "not served after fully_shard",
+        "non-finite",
+    )
+    for failures in run(2, _clipping_refusals):
+        for failure, text in zip(failures, words, strict=True):
+            assert text in failure.text, failure
+        kinds = [failure.type for failure in failures]
+        assert kinds == ["NotImplementedError"] * 4 + ["RuntimeError"]
+
+
+def _replicated_refusals(at: Rank) -> list[Failure]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    from ficco.nn import replicated
+
+    distributed = distribute_module(nn.Sequential(Scaled(HIDDEN, 1)), mesh_of(at))
+    outside = nn.Sequential(replicated(Scaled(HIDDEN, 1)))
+    fully_shard(outside, mesh=mesh_of(at))
+    around = replicated(nn.Sequential(Scaled(HIDDEN, 1)))
+    fully_shard(around[0], mesh=mesh_of(at))
+    x = torch.ones(2, HIDDEN)
+    calls = partial(replicated, distributed), partial(outside[0], x), partial(around, x)
+    return [caught(call) for call in calls]
+
+
+@since("2.8", "has no FSDP2 on CPUs")
+def test_replicated_refuses_parameters_that_are_sharded() -> None:
+    words = "got weight of 0", *["call replicated on each module that fully_shard wraps"] * 2
+    for failures in run(2, _replicated_refusals):
+        for failure, text in zip(failures, words, strict=True):
+            assert failure.type == "ValueError" and text in failure.text, failure
+
+
+def _unequal(at: Rank, name: str, kind: str, dtype: torch.dtype) -> Failure | None:
+    """The unsharded state_dict where one element of one parameter differs on one rank."""
+    from ficco.nn import UlyssesAttention, full_state_dict, replicated
+
+    group = mesh_of(at) if kind == "mesh" else None
+    model = block(group)[1].to(dtype)
+    model[0] = replicated(model[0], group)
+    model.append(UlyssesAttention(8, 4))
+    model.append(replicated(nn.Linear(3, 2, bias=False).to(torch.complex64), group))
+    model[-1].requires_grad_(False)
+    with torch.no_grad():
+        for each in (*model[-2].parameters(), *model[-1].parameters()):
+            plain(each).fill_(1)
+    if at.rank == 1 and name:
+        param: Any = plain(model.get_parameter(name).detach())
+        if kind == "swapped":
+            param.copy_(param.flip(0))
+        else:
+            param.view(-1)[-1] += 1
+    return caught(lambda: full_state_dict(model)) if name else full_state_dict(model) and None
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh", "swapped"])
+def test_full_state_dict_refuses_parameters_that_differ(kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert run(2, _unequal, "", kind, dtype) == [None] * 2
+        for name in ("0.weight", "2.bias", "4.o_proj.weight", "5.weight"):
+            if kind == "swapped" and name[0] in "45":  # all of their elements are equal
+                continue
+            for failure in run(2, _unequal, name, kind, dtype):
+                assert failure.type == "RuntimeError", failure
+                assert f"got different {name};" in failure.text, failure
+
+
+def _skipped(at: Rank, kind: str) -> list[tuple[bool, float]]:
+    """Whether steps of a scaler are skipped, and its scale, if rank 1 has an infinite gradient."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    from ficco.nn import replicated
+
+    group, outcomes = mesh_of(at) if kind == "mesh" else None, []
+    for wrong in (None, "0", "1", "3"):
+        _, model = block(group)
+        model = replicated(model, group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = ShardedGradScaler(at.device.type, init_scale=4.0, process_group=dist.group.WORLD)
+        before = [plain(param.detach()).clone() for param in model.parameters()]
+        scaler.scale(model(part(integers(SEQUENCE, HIDDEN, seed=5), at, 0)).sum()).backward()
+        if at.rank == 1 and wrong is not None:
+            plain(model.get_parameter(f"{wrong}.weight").grad).view(-1)[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        pairs = zip(before, model.parameters(), strict=True)
+        stayed = all(torch.equal(old, plain(new.detach())) for old, new in pairs)
+        outcomes.append((stayed, scaler.get_scale()))
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["group", "mesh"])
+def test_steps_of_a_sharded_scaler_are_skipped_on_all_ranks(kind: str) -> None:
+    """What docs/modules.md advises."""
+    for outcomes in run(2, _skipped, kind):
+        assert outcomes == [(False, 4.0), *[(True, 2.0)] * 3]
+
+
 # Styles.
 
 

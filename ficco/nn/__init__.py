@@ -17,6 +17,7 @@ from ficco.nn.functional import (
 )
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, full_state_dict, gather_once
 from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from ficco.nn.training import clip_grad_norm_, replicated
 from ficco.ops.recipes import Float8Recipe
 
 __all__ = [
@@ -28,12 +29,14 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "UlyssesAttention",
+    "clip_grad_norm_",
     "copied_linear",
     "copied_linears",
     "full_state_dict",
     "gather_once",
     "gathered_linears",
     "reduced_linear",
+    "replicated",
     "scattered_linear",
     "sum_gradient",
 ]

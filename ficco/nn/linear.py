@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from ficco.nn.equality import unequal
 from ficco.nn.functional import (
     equal_part,
     gathered_linears,
@@ -32,6 +33,7 @@ from ficco.nn.plain import (
     PARAMETERS,
     called,
     hooked,
+    local_of,
     not_linear,
     of_dtensors,
     own_kernel,
@@ -351,6 +353,11 @@ class _ParallelLinear(nn.Module):
         """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""
         param: torch.Tensor = self._of_layer(name).detach()
         if isinstance(param, DTensor):
+            if self.ranks.mesh is None:
+                raise NotImplementedError(
+                    f"the unsharded {name} of a layer of a ProcessGroup is not served after "
+                    "fully_shard, to which its parts are wholes; give the layer a DeviceMesh"
+                )
             return param.full_tensor()
         cut = self._cut(name)
         if cut is None:
@@ -529,8 +536,11 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     Everything else is as on this rank, including parameters that users added to such a layer.
 
     Raises:
-        NotImplementedError: the weight or bias of a layer is computed from other tensors.
+        NotImplementedError: the weight or bias of a layer is computed from other tensors, or
+            ``fully_shard`` has sharded a layer of a ProcessGroup.
+        RuntimeError: a parameter that every rank holds is not the same on all ranks; on every rank.
     """
+    _refuse_unequal(module)
     token = _gathers.set(True)
     try:
         state = module.state_dict()
@@ -540,6 +550,39 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in state.items()
     }
+
+
+def _refuse_unequal(module: nn.Module) -> None:
+    """``RuntimeError`` if ranks differ in a parameter that they all hold: a bias of a
+    :class:`RowParallelLinear`, a replicated DTensor, or a plain tensor outside of the layers."""
+    layer_of: dict[nn.Parameter, _ParallelLinear] = {}
+    held: dict[ProcessGroup, dict[str, torch.Tensor]] = {}
+    for each in module.modules():
+        if isinstance(ranks := getattr(each, "ranks", None), Ranks):
+            held[ranks.group] = {}
+        if isinstance(each, _ParallelLinear):
+            layer_of |= dict.fromkeys(each.parameters(), each)
+    for name, param in module.named_parameters():
+        layer = layer_of.get(param)
+        groups: list[ProcessGroup] = []
+        if isinstance(param, DTensor):
+            mesh, placements = param.device_mesh, param.placements
+            groups = [mesh.get_group(dim) for dim, on in enumerate(placements) if on == Replicate()]
+        elif layer is None:
+            groups = list(held)
+        elif param is layer._parameters.get("bias") and layer._cut("bias") is None:
+            groups = [layer.group]
+        for group in groups if not param.is_meta else ():
+            held.setdefault(group, {})[name] = local_of(param)
+    for group, tensors in held.items():
+        if indices := unequal(list(tensors.values()), group):
+            names = list(tensors)
+            raise RuntimeError(
+                "module: required parameters that are the same on all ranks that hold them, got "
+                f"different {', '.join(names[index] for index in indices)}; sum gradients of parts "
+                "of the sequence by ficco.nn.replicated, and clip gradients of layers of a "
+                "ProcessGroup by ficco.nn.clip_grad_norm_"
+            )
 
 
 def _check_source(linear: nn.Module) -> None:

@@ -1,0 +1,194 @@
+"""What a trainer needs where its model has layers of this package.
+
+PyTorch's own functions are right for DTensors, which a layer of a DeviceMesh has as parameters. To
+them, plain parameters are the whole model's. The parameters of a layer of a ProcessGroup are parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ficco.nn.functional import sum_gradient
+from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, ranks_of
+from ficco.nn.plain import PARAMETERS, own_kernel
+
+#: The layers whose parameters are parts, and which sum the gradients of what is none.
+_LAYERS = (ColumnParallelLinear, RowParallelLinear)
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    module: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the norm of a module's gradients as ``torch.nn.utils.clip_grad_norm_`` would clip those
+    of the unsharded module; return the norm. All ranks call it, and all get the same norm.
+
+    The weights and biases that layers of a ProcessGroup shard count once over all ranks of the
+    group, DTensors over their mesh. Every other plain parameter counts once, and must have the
+    same gradient on all ranks: see :func:`replicated`. One all-gather of a number for each group.
+
+    Raises:
+        NotImplementedError: whether a parameter is a part cannot be known, because a user or a
+            parametrization added it to a parallel layer as a plain tensor, or because
+            ``fully_shard`` sharded a layer of a ProcessGroup.
+        RuntimeError: ``error_if_nonfinite`` is set and the norm is infinite or NaN.
+    """
+    norms: list[torch.Tensor] = []
+    kinds = _by_ranks(module)
+    for ranks, params in kinds.items():
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads and not isinstance(ranks, ProcessGroup):
+            continue
+        norm: Any = (
+            get_total_norm(grads, norm_type) if grads else torch.zeros((), device=params[0].device)
+        )
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
+        if isinstance(ranks, ProcessGroup):
+            parts = norm.new_empty(ranks.size())
+            dist.all_gather_into_tensor(parts, norm.view(1), group=ranks)
+            norm = torch.linalg.vector_norm(parts, norm_type)
+        norms.append(norm)
+    total = get_total_norm(norms, norm_type, error_if_nonfinite)
+    for params in kinds.values():  # apart, since foreach kernels take no mixture with DTensors
+        clip_grads_with_norm_(params, max_norm, total)
+    return total
+
+
+def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[nn.Parameter]]:
+    """Trained parameters by the group that has their parts, the mesh of DTensors, or None."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    seen: set[nn.Parameter] = set()
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _LAYERS)}
+    for name, layer in layers.items():
+        for inner, param in layer.named_parameters():
+            if param in seen:
+                continue
+            seen.add(param)
+            if not param.requires_grad:
+                continue
+            ranks: Any = None
+            if isinstance(param, DTensor):
+                if layer.mesh is None:
+                    raise NotImplementedError(
+                        f"{name}.{inner}: required a plain part in a layer of a ProcessGroup, got "
+                        f"a DTensor over {param.device_mesh}, as fully_shard makes of it; give the "
+                        "layer a DeviceMesh"
+                    )
+                ranks = param.device_mesh
+            elif inner not in PARAMETERS:
+                raise NotImplementedError(
+                    f"{name}.{inner}: required a DTensor, or no parameter in a parallel layer but "
+                    "its weight and bias, got a plain tensor, which may be a part or a whole; "
+                    "give the layer a DeviceMesh, or put the parameter into a module around it"
+                )
+            elif inner == "weight" or layer.cut == 0:
+                ranks = layer.group
+            kinds.setdefault(ranks, []).append(param)
+    for param in module.parameters():
+        if param.requires_grad and param not in seen:
+            ranks = param.device_mesh if isinstance(param, DTensor) else None
+            kinds.setdefault(ranks, []).append(param)
+    return kinds
+
+
+def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -> Module:
+    """Return a module whose parameters all ranks hold, and which each rank calls with its own part
+    of the sequence: gradients of its parameters are summed over the ranks of a group.
+
+    For a norm between parallel layers, an embedding, :class:`UlyssesAttention`, or a whole model
+    of these. Parameters in :class:`ColumnParallelLinear` and :class:`RowParallelLinear` stay as
+    they are, since these layers sum what has to be summed::
+
+        model = ficco.nn.replicated(nn.Sequential(nn.RMSNorm(4096), up, nn.SiLU(), down), mesh)
+
+    The module is changed in place; names in its state_dict stay. Call it before the optimizer and
+    ``fully_shard`` get the parameters. The forward of the module has to use the parameters: a
+    gradient that other code computes with them is not summed.
+
+    Args:
+        module: has equal parameters on all ranks.
+        group: as for :class:`ColumnParallelLinear`; with a DeviceMesh the parameters become
+            DTensors, ``Replicate()``, as those of the layers are.
+
+    Raises:
+        ValueError: a parameter is a DTensor already; or, when the module is called, ``fully_shard``
+            has sharded it.
+    """
+    ranks = ranks_of(group)
+    for name, owner in _own_modules(module):
+        for inner, param in owner._parameters.items():
+            if isinstance(param, DTensor):
+                raise ValueError(
+                    f"module: required plain parameters, got {inner} of {name or 'the module'}, a "
+                    f"DTensor with {param.placements}; call replicated before parallelize_module "
+                    "and fully_shard, or on the modules that these leave"
+                )
+    if ranks.mesh is not None:
+        _distribute(module, ranks.mesh)
+    module.register_forward_pre_hook(partial(_use_summed, ranks))
+    module.register_forward_hook(_use_own, always_call=True)
+    return module
+
+
+def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and those in it, with their names, without parallel layers and what is in these."""
+    if isinstance(module, _LAYERS):
+        return
+    yield prefix, module
+    for name, child in module.named_children():
+        yield from _own_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
+    distributed: dict[nn.Parameter, nn.Parameter] = {}
+    for _, owner in _own_modules(module):
+        for name, param in owner._parameters.items():
+            if param is None or own_kernel(param):  # a quantized weight stays plain
+                continue
+            if param not in distributed:
+                whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+                distributed[param] = nn.Parameter(whole, param.requires_grad)
+            owner._parameters[name] = distributed[param]
+
+
+def _use_summed(ranks: Ranks, module: nn.Module, args: Any) -> None:
+    """A pre-hook: let the forward read tensors whose gradients are summed over the ranks."""
+    for _, owner in _own_modules(module):
+        for name, param in owner._parameters.items():
+            if param is None:
+                continue
+            tensor: torch.Tensor = param
+            if isinstance(param, DTensor):
+                if param.device_mesh != ranks.mesh:
+                    raise ValueError(
+                        f"{name}: required a plain tensor, or a DTensor over {ranks.mesh}, got a "
+                        f"DTensor over {param.device_mesh}, as fully_shard leaves it between "
+                        "calls; call replicated on each module that fully_shard wraps, or on "
+                        "modules in it, and call these within its forward"
+                    )
+                tensor = param.to_local()
+            if param.requires_grad:
+                tensor = sum_gradient(tensor, ranks.group)
+            # An attribute of the instance comes before the parameter of that name.
+            owner.__dict__[name] = tensor
+
+
+def _use_own(module: nn.Module, args: Any, out: Any) -> None:
+    """A hook that undoes :func:`_use_summed`, also after an error."""
+    for _, owner in _own_modules(module):
+        for name in owner._parameters:
+            owner.__dict__.pop(name, None)
