@@ -12,14 +12,17 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 PICTURE = re.compile(r"!\[([^]]*)\]\((?!\w+:|#)([^\s()]+)\)")
 LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!\w+:|#)([^\s()]+)\)")
 
+#: Ends a description without links.
+PAGES = "\nA checkout of the repository has the pages that this text names in `docs/`.\n"
+
 
 def description(readme: str, repository: str) -> str:
-    """The README with links to the repository at an address; without an address, with the texts of
-    the links and without the pictures."""
+    """The README with links to the repository at an address; without an address, without pictures
+    and with the texts of links only."""
     if repository:
         readme = PICTURE.sub(rf"![\1]({repository}/raw/main/\2)", readme)
         return LINK.sub(rf"[\1]({repository}/blob/main/\2)", readme)
-    return LINK.sub(r"\1", PICTURE.sub("", readme))
+    return LINK.sub(r"\1", PICTURE.sub("", readme)) + PAGES
 
 
 class CustomMetadataHook(MetadataHookInterface):

@@ -101,7 +101,10 @@ def relative_links(text: str) -> list[str]:
 def test_a_description_links_only_to_the_address_of_the_project() -> None:
     page = "[text](docs/a.md#b), [paper](https://x.org)\n![picture](docs/c.png)\n"
     address = "https://example.org/x"
-    assert hatch_build.description(page, "") == "text, [paper](https://x.org)\n\n"
+    assert hatch_build.description(page, "") == (
+        "text, [paper](https://x.org)\n\n"
+        "\nA checkout of the repository has the pages that this text names in `docs/`.\n"
+    )
     assert hatch_build.description(page, address) == (
         f"[text]({address}/blob/main/docs/a.md#b), [paper](https://x.org)\n"
         f"![picture]({address}/raw/main/docs/c.png)\n"
