@@ -39,6 +39,7 @@ from ficco.launch import START_S, RankFailed, check_ranks, launch, own_rank
 from ficco.machine import find
 from ficco.plan import Plan
 from ficco.problem import OPERATORS, Problem
+from ficco.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.timeline import loads
 
@@ -224,6 +225,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--device", "cpu", "--ranks", "0"], "--ranks: required at least 1"),
         (["bench", "--rounds", "0", "--device", "cpu"], "--rounds"),
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
+        (["bench", "--report", "nowhere.csv", "--plot", "nowhere.csv"], "nowhere.csv"),
+        (["bench", "--plot", "x.csv", "--json"], "--json: required without --plot, which measures"),
+        (["bench", "--report", "x.csv", "--link-gb-s", "1"], "--link-gb-s: required without --rep"),
+        (["characterize", "--plot", "x.csv", "--rounds", "3"], "--rounds: required without --plot"),
         (["bench", "--replay", "4", "--device", "cpu"], "--replay: required a GPU"),
         (["bench", "--replay", "1", "--device", "cuda"], "at least 2 ranks, got 0 of 1"),
         (["bench", "--replay", "4", "--rank", "4", "--device", "cuda"], "got 4 of 4"),
@@ -270,10 +275,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_other_commands_refuse_bad_input_too(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert (
-        cli.run([*arguments, "--out", str(tmp_path)] if arguments[:1] == ["bench"] else arguments)
-        == 2
-    )
+    draws = {"--plot", "--report"} & set(arguments)  # and writes next to the CSV
+    folder = ["--out", str(tmp_path)] if arguments[:1] == ["bench"] and not draws else []
+    assert cli.run([*arguments, *folder]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -300,6 +304,16 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
             patch.setattr(f"ficco.cli.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2
         assert f"{said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "simulate"])
+def test_the_help_lists_every_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
+    _, _, text = capsys.readouterr().out.partition("  --dtype NAME ")
+    listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
+    for name in ("bfloat16", *SCALED, *CAST_KINDS):
+        assert name in listed, name
+        assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def test_an_invalid_argument_can_be_pickled() -> None:
