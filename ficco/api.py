@@ -19,12 +19,14 @@ from ficco.families import family_of, problem_of, size_of
 from ficco.heuristics import Decision, where
 from ficco.machine import Machine
 from ficco.ops.operands import process_group
+from ficco.ops.refusals import tells_refusals
 from ficco.problem import MOST
 from ficco.schedules import Schedule
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces
 
 
+@tells_refusals
 def empty(
     shape: Sequence[int],
     *,
@@ -49,17 +51,18 @@ def empty(
         RankMismatch: the ranks ask for different shapes or dtypes, or another rank could not
             allocate.
     """
+    group = process_group(group)
+    if device is None:
+        device = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
+    # First of all: in the workspace the peers are told of a refusal.
+    workspace = workspace_of(group, _device(device), "empty")
+    workspace.raise_error()
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
     if math.prod(map(int, shape)) > MOST:
         raise ValueError(f"shape: required at most {MOST} elements, got {shape!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
-    group = process_group(group)
-    if device is None:
-        device = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
-    workspace = workspace_of(group, _device(device), "empty")
-    workspace.raise_error()
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 
 

@@ -7,11 +7,14 @@ All other calls are compared while they wait for their peers in any case, or by 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from torch.distributed import ProcessGroup
 from ficco.courier import BoardCourier
 from ficco.dma.host import HostMemory, dead, first_call
 from ficco.dma.hosts import Hosts
+from ficco.dma.patience import Patience
 from ficco.errors import (
     MEETING,
     UNSCHEDULED,
@@ -27,6 +31,7 @@ from ficco.errors import (
     PeerFailed,
     RankMismatch,
     SignalTimeout,
+    reason_of,
 )
 from ficco.problem import digest
 
@@ -44,6 +49,9 @@ _NUMBERS = 1 << (64 - _DIGEST_BITS)
 #: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
 _REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
+
+#: Characters of a step that peers learn of; the step can quote the error of a library.
+LONGEST_STEP = 400
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
@@ -65,6 +73,16 @@ LATE_S = 0.7
 # guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
 # that has not arrived shows as unknown. What a call tells are numbers that are each written like an
 # entry, in a ring of their own, and a reader waits until all have the number of the call.
+
+
+def published(error: BaseException) -> tuple[str, str]:
+    """The text that tells the peers of an error that ended a call, and how that call failed.
+
+    The text of a ``SignalTimeout`` holds its facts: what peers raise has the same."""
+    if isinstance(error, SignalTimeout):
+        facts = error.facts | {"step": error.step[:LONGEST_STEP]}
+        return json.dumps(facts, ensure_ascii=False), LATE
+    return reason_of(error).splitlines()[0], FAILED
 
 
 class Board:
@@ -253,7 +271,23 @@ class Board:
         """Wait until something of a call is there of every other rank."""
         if self._closed:
             return
-        begin = time.monotonic()
+
+        def waits(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
+            peer = (ended or absent)[0]
+            return SignalTimeout(
+                operator=operator,
+                rank=self.rank,
+                peer=peer,
+                step=step,
+                schedule=schedule,
+                seconds=seconds,
+                wanted=number,
+                found=self._latest(peer, number),
+                ended=bool(ended),
+                host=self._hosts.named(peer),
+            )
+
+        patience = Patience()
         absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
         if self._courier is not None:
@@ -269,22 +303,9 @@ class Board:
                 self._courier.waiting()
             if error := self.mismatch(number):
                 raise error
-            seconds = time.monotonic() - begin
             ended = [rank for rank in absent if self.ended(rank) and not there(rank)]
-            if ended or seconds > timeout_s:
-                absent = ended or absent
-                raise SignalTimeout(
-                    operator=operator,
-                    rank=self.rank,
-                    peer=absent[0],
-                    step=step,
-                    schedule=schedule,
-                    seconds=seconds,
-                    wanted=number,
-                    found=self._latest(absent[0], number),
-                    ended=bool(ended),
-                    host=self._hosts.named(absent[0]),
-                )
+            if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
+                raise late
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """The first mismatch or failure among this rank's calls on the board up to a number; None
@@ -362,16 +383,25 @@ class Board:
         if failed:
             now = time.monotonic()
             if _FAILED in failed.values() or now - self._late.setdefault(number, now) >= LATE_S:
-                return PeerFailed({rank: self._why(rank, value) for rank, value in failed.items()})
+                return self._failed(failed)
             return None
         deadline = time.monotonic() + GRACE_S
         while len(posted := entries()) < len(self._ranks) and time.monotonic() < deadline:
             time.sleep(SLEEP_S)
         return RankMismatch({rank: self._text(rank, value) for rank, value in posted.items()})
 
-    def _why(self, rank: int, digest: int) -> str:
-        host, text = self._hosts.named(rank), self._text(rank, digest)
-        return f"{text} (host {host})" if host else text
+    def _failed(self, entries: dict[int, int]) -> PeerFailed:
+        """The error of a call that failed on other ranks; ``entries`` are theirs."""
+        reasons, timeouts = {}, {}
+        for rank, entry in entries.items():
+            reasons[rank] = self._text(rank, entry)
+            if entry == _LATE:
+                with contextlib.suppress(ValueError):  # a text that has not arrived
+                    timeouts[rank] = SignalTimeout(**json.loads(reasons[rank]))
+                    reasons[rank] = reason_of(timeouts[rank])
+            if host := self._hosts.named(rank):
+                reasons[rank] += f" (host {host})"
+        return PeerFailed(reasons, timeouts)
 
     def _text(self, rank: int, digest: int) -> str:
         texts = self._texts[rank]

@@ -27,6 +27,7 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.dma.choose import ENGINES, engine_name, make_engine
 from ficco.dma.engine import fingerprint
+from ficco.dma.patience import limit_of
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
 from ficco.options import current
@@ -174,7 +175,9 @@ def capabilities(name: str) -> dict[str, Any]:
     else:
         device = torch.device("cuda", gpu.current_device())
     with _own_group(device):
-        engine = make_engine(name, dist.group.WORLD, device, current().signals, current().timeout_s)
+        options, group = current(), dist.group.WORLD
+        limit = options.timeout_s or limit_of(group, device)
+        engine = make_engine(name, group, device, options.signals, limit)
         try:
             return asdict(engine.capabilities())
         finally:

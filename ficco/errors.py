@@ -10,6 +10,17 @@ what is required, what was given and what to do; an ``InvalidArgument`` also has
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
+
+If a rank is lost, all other ranks of its group wait for it. The rank whose limit passes first
+raises ``SignalTimeout`` and tells the others, which raise ``PeerFailed`` unless their own limit
+passes before they read that. Which survivor raises which of both errors depends on the pace of the
+machine. Both have all facts: who waited for whom, at which step, under which schedule, for how
+long, and whether the process that was waited for has ended. ``PeerFailed.timeouts`` holds the
+``SignalTimeout`` of each rank that gave up waiting::
+
+    except (ficco.SignalTimeout, ficco.PeerFailed) as error:
+        for timeout in error.timeouts.values():
+            print(timeout.rank, timeout.peer, timeout.step, timeout.schedule, timeout.ended)
 """
 
 from __future__ import annotations
@@ -70,27 +81,17 @@ class RankMismatch(FiccoError):
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
-            f"in the same order; unequal shards need rows=. {REVIVE}"
+            f"in the same order{_unequal(ranks)}. {REVIVE}"
         )
 
 
-class PeerFailed(FiccoError):
-    """A call of another rank ended with an error, so that this rank's cannot be finished.
-
-    Attributes:
-        reasons: class and first line of that error, by rank.
-    """
-
-    def __init__(self, reasons: Mapping[int, str]) -> None:
-        self.reasons = dict(sorted(reasons.items()))
-        failed = "; ".join(
-            f"rank {rank} failed: {why.rstrip('.')}" for rank, why in self.reasons.items()
-        )
-        ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
-        super().__init__(
-            f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
-            f"for the whole error and fix that. {REVIVE}."
-        )
+def _unequal(calls: Iterable[str]) -> str:
+    """What ranks do whose parts are not equal, by the calls that they asked for."""
+    names = " ".join(call.partition("(")[0] for call in calls)
+    if "attention" in names:
+        return "; attention takes equal parts of a sequence: pad the sequence"
+    exchanges = "all_gather", "all_to_all", "reduce_scatter"
+    return "; unequal shards need rows=" if any(name in names for name in exchanges) else ""
 
 
 #: In place of a schedule: the ranks meet before there is one; they do what has none.
@@ -132,21 +133,70 @@ class SignalTimeout(FiccoError):
         self.operator, self.schedule = operator, schedule
         self.rank, self.peer, self.step = rank, peer, step
         self.seconds, self.wanted, self.found, self.ended = seconds, wanted, found, ended
-        who = "a peer" if peer is None else f"rank {peer}"
-        if host:
-            who = f"{who} on host {host}"
-        word = "" if wanted is None else f"; signal word: wanted {wanted}, found {found}"
-        why = (
-            f"The process of {who} has ended; see its output"
-            if ended
-            else f"{who} died, is stuck or did not make this call. If it is only slow, raise "
-            "ficco.options(timeout_s=...)"
+        super().__init__(f"{self.story}. {REVIVE}.")
+
+    @property
+    def _who(self) -> str:
+        who = "a peer" if self.peer is None else f"rank {self.peer}"
+        return f"{who} on host {self.host}" if self.host else who
+
+    @property
+    def wait(self) -> str:
+        """Who waited for whom, at which step, under which schedule and for how long, in words."""
+        at = f"at step {self.step!r} of schedule {self.schedule!r}"
+        if self.schedule in (MEETING, UNSCHEDULED):
+            at = f"to {self.step}" if self.schedule == MEETING else f"at step {self.step!r}"
+        word = ""
+        if self.wanted is not None:
+            word = f"; signal word: wanted {self.wanted}, found {self.found}"
+        return (
+            f"{self.operator}: rank {self.rank} waited {self.seconds:.1f} s for {self._who} "
+            f"{at}{word}"
         )
-        at = f"at step {step!r} of schedule {schedule!r}"
-        if schedule in (MEETING, UNSCHEDULED):
-            at = f"to {step}" if schedule == MEETING else f"at step {step!r}"
+
+    @property
+    def story(self) -> str:
+        """:attr:`wait`, and whether the process that was waited for has ended, in words."""
+        if self.ended:
+            return f"{self.wait}. The process of {self._who} has ended; see its output"
+        return (
+            f"{self.wait}. {self._who} died, is stuck or did not make this call. If it is only "
+            "slow, raise ficco.options(timeout_s=...)"
+        )
+
+    @property
+    def timeouts(self) -> dict[int, SignalTimeout]:
+        """This error by its rank, as :attr:`PeerFailed.timeouts`."""
+        return {self.rank: self}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The arguments that make an equal error on another rank."""
+        names = "operator", "rank", "seconds", "peer", "step", "schedule", "wanted", "found"
+        return {name: getattr(self, name) for name in (*names, "ended", "host")}
+
+
+class PeerFailed(FiccoError):
+    """A call of another rank ended with an error, so that this rank's cannot be finished.
+
+    Attributes:
+        reasons: class and first line of that error, by rank.
+        timeouts: the ``SignalTimeout`` of each rank that gave up waiting for a peer, by rank; all
+            facts of that wait are attributes of the error.
+    """
+
+    def __init__(
+        self, reasons: Mapping[int, str], timeouts: Mapping[int, SignalTimeout] | None = None
+    ) -> None:
+        self.timeouts = dict(sorted((timeouts or {}).items()))
+        self.reasons = dict(sorted(reasons.items()))
+        failed = "; ".join(
+            f"rank {rank} failed: {why.rstrip('.')}" for rank, why in self.reasons.items()
+        )
+        ranks = " and ".join(f"rank {rank}" for rank in self.reasons)
         super().__init__(
-            f"{operator}: rank {rank} waited {seconds:.1f} s for {who} {at}{word}. {why}. {REVIVE}."
+            f"a call of this group cannot be finished, since {failed}. See the output of {ranks} "
+            f"for the whole error and fix that. {REVIVE}."
         )
 
 
@@ -176,6 +226,12 @@ class ConfigError(FiccoError):
     def __init__(self, source: str, key: str, expected: str) -> None:
         self.source, self.key, self.expected = source, key, expected
         super().__init__(f"{source}: {key}: {expected}")
+
+
+def reason_of(error: BaseException) -> str:
+    """Class and text of an error, as peers read it."""
+    text = error.story if isinstance(error, SignalTimeout) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def carry_out(steps: Iterable[Callable[[], object]]) -> None:

@@ -22,8 +22,11 @@ class Options:
     """Settings of a call that are not arguments of the operator.
 
     Attributes:
-        timeout_s: seconds that a call may wait for its peers. 60 by default, because the first
-            use of a library can be slow.
+        timeout_s: seconds that a call may wait for its peers. None: as long as the collectives of
+            its group, by the ``timeout`` with which the group was made (PyTorch's default is 600
+            with NCCL and 1800 with gloo); 600 where PyTorch does not say. A wait of 60 s is logged
+            as a warning with rank, peer and step (logger ``ficco``), and again after twice as
+            long each time.
         on_timeout: on a GPU, ``"abort"`` prints the error and ends the process, as the vendor's
             collectives do; ``"raise"`` frees the streams and raises at the next ficco call or
             :func:`ficco.synchronize`. On the CPU engine the call itself raises.
@@ -58,7 +61,7 @@ class Options:
             same on all ranks.
     """
 
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
     on_timeout: str = "abort"
     engine: str | None = None
     workspace_bytes: int | None = None
@@ -73,11 +76,12 @@ class Options:
 
     def __post_init__(self) -> None:
         timeout_s, cap = self.timeout_s, self.workspace_bytes
-        number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
         whole = isinstance(cap, int) and not isinstance(cap, bool)
-        self._require(number and timeout_s > 0, "a number above 0", "timeout_s")
-        # Options that are equal must have equal texts: 5 and 5.0 would not.
-        object.__setattr__(self, "timeout_s", float(timeout_s))
+        if timeout_s is not None:
+            number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+            self._require(number and timeout_s > 0, "a number above 0, or None", "timeout_s")
+            # Options that are equal must have equal texts: 5 and 5.0 would not.
+            object.__setattr__(self, "timeout_s", float(timeout_s))
         for name, values in (
             ("on_timeout", ("abort", "raise")),
             ("signals", ("auto", "write", "copy")),
@@ -104,7 +108,7 @@ class Changes(TypedDict, total=False):
     """The options that a call of :func:`options` may name, for type checkers; see
     :class:`Options`."""
 
-    timeout_s: float
+    timeout_s: float | None
     on_timeout: Literal["abort", "raise"]
     engine: str | None
     workspace_bytes: int | None

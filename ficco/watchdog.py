@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from typing import Protocol
 
 from ficco.board import Board
 from ficco.dma.engine import Engine, Missing, Program, Slot, timed_out
+from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 
 #: Seconds between two looks.
@@ -52,11 +54,11 @@ class Watchdog:
 
     def __init__(self, workspace: Watched) -> None:
         self._workspace = workspace
-        self._since: dict[int, float] = {}  # slot -> when its running call was first seen
+        self._waits: dict[int, Patience] = {}  # slot -> since its running call was first seen
         # Rank -> when its process was first seen to have ended, or its connection to have broken.
         self._ended: dict[int, float] = {}
         self._stop = threading.Event()
-        self.timeout_s = 60.0
+        self.timeout_s = DEFAULT_S
         self.on_timeout = "abort"
         self._thread = threading.Thread(target=self._run, name="ficco watchdog", daemon=True)
         self._thread.start()
@@ -112,19 +114,19 @@ class Watchdog:
         for rank in set(range(workspace.board.world)) - self._ended.keys():
             if workspace.board.ended(rank) or rank in workspace.engine.lost:
                 self._ended[rank] = now
-        self._since = {key: since for key, since in self._since.items() if key in there}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in there}
         for slot in slots:
             running, ended = workspace.engine.pulse(slot)
             if not running:
-                self._since.pop(id(slot), None)
+                self._waits.pop(id(slot), None)
                 continue
-            since = self._since.setdefault(id(slot), now)
-            if ended:
-                self._since[id(slot)] = now
-            elif now - since > self.timeout_s and stuck is None:
-                stuck = self._timeout(slot, running, now - since)
-            elif self._ended and now - max(since, *self._ended.values()) > ENDED_S:
-                stuck = stuck or self._orphaned(slot, running, now - since)
+            if ended or id(slot) not in self._waits:
+                self._waits[id(slot)] = Patience()
+                continue
+            wait = self._waits[id(slot)]
+            stuck = stuck or wait.ends(self.timeout_s, partial(self._timeout, slot, running))
+            if self._ended and now - max(wait.begin, *self._ended.values()) > ENDED_S:
+                stuck = stuck or self._orphaned(slot, running, wait.seconds)
         # A mismatch comes first: mismatched calls can end, with wrong results, before a timeout.
         # An error of this workspace, too: a call that broke off may have left others waiting.
         return workspace.error or workspace.board.mismatch(workspace.calls) or stuck

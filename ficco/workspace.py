@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.board import FAILED, LATE, REFUSED, Board
+from ficco.board import REFUSED, Board, published
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine, Program, Slot, Symmetric
+from ficco.dma.host import backend_of
 from ficco.dma.hosts import hosts_of
+from ficco.dma.patience import limit_of
 from ficco.errors import (
     REVIVE,
     UNSCHEDULED,
@@ -28,8 +31,8 @@ from ficco.errors import (
     FiccoError,
     PeerFailed,
     RankMismatch,
-    SignalTimeout,
     carry_out,
+    reason_of,
 )
 from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
@@ -126,10 +129,18 @@ def _opened(
     """A board and an engine. Collective.
 
     Raises:
+        ValueError: the group has PyTorch's fake backend.
         PeerFailed: a rank of another host has none.
         RankMismatch: engines of ranks on other hosts are of another kind.
     """
-    name, seconds = engine_name(device, options.engine), options.timeout_s
+    if backend_of(group) == "fake":
+        raise ValueError(
+            f"{operator}: required a group of ranks that exist, such as of gloo or NCCL, got "
+            "PyTorch's fake backend, whose peers send nothing; trace with fake tensors "
+            "(FakeTensorMode), or use PyTorch's collectives"
+        )
+    name = engine_name(device, options.engine)
+    seconds = options.timeout_s or limit_of(group, device)
     hosts = hosts_of(group, seconds, operator)
     board, engine = Board(group, seconds, operator, hosts), None
     try:
@@ -138,7 +149,8 @@ def _opened(
         engine.connect()
     except BaseException as error:
         if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
-            board.post(0, board.describe(_why(error).splitlines()[0], same_as=FAILED))
+            text, how = published(error)
+            board.post(0, board.describe(text, same_as=how))
         if engine is not None:
             with contextlib.suppress(BackendError):  # the first error tells more
                 engine.close()
@@ -153,13 +165,16 @@ class Workspace:
     Attributes:
         engine, board: run the calls, and compare them with those of the other ranks.
         calls: number of the latest call, the same on every rank.
+        limit_s: seconds that a call waits for a peer unless the options say otherwise.
         programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
         error: why the group can no longer be used; None if it can.
         block_open: the latest call is a block of the caller's that is not over
             (:func:`ficco.arriving`).
+        thread: the thread that is inside a call; 0 if none is.
     """
 
     block_open = False
+    thread = 0
 
     def __init__(
         self,
@@ -170,7 +185,7 @@ class Workspace:
         given: tuple[Board, Engine] | None = None,
     ) -> None:
         """``given``: a board and an engine to use instead of making them with the group."""
-        self.group = group
+        self.group, self.limit_s = group, limit_of(group, device)
         self.board, self.engine = given or _opened(group, device, options, operator)
         self.name = self.engine.name
         self.calls = 0
@@ -200,12 +215,14 @@ class Workspace:
         with different errors. If the error comes from a part of a call, that part has already told
         the peers.
         """
+        self.thread = 0
+        note_told(error)
         if self.board.refused(self.calls):
             return
         if self.board.posted(self.calls):
             self.fail(error)
         else:
-            self._tell(_why(error), REFUSED)
+            self._tell(reason_of(error), REFUSED)
 
     def fail(self, error: BaseException) -> None:
         """Remember why the group can no longer be used (its signal words no longer say which rank
@@ -215,14 +232,12 @@ class Workspace:
         overwritten the watchdog's entry about another call.
         """
         if self.error is None:
-            why = _why(error)
             if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
-                late = isinstance(error, SignalTimeout)
-                self._told = why.splitlines()[0], LATE if late else FAILED
+                self._told = published(error)
             if not isinstance(error, FiccoError):
                 error = FiccoError(
-                    f"a call of this group was broken off by {why}. Its ranks are no longer in "
-                    f"step. {REVIVE}"
+                    f"a call of this group was broken off by {reason_of(error)}. Its ranks are no "
+                    f"longer in step. {REVIVE}"
                 )
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
         if self._told is not None:
@@ -237,6 +252,16 @@ class Workspace:
             raise FiccoError("the workspace of this group is closed; make a new group")
         if self.error is not None:
             raise _repeated(self.error)
+
+    @property
+    def occupied(self) -> bool:
+        """Whether another thread is inside a call, or a block of :func:`ficco.arriving` is open."""
+        return self.block_open or self.thread not in (0, get_ident())
+
+    def refuse_thread(self, operator: str) -> None:
+        """``FiccoError`` if another thread is inside a call of this group."""
+        if self.thread and self.thread != get_ident():
+            raise FiccoError(_THREADS.format(operator))
 
     def refuse_within_block(self, what: str) -> None:
         """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
@@ -331,8 +356,8 @@ class Workspace:
         second tells whether they got the memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        engine, board, seconds = self.engine, self.board, current().timeout_s
-        engine.timeout_s, engine.operator = seconds, "empty"
+        engine, board, seconds = self.engine, self.board, current().timeout_s or self.limit_s
+        engine.timeout_s, engine.operator, self.thread = seconds, "empty", get_ident()
         asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
         try:
             self.calls += 1
@@ -345,12 +370,14 @@ class Workspace:
             self.end(error)
             raise
         except BaseException as error:  # such as out of memory: breaks nothing if all ranks fail
-            self._tell(_why(error), REFUSED)
+            self._tell(reason_of(error), REFUSED)
             board.await_same(self.calls)
+            self.end(error)
             raise
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
         start = memory.tensor.data_ptr()
         self._empty[start] = memory
+        self.thread = 0
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
@@ -411,10 +438,22 @@ def _repeated(error: FiccoError) -> FiccoError:
     return again
 
 
-def _why(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def note_told(error: BaseException) -> None:
+    """Note in an error that the peers know of it: whoever catches it tells them nothing more."""
+    error._told_peers = True  # type: ignore[attr-defined]
 
+
+def is_told(error: BaseException) -> bool:
+    """Whether the peers know of an error."""
+    return getattr(error, "_told_peers", False)
+
+
+#: What a thread is told that calls while another one is inside a call of the group.
+_THREADS = (
+    "{}: required one thread at a time in a group, got a call while another thread is inside one; "
+    "let the threads take turns in an order that is the same on all ranks, or give each thread a "
+    "group of its own"
+)
 
 _Key = tuple[ProcessGroup, torch.device, str | None]
 _workspaces: dict[_Key, Workspace] = {}
@@ -438,15 +477,20 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
                 "engine and place among the ranks stay with its parent; start processes with spawn "
                 "or forkserver, or make the first call in the child"
             )
+        if key in _begun:
+            raise FiccoError(_THREADS.format(operator))
         _begun.add(key)
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
-        except FiccoError as error:
-            _failed[key] = copy.copy(error)  # the next call does not wait for the same peers again
+        except BaseException as error:
+            note_told(error)  # by the board, if there is one
+            if isinstance(error, FiccoError):  # the next call does not wait for the same peers
+                _failed[key] = copy.copy(error)
             raise
         finally:
             _begun.discard(key)
     workspace.refuse_within_block(operator)
+    workspace.refuse_thread(operator)
     return workspace
 
 

@@ -456,3 +456,30 @@ def caught(fn: Callable[[], Any]) -> Any:
         return fn()
     except Exception as error:
         return failure(error)
+
+
+def gave_up(outcome: Any) -> list[dict[str, Any]]:
+    """The facts of the waits for a lost rank, of what a survivor got: its own ``SignalTimeout``, or
+    the ``PeerFailed`` that tells of those of other ranks. Which of both it gets depends on the pace
+    of the machine."""
+    assert isinstance(outcome, Failure), outcome
+    assert outcome.type in ("SignalTimeout", "PeerFailed"), outcome
+    if outcome.type == "SignalTimeout":
+        facts = [outcome.fields]
+    else:
+        timeouts = outcome.fields["timeouts"]
+        facts = [timeout.facts for timeout in timeouts.values()]
+        assert [one["rank"] for one in facts] == list(timeouts) == list(outcome.fields["reasons"])
+        assert facts, outcome
+    for one in facts:
+        peer = "a peer" if one["peer"] is None else f"rank {one['peer']}"
+        ended = "has ended" if one["ended"] else "timeout_s"
+        waited = f"{one['operator']}: rank {one['rank']} waited {one['seconds']:.1f} s for {peer}"
+        words = [waited, ended]
+        assert one["step"] in outcome.text or repr(one["step"]) in outcome.text, outcome.text
+        if one["schedule"] not in ("none", "none yet"):
+            words.append(f"of schedule '{one['schedule']}'")
+        for word in words:
+            assert word in outcome.text, (word, outcome.text)
+    assert outcome.text.count("ficco.close(group)") == 1, outcome.text
+    return facts

@@ -944,6 +944,57 @@ def test_layers_behind_it() -> None:
     run(2, _layers_behind)
 
 
+def _weights_behind(at: Rank) -> list[Failure]:
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(1, 4, 16)
+    with ficco.behind_sdpa(placement="ranks"):
+        failures = [
+            caught(lambda: layer(x, x, x)),
+            caught(lambda: layer.eval()(x, x, x, need_weights=True)),
+        ]
+    out, weights = layer(x, x, x)
+    assert weights.shape == (1, 4, 4)
+    return failures
+
+
+def test_weights_of_a_layer_behind_it_are_refused() -> None:
+    for failures in run(2, _weights_behind):
+        for failure in failures:
+            assert failure.type == "ValueError", failure
+            assert "pass need_weights=False" in failure.text, failure
+
+
+def _recomputed_behind(at: Rank, reentrant: bool) -> None:
+    """The backward, and with it the recomputation, comes after the block."""
+    from torch.nn.functional import scaled_dot_product_attention as stock
+    from torch.utils import checkpoint
+
+    case = AttentionCase(8, 4, 4, causal=True, placement="ranks")
+    wholes = [one.requires_grad_() for one in case.whole(at.world, 3, at.device)]
+    grad = torch.randn(wholes[0].shape, generator=torch.Generator().manual_seed(5))
+    wanted = torch.autograd.grad(stock(*wholes, is_causal=True), wholes, grad)
+    mine = case.positions(at.rank, at.world)
+    leaves = [one.detach()[:, :, mine].clone().requires_grad_() for one in wholes]
+    functions = checkpoint.CheckpointFunction.forward, checkpoint.checkpoint
+
+    def attend(*operands: torch.Tensor) -> torch.Tensor:
+        call = torch.nn.functional.scaled_dot_product_attention
+        return call(*operands, is_causal=True)
+
+    with ficco.behind_sdpa(placement="ranks"):
+        out = checkpoint.checkpoint(attend, *leaves, use_reentrant=reentrant)
+    assert torch.nn.functional.scaled_dot_product_attention is stock
+    out.backward(grad[:, :, mine])
+    for leaf, want in zip(leaves, wanted, strict=True):
+        assert (leaf.grad - want[:, :, mine]).abs().max() < 1e-5
+    assert (checkpoint.CheckpointFunction.forward, checkpoint.checkpoint) == functions
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_behind_it_is_recomputed_behind_it(reentrant: bool) -> None:
+    run(2, _recomputed_behind, reentrant)
+
+
 # Errors.
 
 

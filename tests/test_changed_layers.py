@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, run, since
 from test_nn import HIDDEN, SEQUENCE, WIDE, integers, linear, mesh_of, part, plain, same
 from torch import nn
 from torch.nn.utils import parametrize, prune
@@ -322,7 +322,12 @@ def _sharded_by_fsdp(at: Rank) -> tuple[Failure, Failure]:
     mesh = init_device_mesh(at.device.type, (at.world, 1), mesh_dim_names=("dp", "tp"))
     layers = (ColumnParallelLinear(HIDDEN, WIDE, group=mesh["tp"]) for _ in range(2))
     model = nn.Sequential(*layers)
+    each = copy.deepcopy(model)
+    for layer in each:
+        fully_shard(layer, mesh=mesh["dp"])
     wants = [layer(torch.ones(4, HIDDEN)) for layer in model]
+    for out, want in zip(gather_once(torch.ones(4, HIDDEN), *each), wants, strict=True):
+        same(out, want, "of layers that are sharded one by one")
     fully_shard(model, mesh=mesh["dp"])
     model.forward = lambda x: gather_once(x, *model)  # type: ignore[method-assign]
     for out, want in zip(model(torch.ones(4, HIDDEN)), wants, strict=True):
@@ -332,6 +337,7 @@ def _sharded_by_fsdp(at: Rank) -> tuple[Failure, Failure]:
     return caught(lambda: gather_once(x, *model)), caught(lambda: model[0](x))
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 def test_a_weight_that_fsdp_has_sharded_is_refused() -> None:
     for failures in run(2, _sharded_by_fsdp):
         for failure in failures:
@@ -402,6 +408,7 @@ def _last(x: torch.Tensor, layers: Any) -> torch.Tensor:
     return gather_once(x, *layers)[-1]
 
 
+@since("2.8", "has no FSDP2 on CPUs")
 @pytest.mark.parametrize("shape", [(3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)], ids=str)
 def test_outputs_are_no_views(shape: tuple[int, ...]) -> None:
     assert run(2, _changed_in_place, shape) == [12] * 2

@@ -7,6 +7,7 @@ All ranks make the same mistake here, and the group must be as good as new after
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import re
 import sys
@@ -26,6 +27,8 @@ from ranks import Failure, Rank, caught, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
+from ficco.board import LATE, TEXT_BYTES, published
+from ficco.errors import reason_of
 from ficco.options import Changes, Options, from_text, saves_gathered, to_text
 
 #: Rows of a shard, k and n of the calls here.
@@ -387,9 +390,9 @@ def test_group_that_this_rank_is_not_in() -> None:
         assert word in found.text
 
 
-def _destroyed(at: Rank, used: bool) -> Any:
+def _destroyed(at: Rank, used: bool, engine: str | None) -> Any:
     group = dist.new_group([0, 1])
-    with ficco.options(engine="cpu"):  # by itself it asks for the group's backend, which raises
+    with ficco.options(engine=engine):
         if used:  # takes one of two slots
             ficco.all_gather_matmul(_a(), _b(), group=group)
         dist.destroy_process_group(group)
@@ -398,9 +401,10 @@ def _destroyed(at: Rank, used: bool) -> Any:
     return found
 
 
+@pytest.mark.parametrize("engine", [None, "cpu"])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-def test_group_that_was_destroyed(used: bool) -> None:
-    for found in run(2, _destroyed, used):
+def test_group_that_was_destroyed(used: bool, engine: str | None) -> None:
+    for found in run(2, _destroyed, used, engine):
         assert isinstance(found, Failure) and found.type == "ValueError", found
         for word in ("group", "required", "destroyed", "ficco.close"):
             assert word in found.text
@@ -540,11 +544,39 @@ TIMEOUT = {
 }
 
 
+def facts_of(error: ficco.FiccoError) -> dict[str, Any]:
+    """The attributes of an error, with those of the timeouts that it holds."""
+    timeouts = getattr(error, "timeouts", {})
+    return vars(error) | {"timeouts": {rank: one.facts for rank, one in timeouts.items()}}
+
+
+def test_either_error_of_a_survivor_has_all_facts_of_the_wait() -> None:
+    timeout = ficco.SignalTimeout(**TIMEOUT, ended=True, host="h1")
+    assert timeout.facts == {**TIMEOUT, "ended": True, "host": "h1"}
+    assert timeout.timeouts == {1: timeout}
+    text, how = published(timeout)
+    assert how == LATE and ficco.SignalTimeout(**json.loads(text)).facts == timeout.facts
+    failed = ficco.PeerFailed({1: reason_of(timeout)}, {1: timeout})
+    for error in (timeout, failed):
+        (one,) = error.timeouts.values()
+        assert (one.rank, one.peer, one.step, one.schedule) == (1, 2, "2.0>1", "growing")
+        assert (one.seconds, one.ended) == (3.25, True)
+        words = "all_gather_matmul: rank 1 waited 3.2 s for rank 2 on host h1 at step '2.0>1' of"
+        assert words in str(error) and "The process of rank 2 on host h1 has ended" in str(error)
+        assert str(error).count("ficco.close(group)") == 1
+    # A step may quote a library: what is told of it leaves room for the rest.
+    long = ficco.SignalTimeout(**{**TIMEOUT, "step": "\N{SNOWMAN}\n" * 2000})
+    text, _ = published(long)
+    assert len(text.encode()) < TEXT_BYTES - 100
+    assert json.loads(text) | {"step": ""} == long.facts | {"step": ""}
+
+
 def test_exceptions_survive_pickling() -> None:
     """Launchers send exceptions from process to process."""
     for error in (
         ficco.RankMismatch({0: "this", 1: "that"}),
         ficco.PeerFailed({1: "MemoryError: none left"}),
+        ficco.PeerFailed({1: "late"}, {1: ficco.SignalTimeout(**TIMEOUT)}),
         ficco.SignalTimeout(**TIMEOUT),
         ficco.BackendError("memcpy", "EFAULT", "bad address"),
         ficco.ConfigError("machine.yaml", "links", "required a list"),
@@ -552,7 +584,7 @@ def test_exceptions_survive_pickling() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)
         assert str(again) == str(error)
-        assert vars(again) == vars(error)
+        assert facts_of(again) == facts_of(error)
 
 
 def test_exception_tree() -> None:
@@ -569,6 +601,16 @@ def test_exception_tree() -> None:
         assert word in text
     text = str(ficco.RankMismatch({0: "this", 1: "that", 2: "this"}))
     assert "ranks 0, 2: this" in text and "rank 1: that" in text
+    assert "rows=" not in text and "pad" not in text
+    refused = "ValueError: k=7"
+    for call, remedy in (
+        ("all_gather_matmul(m=8, n=3)", "unequal shards need rows="),
+        ("matmul_all_to_all(m=8, n=3)", "unequal shards need rows="),
+        ("all_gather_attention(sequence=8)", "pad the sequence"),
+        ("ulysses_attention(sequence=8)", "pad the sequence"),
+    ):
+        text = str(ficco.RankMismatch({0: call, 1: refused}))
+        assert remedy in text and ("rows=" in text) == ("rows=" in remedy)
     text = str(ficco.PeerFailed({2: "MemoryError: none left.", 1: "KeyboardInterrupt"}))
     assert "since rank 1 failed: KeyboardInterrupt; rank 2 failed: MemoryError: none left. " in text
     assert "output of rank 1 and rank 2" in text and "ficco.close(group)" in text

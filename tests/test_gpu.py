@@ -34,6 +34,7 @@ from ranks import (
     Failure,
     Rank,
     caught,
+    gave_up,
     most_gpu_ranks,
     need_own_gpus,
     on_hopper,
@@ -962,14 +963,16 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str) -> None:
             assert "SignalTimeout" in text and "on_timeout='abort'" in text, text
         else:
             assert isinstance(mine, dict), mine
-            first = mine["first"]
-            assert isinstance(first, Failure) and first.type == "SignalTimeout", first
-            assert first.fields["rank"] == rank
+            for one in gave_up(mine["first"]):
+                assert one["rank"] != victim
             assert mine["waited"] < PATIENCE_S + SLACK_S
             assert_unusable(mine)
-            text = first.text
+            text = mine["first"].text
         operator = "matmul_all_reduce" if schedule == "one-shot" else "all_gather_matmul"
-        for word in (operator, f"rank {rank} waited", "step", schedule):
+        # This rank, or another survivor, of which it has heard first.
+        waited = [f"rank {peer} waited" in text for peer in range(world) if peer != victim]
+        assert any(waited), text
+        for word in (operator, "step", schedule):
             assert word in text, text
         # The dead, or one that waits for it.
         assert "has ended" in text or "timeout_s=" in text, text
@@ -1012,11 +1015,10 @@ def test_rank_that_never_calls(schedule: str) -> None:
     if schedule == "serial:collective":
         need_own_gpus(2)
     found = run(2, _absent, 1, schedule, device="cuda")[0]
-    first = found["first"]
-    assert isinstance(first, Failure) and first.type == "SignalTimeout", first
-    # Whom NCCL waits for it does not say.
-    assert first.fields["peer"] == (None if schedule == "serial:collective" else 1)
-    assert first.fields["rank"] == 0
+    for one in gave_up(found["first"]):
+        # Whom NCCL waits for it does not say.
+        assert one["peer"] == (None if schedule == "serial:collective" else 1)
+        assert one["rank"] == 0
     assert found["waited"] < PATIENCE_S + SLACK_S
     assert_unusable(found)
 

@@ -111,3 +111,32 @@ def test_modes(name: str) -> None:
         ):
             failure = refused[mode]
             assert isinstance(failure, Failure) and text in failure.text, f"{mode}: {failure}"
+
+
+def _overridden(at: Rank) -> tuple[Failure, Failure]:
+    """Calls while ``aten::mm`` is replaced; kinds of calls from before it are refused, too."""
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    wanted = ficco.all_gather_matmul(a, b)
+
+    def doubled(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.einsum("mk,kn->mn", left, right)
+
+    mode = torch.library.Library("aten", "IMPL")
+    mode.impl("mm", doubled, "CPU", allow_override=True)
+    try:
+        layer = ficco.nn.ColumnParallelLinear(8, 4)
+        return (
+            caught(lambda: ficco.all_gather_matmul(a, b)),
+            caught(lambda: layer(a)),
+        )
+    finally:
+        mode._destroy()
+        assert torch.equal(ficco.all_gather_matmul(a, b), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_replaced_products_are_refused() -> None:
+    for failures in run(2, _overridden, fresh=True):
+        for failure in failures:
+            assert failure.type == "NotImplementedError", failure
+            assert "got aten/mm/CPU replaced by torch.library" in failure.text, failure

@@ -49,7 +49,6 @@ from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.arrivals import last_arrival
 from ficco.machine import find
 from ficco.machine.flat import flat
-from ficco.options import current
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.tune import products
@@ -99,7 +98,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
         engine.courier = Courier(engine, machine, PACES)
         alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
-        workspace = adopt(group, CPU, Board(alone, current().timeout_s), engine)
+        workspace = adopt(group, CPU, Board(alone, 20.0), engine)
         try:
             yield group, workspace
         finally:

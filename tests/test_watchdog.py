@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ficco.dma import patience
 from ficco.dma.engine import Missing, Program, Slot
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
@@ -172,6 +173,33 @@ def test_a_stuck_call_is_named_and_released(
     time.sleep(2 * PERIOD_S)
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
+
+
+def test_a_call_that_lasts_is_logged_while_it_is_waited_for(
+    watch: Callable[..., Workspace],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
+    with caplog.at_level("WARNING", "ficco"):
+        workspace = watch(running=7, timeout_s=60)
+        assert soon(lambda: len(caplog.messages) >= 2)
+    assert workspace.error is None and not workspace.engine.times
+    for message in caplog.messages:
+        assert "all_gather_matmul: rank 0 waited" in message and "s for rank 1 at" in message
+        assert "step '1.0 (matmul on compute0)' of schedule 'growing'" in message
+        assert "60 s in all" in message
+    caplog.clear()
+    workspace.engine.ending = True  # calls end all the time
+    assert not soon_logged(caplog)
+
+
+def soon_logged(caplog: pytest.LogCaptureFixture) -> bool:
+    """Whether anything is logged in the next looks of a watchdog."""
+    time.sleep(2 * PERIOD_S)
+    caplog.clear()
+    time.sleep(10 * PERIOD_S)
+    return bool(caplog.messages)
 
 
 @pytest.mark.parametrize(("stopped", "peer", "wanted"), [([2], 2, None), ([2, 1], 1, 1)])

@@ -38,6 +38,7 @@ from ficco.board import Board
 from ficco.dma.buffers import buffers_of
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
+from ficco.dma.patience import limit_of
 from ficco.errors import FiccoError
 from ficco.families import family_of
 from ficco.heuristics.arrivals import last_arrival
@@ -279,13 +280,14 @@ class ReplayWatch(Stopwatch):
     def _begin(self) -> None:
         """Make an engine whose peers are played."""
         options = current()
-        made = (self.group, self.device, options.signals, options.timeout_s)
+        limit = options.timeout_s or limit_of(self.group, self.device)
+        made = (self.group, self.device, options.signals, limit)
         name = engine_name(self.device, options.engine)
         engine: Any = make_engine(name, *made, kind=ReplayEngine)
         engine.courier = Courier(engine, self.machine, self._paces)
         if self._paces is None:
             self._paces = engine.courier.measure()
-        adopt(self.group, self.device, Board(dist.group.WORLD, options.timeout_s), engine)
+        adopt(self.group, self.device, Board(dist.group.WORLD, limit), engine)
 
 
 class ReplayVerifier(Verifier):

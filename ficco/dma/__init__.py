@@ -13,6 +13,7 @@ cpu_network              what it sends to other hosts and receives from them
 gloo                     messages between hosts by a gloo group of ficco's own
 host                     host memory that ranks share, and semaphores in it
 hosts                    which ranks of a group share a host
+patience                 how long a rank waits for its peers, and the warnings meanwhile
 gpu                      the GPU engine
 gpu_network              what it sends to other hosts and receives: by NCCL, or gloo and the host
 driver                   what it needs of a vendor

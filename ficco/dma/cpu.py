@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,6 +44,7 @@ from ficco.dma.heads import apply_op
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
+from ficco.errors import SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
 from ficco.scaling import CAST
 
@@ -145,8 +146,9 @@ class CpuEngine(Engine):
                 self._mark(program, state, lane, 1)
             # What a peer posts it posts before it ends.
             ended = dead(state.pids[signal.poster]) and not semaphores().value(word)
-            if ended or time.monotonic() - begin > state.timeout_s:
-                self._expire(program, state)
+            limit, seconds = 0 if ended else state.timeout_s, time.monotonic() - begin
+            if late := state.patience.ends(limit, partial(self._late, program, state), seconds):
+                raise late
         if state.blocked.pop(lane, None):
             self._mark(program, state, lane, 0)
 
@@ -181,8 +183,9 @@ class CpuEngine(Engine):
     def _mark(self, program: Program, state: CallState, lane: str, value: int) -> None:
         state.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
 
-    def _expire(self, program: Program, state: CallState) -> NoReturn:
-        """Raise for the wait whose peer most likely is the cause: dead, or not waiting itself."""
+    def _late(self, program: Program, state: CallState, _: float) -> SignalTimeout:
+        """The error of the wait whose peer most likely is the cause: dead, or not waiting
+        itself."""
 
         def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
             peer = wait[1].poster
@@ -192,7 +195,7 @@ class CpuEngine(Engine):
         missing = Missing(step, signal.poster, 1, semaphores().value(word))
         ended = dead(state.pids[signal.poster])
         host = self.hosts.named(signal.poster)
-        raise timed_out(program.plan, missing, time.monotonic() - begin, ended, host)
+        return timed_out(program.plan, missing, time.monotonic() - begin, ended, host)
 
     # Copies.
 

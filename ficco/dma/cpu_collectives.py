@@ -22,7 +22,8 @@ from ficco.dma.collectives import LONGEST_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, CpuMemory
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
 from ficco.dma.host import dead
-from ficco.errors import BackendError
+from ficco.dma.patience import Patience
+from ficco.errors import BackendError, SignalTimeout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -72,7 +73,13 @@ def collect(
 ) -> None:
     """Run a collective, or raise an error that names the missing rank."""
     state: CallState = call.state
-    begin = time.monotonic()
+    patience = Patience()
+
+    def timeout(seconds: float) -> SignalTimeout:
+        peer, ended = missing()
+        host = engine.hosts.named(peer)
+        return timed_out(program.plan, Missing(step, peer), seconds, ended, host)
+
     work: Work | None = None
     try:
         while True:
@@ -95,14 +102,11 @@ def collect(
                     library = str(dist.get_backend(engine.group))
                     text = str(error)
                     raise BackendError(f"collective of {library}", "error", text) from error
-                seconds = time.monotonic() - begin
+                if failed:
+                    raise timeout(patience.seconds) from error
                 late = work is not None and not work.is_completed()
-                if failed or (late and seconds > state.timeout_s):
-                    peer, ended = missing()
-                    host = engine.hosts.named(peer)
-                    raise timed_out(
-                        program.plan, Missing(step, peer), seconds, ended, host
-                    ) from error
+                if late and (gives_up := patience.ends(state.timeout_s, timeout)):
+                    raise gives_up from error
     except BaseException:
         _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
         if work is not None:

@@ -16,6 +16,7 @@ import torch
 
 from ficco.dma.engine import Call, Engine, Op, Slot, Symmetric
 from ficco.dma.host import SEMAPHORE_STRIDE, Meeting
+from ficco.dma.patience import Patience
 from ficco.plan import Signal
 
 #: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
@@ -70,14 +71,14 @@ class CallState:
         moves: Sequence[int] = (),
     ) -> None:
         # What waits need of the slot: a stuck lane may outlive it, and its addresses must stay
-        # mapped. After the words come marks, a byte per lane, see CpuEngine._expire.
+        # mapped. After the words come marks, a byte per lane, see CpuEngine._late.
         self.parts: list[torch.Tensor] = []
         if slot is not None:
             assert isinstance(slot.memory, CpuMemory)
             self.parts, self.pids = slot.memory.parts, slot.memory.pids
             marks = slot.words * SEMAPHORE_STRIDE
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
-        self.timeout_s = timeout_s
+        self.timeout_s, self.patience = timeout_s, Patience()
         self.recorded = {step: threading.Event() for step in recorded}
         #: By network step, that it has sent its part, that it is over, and what it receives.
         self.sent, self.moved = ({step: threading.Event() for step in moves} for _ in range(2))

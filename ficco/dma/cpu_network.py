@@ -19,6 +19,8 @@ from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
 from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
 from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.messages import bytes_of, joined, joint_room, messages, parts_of, take_apart
+from ficco.dma.patience import Patience
+from ficco.errors import SignalTimeout
 
 
 class GlooNetwork:
@@ -89,17 +91,20 @@ class GlooNetwork:
     def _await(
         self, program: Program, step: int, state: CallState, exchange: PeerExchange, waiter: Lane
     ) -> None:
-        begin, engine = time.monotonic(), self._engine
+        patience, engine = Patience(), self._engine
         if not exchange.over.is_set():
             waiter.submit(exchange.run)
-        late = partial(timed_out, program.plan)
+
+        def late(seconds: float, ended: bool = False) -> SignalTimeout:
+            host = engine.hosts.named(exchange.peer)
+            return timed_out(program.plan, Missing(step, exchange.peer), seconds, ended, host)
+
         try:
             while not exchange.over.wait(SLICE_S):
                 state.check()
                 engine.interrupt()
-                if (seconds := time.monotonic() - begin) > state.timeout_s:
-                    host = engine.hosts.named(exchange.peer)
-                    raise late(Missing(step, exchange.peer), seconds, host=host)
+                if error := patience.ends(state.timeout_s, late):
+                    raise error
             if exchange.error is None:
                 return
             lost = time.monotonic()
@@ -107,10 +112,7 @@ class GlooNetwork:
                 state.check()
                 engine.interrupt()
                 time.sleep(SLICE_S)
-            seconds, host = time.monotonic() - begin, engine.hosts.named(exchange.peer)
-            raise late(
-                Missing(step, exchange.peer), seconds, ended=True, host=host
-            ) from exchange.error
+            raise late(patience.seconds, ended=True) from exchange.error
         except BaseException:
             self._links.broken = True
             raise

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ficco.dma import collectives
 from ficco.dma.hosts import Hosts
+from ficco.dma.patience import DEFAULT_S
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
 from ficco.plan import Applied, Attending, Plan, Product, Reduction, Signal, Transfer
@@ -272,7 +273,7 @@ class Engine(ABC):
 
     name: str
     asynchronous: bool = False
-    timeout_s: float = 60.0
+    timeout_s: float = DEFAULT_S
     interrupt: Callable[[], None]
     operator: str = "ficco"
     replays: bool = True

@@ -8,6 +8,7 @@ thread never waits, and steps go in the order in which they are enqueued.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ from ficco.dma.messages import (
     put_together,
     take_apart,
 )
+from ficco.dma.patience import Patience
 from ficco.errors import BackendError, FiccoError, SignalTimeout
 from ficco.plan import Plan
 
@@ -288,23 +290,29 @@ class NcclNetwork(GpuNetwork):
             except RuntimeError as error:
                 failed.append(error)
 
-        begin = time.monotonic()
-        thread = threading.Thread(target=connect, name="ficco connects", daemon=True)
-        thread.start()
-        idle = partial(engine.driver.idle, engine.side.handle)
-        over = drained(lambda: not thread.is_alive(), engine.timeout_s, engine.interrupt)
-        left = begin + engine.timeout_s - time.monotonic()
-        with engine.driver.aside():
-            over = over and not failed and drained(idle, left, engine.interrupt)
-        if not over:
+        def late(seconds: float) -> SignalTimeout:
             why = f": {failed[0]}" if failed else ""
-            raise SignalTimeout(
+            return SignalTimeout(
                 operator=engine.operator,
                 rank=engine.rank,
                 peer=min(peer for _, peer in ways),
                 step=f"connect with the ranks of other hosts{why}",
-                seconds=time.monotonic() - begin,
-            ) from (failed[0] if failed else None)
+                seconds=seconds,
+            )
+
+        def interrupt() -> None:
+            engine.interrupt()
+            if error := patience.ends(engine.timeout_s, late):
+                raise error
+
+        patience = Patience()
+        thread = threading.Thread(target=connect, name="ficco connects", daemon=True)
+        thread.start()
+        drained(lambda: not thread.is_alive(), math.inf, interrupt)
+        if failed:
+            raise late(patience.seconds) from failed[0]
+        with engine.driver.aside():
+            drained(partial(engine.driver.idle, engine.side.handle), math.inf, interrupt)
         self._connected |= ways
 
     def _move(self, parts: Sequence[tuple[bool, int, torch.Tensor]]) -> None:

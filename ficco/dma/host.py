@@ -18,11 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
-from torch.distributed import Store
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store
 
+from ficco.dma.patience import Patience
 from ficco.errors import MEETING, BackendError, RankMismatch, SignalTimeout
 
 #: Bytes from one semaphore to the next: a cache line. A sem_t takes 32 bytes on 64-bit Linux.
@@ -201,20 +203,19 @@ class HostMemory:
         for rank, gate in enumerate(gates):
             if rank != self.rank:
                 semaphores().post(gate)
-        deadline = time.monotonic() + timeout_s
-        absent = []
+        patience, absent = Patience(), []
         for rank, gate in enumerate(self._gates(self.maps[self.rank])):
             arrived = rank == self.rank or semaphores().try_wait(gate)
-            while not arrived and (rest := deadline - time.monotonic()) > 0:
+            while not arrived and not patience.ends(timeout_s, partial(self._timeout, [rank])):
                 self._interrupt()
                 ended = dead(self.pids[rank])
-                arrived = semaphores().wait(gate, min(rest, 0.02))  # in slices, for Ctrl-C
+                arrived = semaphores().wait(gate, 0.02)  # in slices, for Ctrl-C
                 if ended and not arrived:
-                    raise self._timeout([rank], timeout_s - max(rest, 0), ended)
+                    raise self._timeout([rank], patience.seconds, ended)
             if not arrived:
                 absent.append(rank)
         if absent:
-            raise self._timeout(absent, timeout_s)
+            raise self._timeout(absent, patience.seconds)
 
     def close(self) -> None:
         """Drop the maps. Tensors that are views of them keep them mapped.
@@ -331,6 +332,12 @@ def require_shareable(facts: Mapping[int, Mapping[str, Any]]) -> None:
             )
 
 
+_DESTROYED = (
+    "group: required a process group that exists, got one that was destroyed; pass another, and "
+    "call ficco.close(group) before dist.destroy_process_group(group)"
+)
+
+
 def store_of(group: Group) -> Store:
     """The store of a group.
 
@@ -346,10 +353,19 @@ def store_of(group: Group) -> Store:
         )
         return store
     except KeyError:
-        raise ValueError(
-            "group: required a process group that exists, got one that was destroyed; pass "
-            "another, and call ficco.close(group) before dist.destroy_process_group(group)"
-        ) from None
+        raise ValueError(_DESTROYED) from None
+
+
+def backend_of(group: ProcessGroup) -> str:
+    """The name of a group's backend.
+
+    Raises:
+        ValueError: the group was destroyed.
+    """
+    try:
+        return str(dist.get_backend(group))
+    except ValueError:
+        raise ValueError(_DESTROYED) from None
 
 
 def meet(
@@ -370,7 +386,7 @@ def meet(
     Args:
         timeout: the error of ranks that are absent, after so many seconds.
     """
-    me, deadline = group.rank(), time.monotonic() + timeout_s
+    me, patience = group.rank(), Patience()
     hellos: dict[int, dict[str, Any]] = {me: mine}
     absent = [rank for rank in range(group.size()) if rank != me]
     if not absent:
@@ -409,16 +425,15 @@ def meet(
     try:
         while not done.wait(0.02):
             interrupt()
-            if time.monotonic() > deadline:
-                raise timeout(list(absent), timeout_s)
+            if late := patience.ends(timeout_s, partial(timeout, list(absent))):
+                raise late
     finally:
         stop.set()
     for error in errors:
         if not isinstance(error, DistError):
             raise error
         # The rank that hosts the store is gone.
-        seconds = time.monotonic() - (deadline - timeout_s)
-        raise timeout(list(absent) or None, seconds) from error
+        raise timeout(list(absent) or None, patience.seconds) from error
     return [hellos[rank] for rank in range(group.size())]
 
 

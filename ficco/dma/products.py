@@ -49,6 +49,34 @@ _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck"
 _ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generic": "a plain BLAS"}
 
 
+#: Kernels of products by which a program may replace PyTorch's, as ``torch.library`` names them, by
+#: type of device. Not ``bmm``, which PyTorch itself replaces on some GPUs.
+_OVERRIDES = {
+    device: frozenset(f"aten/{name}/{key}" for name in ("mm", "addmm", "matmul", "linear"))
+    for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
+}
+
+
+def refuse_overrides(device: torch.device) -> None:
+    """Refuse calls while ``torch.library`` replaces PyTorch's matrix products on a device.
+
+    Batch-invariant and deterministic modes replace them, such as vLLM's. Engines call the vendor's
+    library and kernels of their own, and replay recorded products, so that a call would leave the
+    mode without a word.
+
+    Raises:
+        NotImplementedError: a replacement is registered.
+    """
+    overrides = _OVERRIDES[device.type]
+    if not overrides.isdisjoint(torch.library._impls):
+        names = sorted(overrides & torch.library._impls)
+        raise NotImplementedError(
+            f"required PyTorch's own matrix products on {device.type}, got {', '.join(names)} "
+            "replaced by torch.library, as batch-invariant modes do; leave the mode, or use "
+            "collectives and products of PyTorch's"
+        )
+
+
 def library(device: torch.device) -> str:
     """The library of matrix products on a device, as PyTorch reports it; initializes no GPU."""
     return _cpu_library() if device.type == "cpu" else _gpu_library()

@@ -8,9 +8,10 @@ that comes out of a pool which one thread can fill.
 
 from __future__ import annotations
 
+import math
 import threading
-import time
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch._C._distributed_c10d import (
 from ficco.dma.driver import drained
 from ficco.dma.engine import Engine
 from ficco.dma.host import HostMemory
+from ficco.dma.patience import Patience
 from ficco.errors import MEETING, SignalTimeout
 
 _lock = threading.Lock()
@@ -72,33 +74,37 @@ class Rendezvous:
         """
         global _count
         engine, self._meeting = self._engine, self._meeting + 1
-        deadline = time.monotonic() + engine.timeout_s
+        patience, limit = Patience(), engine.timeout_s
         me, count = engine.hosts.near.rank(), engine.hosts.near.size()
 
-        def absent(place: int | None) -> SignalTimeout:
+        def absent(place: int | None, seconds: float) -> SignalTimeout:
             return SignalTimeout(
                 operator=engine.operator,
                 rank=engine.rank,
                 peer=None if place is None else engine.hosts.here[place],
                 step=f"share symmetric memory, allocation {self._meeting}",
                 schedule=MEETING,
-                seconds=engine.timeout_s,
+                seconds=seconds,
             )
 
         def wait_for(place: int) -> None:
             def here() -> bool:
                 return int(self._words[place][0]) >> 32 >= self._meeting
 
-            if not drained(here, deadline - time.monotonic(), engine.interrupt):
-                raise absent(place)
+            def interrupt() -> None:
+                engine.interrupt()
+                if late := patience.ends(limit, partial(absent, place)):
+                    raise late
+
+            drained(here, math.inf, interrupt)
 
         # Every rank holds its process's lock meanwhile. They take it in the order of ranks, as
         # all groups do, so that no two groups wait for each other.
         if me:
             wait_for(me - 1)
-        rest = max(0.0, deadline - time.monotonic())
+        rest = max(0.0, limit - patience.seconds)
         if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
-            raise absent(None)
+            raise absent(None, patience.seconds)
         try:
             self._words[me][0] = self._meeting << 32 | _count
             wait_for(count - 1)

@@ -21,7 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ficco.integrations import client
-from ficco.nn import ColwiseParallel, RowParallelLinear, RowwiseParallel
+from ficco.nn import (
+    ColumnParallelLinear,
+    ColwiseParallel,
+    RowParallelLinear,
+    RowwiseParallel,
+)
 from ficco.nn.styles import share_inputs
 from ficco.warn import warn_once
 
@@ -75,6 +80,7 @@ class FiccoModule(stock.TensorParallelLayer):
         self.sequence = sequence
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        _check_heads(module, mesh.size())
         module.register_forward_pre_hook(share_inputs, with_kwargs=True)
         return super().install_forward(module, mesh) if self.sequence else module
 
@@ -82,11 +88,43 @@ class FiccoModule(stock.TensorParallelLayer):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = args[0] if args else kwargs["hidden_states"]
+        if isinstance(x, DTensor):
+            _check_adapters(module)
         style: Any = _SCATTERED if isinstance(x, DTensor) else _REDUCED
         for child in module.children():
             if isinstance(child, RowParallelLinear):
                 child.style = style
         return args, kwargs
+
+
+#: The layers whose results have the heads of keys, by their names in Transformers.
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def _check_heads(module: nn.Module, ranks: int) -> None:
+    """``ValueError`` if a module is an attention whose heads of keys the ranks cannot share."""
+    config = getattr(module, "config", None)
+    heads = getattr(config, "num_key_value_heads", None)
+    if any(hasattr(module, name) for name in _KEYS) and isinstance(heads, int) and heads % ranks:
+        raise ValueError(
+            f"config: required num_key_value_heads that {ranks} ranks can share, got {heads} in "
+            f"{type(module).__name__}; use fewer ranks"
+        )
+
+
+def _check_adapters(module: nn.Module) -> None:
+    """``NotImplementedError`` if something wraps a parallel layer: its own parameters are no
+    DTensors, and would be trained on a part of the sequence on each rank."""
+    parallel = ColumnParallelLinear, RowParallelLinear
+    for name, child in module.named_children():
+        wrapped = any(isinstance(inner, parallel) for inner in child.modules())
+        if wrapped and not isinstance(child, parallel):
+            raise NotImplementedError(
+                f"sequence_parallel: required parallel layers in {type(module).__name__}, got "
+                f"{name} wrapped in a {type(child).__module__}.{type(child).__name__}, such as an "
+                "adapter of peft, whose parameters do not share the sequence; use "
+                "plan(config, sequence_parallel=False)"
+            )
 
 
 class FiccoLayer(stock.TensorParallelLayer):

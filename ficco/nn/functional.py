@@ -42,10 +42,12 @@ from ficco.ops.operate import (
 )
 from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 
 
+@tells_refusals
 def gathered_linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -91,6 +93,7 @@ def gathered_linears(
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
+@tells_refusals
 def scattered_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -129,6 +132,7 @@ def scattered_linear(
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
 
+@tells_refusals
 def reduced_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -144,7 +148,7 @@ def reduced_linear(
     then needs no communication, as in DTensor, in Megatron, and in :func:`ficco.matmul_all_reduce`
     under ``options(all_reduce_gradients="equal")``.
     """
-    refuse_derivatives()
+    refuse_derivatives(vmap=False)
     refuse_sharded(x=x, weight=weight)
     group = process_group(group)
     if recipe is not None:
@@ -155,6 +159,7 @@ def reduced_linear(
     return _biased(_with_batch(y, x), bias)
 
 
+@tells_refusals
 def copied_linears(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
@@ -170,7 +175,7 @@ def copied_linears(
     all weights: it is one :func:`ficco.matmul_all_reduce` of the gradients side by side, for which
     they and the weights are copied if there are several.
     """
-    refuse_derivatives()
+    refuse_derivatives(vmap=False)
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     call = OperatorCall(
         "matmul_all_reduce", process_group(group), schedule, None, recipe=recipe_of(recipe)
@@ -203,7 +208,7 @@ def partial_linear(
     """Linear layer without communication: [..., k] -> [..., n]."""
     if recipe is None:
         return torch.nn.functional.linear(x, weight, bias)
-    refuse_derivatives()
+    refuse_derivatives(vmap=False)
     refuse_sharded(x=x, weight=weight)
     first, right = under_autocast(_rows(x), weight)
     y = _Partial.apply(first, recipe, right)
@@ -224,7 +229,7 @@ def sum_gradient(
         ValueError: ``tensor`` is a DTensor, or ``group`` is not a group that this rank is in.
         NotImplementedError: it is called inside ``torch.func.grad``.
     """
-    refuse_derivatives()
+    refuse_derivatives(vmap=False)
     refuse_sharded(tensor=tensor)
     out: torch.Tensor = _SumGradient.apply(tensor, process_group(group))
     return out
@@ -301,7 +306,7 @@ def _of_float8(
 ) -> torch.Tensor:
     """A call by a recipe, of several weights as one. ``equal``: of a sum all ranks do the same with
     it (``options(all_reduce_gradients="equal")``)."""
-    refuse_derivatives()
+    refuse_derivatives(vmap=False)
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     x, *rest = under_autocast(x, *weights)
     if watched(x, *rest):

@@ -41,6 +41,7 @@ from ficco.nn.plain import (
 from ficco.nn.sharing import SharedInput, shared_output, sharing
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ class _ParallelLinear(nn.Module):
         self.settle(ranks_of(group), sequence_dim, schedule, recipe)
         for name, full in whole.named_parameters():
             part = self._part(name, full.detach())
-            if _plain(part).untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
+            # By identity: a tensor without memory, such as a fake one, has no address.
+            if _plain(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
                 part = part.clone()  # so as not to keep the whole alive, nor share its memory
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
         if whole.bias is None:
@@ -412,6 +414,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     cut = 0
 
+    @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """The product with the gathered sequence; ``rows``: all ranks' sequence lengths, if they
         are not equal."""
@@ -445,6 +448,7 @@ class RowParallelLinear(_ParallelLinear):
 
     cut = 1
 
+    @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
         are not equal."""
@@ -457,6 +461,7 @@ class RowParallelLinear(_ParallelLinear):
         return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
 
 
+@tells_refusals
 def gather_once(
     x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, ...]:

@@ -25,8 +25,6 @@ PARAMETERS = ("weight", "bias")
 _PRE_HOOKS = ("_forward_pre_hooks",)
 _HOOKS = (*_PRE_HOOKS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-_ORDINARY = frozenset({torch.Tensor, nn.Parameter})
-
 
 def called(layer: nn.Module, args: Any, out: Any) -> None:
     """Do nothing: a hook of ficco's own. Because the hook exists, ``nn.TransformerEncoderLayer``
@@ -38,7 +36,7 @@ def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forwar
     kind = type(module)
     if kind.forward is not forward:
         return f"a {kind.__name__}"
-    if "forward" in vars(module):
+    if "forward" in module.__dict__:
         return "one with a forward of its own"
     if any(name not in module._parameters for name in PARAMETERS):
         return f"a {kind.__name__} whose weight is computed"
@@ -73,7 +71,8 @@ def readable(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward)
 def own_kernel(weight: torch.Tensor) -> bool:
     """Return whether a weight is a tensor subclass with kernels of its own, such as torchao's
     quantized tensors, by which a product must be its library's."""
-    if type(weight) in _ORDINARY:
+    kind = type(weight)
+    if kind is nn.Parameter or kind is torch.Tensor:
         return False
     local = local_of(weight)
     return not isinstance(local, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(local)

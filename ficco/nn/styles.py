@@ -35,6 +35,7 @@ from ficco.nn.linear import (
 from ficco.nn.plain import not_linear, own_kernel, set_before_call
 from ficco.nn.sharing import SharedInput, share, shared_output
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 
@@ -43,6 +44,7 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
 
     style: ColwiseParallel
 
+    @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style = self.style
         if own_kernel(self.weight):
@@ -62,6 +64,7 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
     style: RowwiseParallel
 
+    @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         style, mesh = self.style, self.mesh
         features = Shard(x.dim() - 1)

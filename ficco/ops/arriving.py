@@ -24,6 +24,7 @@ from ficco.ops.operands import (
 )
 from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import new_kind, number_call, post_call, program_of, workspace_for
+from ficco.ops.refusals import tells_refusals
 from ficco.problem import OPERATORS
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
@@ -141,8 +142,7 @@ def arriving(
     and the exception goes on. Only one that is no ``Exception``, such as KeyboardInterrupt, breaks
     the call off.
     """
-    _check(a_shard)
-    workspace = workspace_for(process_group(group), a_shard, "a_shard", NAME)
+    workspace = _checked(a_shard, group)
     try:
         begun = _begin(workspace, a_shard, rows, pieces, order, pull)
         begun.around.__enter__()
@@ -174,6 +174,7 @@ def arriving(
     except BaseException as error:
         workspace.end(error)
         raise
+    workspace.thread = 0
     if outcome is not None:
         if broken is not None:
             workspace.end(broken)
@@ -186,8 +187,9 @@ class _Begun(NamedTuple):
     around: AbstractContextManager[None]
 
 
-def _check(a_shard: torch.Tensor) -> None:
-    """Refuse what no call can have, before it counts as one."""
+@tells_refusals
+def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> Workspace:
+    """The workspace of a call that can be one."""
     if not isinstance(a_shard, torch.Tensor):
         raise ValueError(f"a_shard: required a torch.Tensor, got {type(a_shard).__name__}")
     if watched(a_shard):
@@ -201,6 +203,7 @@ def _check(a_shard: torch.Tensor) -> None:
             "a_shard: ficco.arriving has no gradient; pass a_shard.detach() within a "
             "torch.autograd.Function of your own"
         )
+    return workspace_for(process_group(group), a_shard, "a_shard", NAME)
 
 
 def _begin(

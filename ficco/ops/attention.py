@@ -33,6 +33,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
@@ -46,6 +47,7 @@ NAME = "all_gather_attention"
 MOST_SIZE, MULTIPLE = 256, 8
 
 
+@tells_refusals
 def all_gather_attention(
     q: torch.Tensor,
     k_shard: torch.Tensor,

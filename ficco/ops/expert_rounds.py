@@ -17,8 +17,7 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -36,6 +35,7 @@ from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain
 from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
 from ficco.ops.traced import Needs
 from ficco.schedules import Schedule
@@ -82,18 +82,7 @@ class ExpertRound(NamedTuple):
     hidden: torch.Tensor | None
 
 
-@contextmanager
-def telling(group: ProcessGroup, tokens: torch.Tensor) -> Iterator[None]:
-    """What ends a call here, before it has begun, is told to the peers."""
-    workspace = workspace_for(group, tokens, "tokens", NAME)
-    try:
-        yield
-    except BaseException as error:
-        number_call(workspace, NAME)
-        workspace.end(error)
-        raise
-
-
+@tells_refusals
 def run_round(
     call: ExpertCall,
     blocks: Blocks,
@@ -108,8 +97,7 @@ def run_round(
     of_tokens, of_weights, of_up, of_down = needs
     keeps = of_tokens or of_up or of_down
     # What no token has is multiplied by zeros in the backward: it must be finite.
-    with telling(call.group, tokens):
-        given = {**_sent(tokens, slots, blocks, keeps), "b": up, "c": down}
+    given = {**_sent(tokens, slots, blocks, keeps), "b": up, "c": down}
     layer = _layer(NAME, call, blocks, tokens, up, down, keeps)  # may wait for counts
     made = _run(layer, call, blocks, given)
     back = _terms(made["out"], layer)
@@ -119,6 +107,7 @@ def run_round(
     )
 
 
+@tells_refusals
 def round_gradients(
     call: ExpertCall,
     blocks: Blocks,
@@ -139,13 +128,11 @@ def round_gradients(
     if not (of_tokens or of_up or of_down):
         return [None, d_weights, None, None]
     assert arrived is not None and hidden is not None
-    with telling(call.group, grad):
-        d_out = _leaving(grad, slots, blocks, weights, dtype)
+    d_out = _leaving(grad, slots, blocks, weights, dtype)
     down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
     layer = _layer("dispatch_matmul", call, blocks, d_out, down_t, None, of_down)
     made = _run(layer, call, blocks, {"a": d_out, "b": down_t}, "gradients")
-    with telling(call.group, grad):
-        active, d_hidden = _derived(call.function, hidden, made["hidden"])
+    active, d_hidden = _derived(call.function, hidden, made["hidden"])
     if of_tokens:
         layer = _layer("matmul_combine", call, blocks, d_hidden, None, up_t, False)
         given = {"active": d_hidden, "c": up_t}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -16,12 +15,12 @@ from ficco.ops.expert_rounds import (
     ExpertCall,
     round_gradients,
     run_round,
-    telling,
     wide_of,
 )
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import check_dtype, process_group
 from ficco.ops.operate import check_traced, under_autocast
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
@@ -36,6 +35,7 @@ ALL = "experts_all"
 SPLITS = ("experts", "columns")
 
 
+@tells_refusals
 def experts(
     tokens: torch.Tensor,
     indices: torch.Tensor | Routing,
@@ -101,15 +101,14 @@ def experts(
     traced = check_traced(**given)
     tokens, up, down = under_autocast(tokens, up, down)
     wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
-    with nullcontext() if traced else telling(members, tokens):
-        function = _function(tokens, weights, up, down, activation)
-        gathers = check_split(split)
-        total = up.shape[0] * (1 if gathers else members.size())
-        if isinstance(indices, Routing):
-            _check_routing(indices, total, capacity, on_overflow, members)
-        _fits(indices, tokens, weights)
-        if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
-            indices = wanted(indices, total)
+    function = _function(tokens, weights, up, down, activation)
+    gathers = check_split(split)
+    total = up.shape[0] * (1 if gathers else members.size())
+    if isinstance(indices, Routing):
+        _check_routing(indices, total, capacity, on_overflow, members)
+    _fits(indices, tokens, weights)
+    if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
+        indices = wanted(indices, total)
     call = ExpertCall(members, schedule, function, gathers)
     if traced:
         return _trace(call, (tokens, weights, up, down), indices, capacity, on_overflow)

@@ -21,6 +21,7 @@ from ficco.ops import library
 from ficco.ops.call import Result, run
 from ficco.ops.gradients import Casting, Differentiable, OperatorCall
 from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
+from ficco.ops.refusals import tells_refusals
 from ficco.options import current_text
 from ficco.schedules import Schedule
 
@@ -31,6 +32,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
+@tells_refusals
 def operate(
     operator: str,
     a: torch.Tensor,
@@ -136,15 +138,29 @@ def check_eager(operator: str, **operands: torch.Tensor) -> None:
         )
 
 
-def refuse_derivatives() -> None:
-    """``NotImplementedError`` inside ``torch.func.grad`` and the transforms built on it."""
+def refuse_derivatives(vmap: bool = True) -> None:
+    """Refuse transforms of ``torch.func`` that are not served.
+
+    Args:
+        vmap: whether ``torch.func.vmap`` is served, too, as by operators of ``torch.library``.
+
+    Raises:
+        NotImplementedError: inside ``torch.func.grad`` or a transform built on it, or inside
+            ``vmap`` if that is not served.
+    """
     if torch.compiler.is_compiling():
         return
+    kinds = torch._C._functorch.TransformType
     for transform in torch._C._functorch.get_interpreter_stack() or ():
-        if transform.key() == torch._C._functorch.TransformType.Grad:
+        if transform.key() == kinds.Grad:
             raise NotImplementedError(
                 "torch.func.grad, vjp and jacrev are not served; use backward() or "
                 "torch.autograd.grad"
+            )
+        if transform.key() == kinds.Vmap and not vmap:
+            raise NotImplementedError(
+                "torch.func.vmap is not served here; call once with the batch as a leading "
+                "dimension of x"
             )
 
 

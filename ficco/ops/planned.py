@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ficco import ranges
 from ficco.dma.engine import Call, Program, Span, Symmetric
+from ficco.dma.host import backend_of
+from ficco.dma.products import refuse_overrides
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.runtime import compile
@@ -26,7 +28,7 @@ from ficco.workspace import CachedCall, Workspace, workspace_of
 
 def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
     """The workspace of a call with an operand of that name."""
-    if a.is_cpu and current().engine is None and str(dist.get_backend(group)) == "nccl":
+    if a.is_cpu and current().engine is None and backend_of(group) == "nccl":
         raise ValueError(
             f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
             "it to the GPU or use a gloo group"
@@ -39,10 +41,13 @@ def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str
 def number_call(workspace: Workspace, operator: str) -> Options:
     """Begin the next call of a workspace, under the options in force."""
     engine, options = workspace.engine, current()
-    engine.timeout_s, engine.operator, engine.replays = options.timeout_s, operator, options.replay
+    limit = options.timeout_s or workspace.limit_s
+    engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
     if (watchdog := workspace.watchdog) is not None:
-        watchdog.timeout_s, watchdog.on_timeout = options.timeout_s, options.on_timeout
+        watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
     workspace.calls += 1
+    workspace.thread = get_ident()
+    refuse_overrides(engine.device)
     return options
 
 
@@ -81,8 +86,8 @@ def post_call(
         board.post(number, cached.digest)
         workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
         if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-            operator, schedule = workspace.engine.operator, cached.plan.schedule
-            board.agree(number, options.timeout_s, operator, schedule, purpose)
+            engine = workspace.engine
+            board.agree(number, engine.timeout_s, engine.operator, cached.plan.schedule, purpose)
     if new:
         workspace.keep(key, cached)
 
@@ -93,6 +98,7 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
         _records[-1].append(_traced(workspace, cached, call))
     else:
         _run(workspace, program_of(workspace, cached), call)
+    workspace.thread = 0
 
 
 #: What blocks of :func:`tracing` have seen, the inner ones last.

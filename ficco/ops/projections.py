@@ -28,7 +28,7 @@ from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced, under_autocast
-from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
 from ficco.schedules import Schedule
@@ -37,6 +37,7 @@ from ficco.schedules import Schedule
 PROJECT, OUTPUT = "ulysses_project", "ulysses_output"
 
 
+@tells_refusals
 def ulysses_project(
     x: torch.Tensor,
     q_weight: torch.Tensor,
@@ -86,7 +87,7 @@ def ulysses_project(
     """
     operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     traced, group = check_traced(**operands), process_group(group)
-    x, *weights = _checked(traced, PROJECT, group, operands, partial(_check_project, size))
+    x, *weights = _checked(group, operands, partial(_check_project, size))
     call = ProjectionCall(group, schedule, {"size": size, "batch": x.shape[0]})
     rows, keys = _by_positions(x), _Shares.of(call, *weights[:2]).keys_each
     if traced:
@@ -96,6 +97,7 @@ def ulysses_project(
     return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
 
 
+@tells_refusals
 def ulysses_output(
     out: torch.Tensor,
     weight: torch.Tensor,
@@ -136,7 +138,7 @@ def ulysses_output(
     """
     operands = {"out": out, "weight": weight}
     traced, group = check_traced(**operands), process_group(group)
-    out, weight = _checked(traced, OUTPUT, group, operands, _check_output)
+    out, weight = _checked(group, operands, _check_output)
     batch, heads, *_ = out.shape
     call = ProjectionCall(group, schedule, {"heads": heads, "batch": batch})
     blocks = _as_blocks(out, group.size())
@@ -302,23 +304,13 @@ def _by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 def _checked(
-    traced: bool,
-    operator: str,
     group: ProcessGroup,
     operands: dict[str, torch.Tensor],
     check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
 ) -> list[torch.Tensor]:
-    """The operands, cast under autocast. What refuses those that have data is told to the peers."""
-    first = next(iter(operands))
-    workspace = None if traced else workspace_for(group, operands[first], first, operator)
-    try:
-        cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
-        check(group, cast)
-    except BaseException as error:
-        if workspace is not None:
-            number_call(workspace, operator)
-            workspace.end(error)
-        raise
+    """The operands, cast under autocast, if a call can have them."""
+    cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
+    check(group, cast)
     return list(cast.values())
 
 

@@ -23,6 +23,7 @@ from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced
 from ficco.ops.planned import number_call, workspace_for
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import current
 from ficco.workspace import Workspace, workspaces
@@ -200,7 +201,7 @@ class Routing(Blocks):
             if self._counted is not None:
                 self._counted.synchronize()
                 workspace.board.tell(number, self._tells.numpy())
-            seconds, board = current().timeout_s, workspace.board
+            seconds, board = current().timeout_s or workspace.limit_s, workspace.board
             board.agree(number, seconds, NAME, UNSCHEDULED)
             self._told = board.told(number, len(self._tells), seconds, NAME)
             if self.exact and self._told[board.rank].sum() != self.indices.numel():
@@ -254,6 +255,7 @@ def rounded(rows: int) -> int:
     return max(-(-rows // granule), 1) * granule
 
 
+@tells_refusals
 def route(
     indices: torch.Tensor,
     experts: int,
@@ -348,6 +350,7 @@ def _asking(
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
         workspace.board.post(workspace.calls, workspace.board.describe(text))
         workspace.raise_error()
+        workspace.thread = 0
     except BaseException as error:
         workspace.end(error)
         raise

@@ -26,8 +26,9 @@ def behind_symm_mem() -> None:
     ``fused_matmul_reduce_scatter`` run ficco unchanged: Inductor's Async TP, torchtitan's
     ``tp_gemm_backend="dist_gemm"``. On CPUs, where PyTorch has no kernels for them, they run, too.
     Several products of one gathered tensor are one operator, for the widest, and plain products.
-    Gathering or scattering the last dimension stays a collective and a product of PyTorch's, and
-    the scaled (fp8) operators stay as they are.
+    Gathering or scattering the last dimension, and calls without elements or without a right
+    operand, stay a collective and products of PyTorch's. The scaled (fp8) operators stay as they
+    are.
 
     Raises:
         NotImplementedError: this PyTorch has no such operators, or its kernels cannot be replaced.
@@ -66,7 +67,7 @@ def _gathering(stock: Any) -> Any:
         *,
         return_A: bool = True,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        if gather_dim % A.dim() == A.dim() - 1:
+        if gather_dim % A.dim() == A.dim() - 1 or not Bs or not A.numel():
             both: tuple[torch.Tensor, list[torch.Tensor]]
             both = stock(A, Bs, gather_dim, group_name, return_A=return_A)
             return both
@@ -91,7 +92,8 @@ def _scattering(stock: Any) -> Any:
     def fused_matmul_reduce_scatter(
         A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: Any
     ) -> torch.Tensor:
-        if scatter_dim % A.dim() == A.dim() - 1 or reduce_op not in ("sum", "avg"):
+        in_rows = scatter_dim % A.dim() < A.dim() - 1
+        if not in_rows or reduce_op not in ("sum", "avg") or not A.numel():
             out: torch.Tensor = stock(A, B, reduce_op, scatter_dim, group_name)
             return out
         x, group = A.movedim(scatter_dim, 0), _resolve_process_group(group_name)

@@ -24,6 +24,7 @@ from ficco.ops.planned import (
     post_call,
     workspace_for,
 )
+from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
 from ficco.schedules import Schedule
@@ -33,6 +34,7 @@ from ficco.workspace import CachedCall, Workspace
 NAME = "ulysses_attention"
 
 
+@tells_refusals
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,

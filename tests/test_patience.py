@@ -1,0 +1,199 @@
+"""How long a rank waits for its peers, and what it says of a wait that lasts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import equal, exact
+from ranks import Rank, caught, gave_up, run
+
+import ficco
+from ficco.dma import patience
+from ficco.dma.patience import DEFAULT_S, Patience, limit_of
+from ficco.errors import SignalTimeout
+from ficco.workspace import workspaces
+
+CPU = torch.device("cpu")
+#: Seconds of a wait before the first warning here, and by how much a rank is late.
+WARN_S, LATE_S = 0.2, 1.5
+
+
+def error(seconds: float) -> SignalTimeout:
+    return SignalTimeout(
+        operator="all_gather_matmul",
+        rank=0,
+        peer=3,
+        step="2.0",
+        schedule="growing",
+        seconds=seconds,
+    )
+
+
+def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    wait = Patience()
+    with caplog.at_level(logging.WARNING, "ficco"):
+        for seconds in range(0, 601, 5):
+            assert wait.ends(600.0, error, float(seconds)) is None
+    waited = [60, 120, 240, 480]
+    said = "all_gather_matmul: rank 0 waited {}.0 s for rank 3 at step '2.0' of schedule 'growing'"
+    assert len(caplog.messages) == len(waited)
+    for seconds, message in zip(waited, caplog.messages, strict=True):
+        assert message.startswith(said.format(seconds)), message
+        assert "600 s in all (ficco.options(timeout_s=...))" in message
+    late = wait.ends(600.0, error, 601.0)
+    assert late is not None and late.seconds == 601.0
+
+
+def test_a_look_that_comes_late_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    wait = Patience()
+    with caplog.at_level(logging.WARNING, "ficco"):
+        for seconds in (500.0, 501.0, 959.0):
+            assert wait.ends(1000.0, error, seconds) is None
+    assert len(caplog.messages) == 1
+
+
+def test_a_backend_that_does_not_say_its_limit() -> None:
+    def no_backend(device: torch.device) -> Any:
+        raise RuntimeError("Could not retrieve or create the backend")
+
+    lacking: Any = SimpleNamespace(_get_backend=no_backend)
+    without: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace())
+    assert limit_of(lacking, CPU) == limit_of(without, CPU) == DEFAULT_S
+
+
+def _limits(at: Rank) -> list[float]:
+    """Of a group that was made with a limit, without one, and of calls whose options set one."""
+    found = []
+    for timeout, asked in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
+        group = dist.new_group(list(range(at.world)), timeout=timeout)
+        with ficco.options(timeout_s=asked):
+            exact(at, equal(at.world, 4, 4, 4), 0, group)
+        (workspace,) = workspaces(group)
+        found.append(workspace.engine.timeout_s)
+        ficco.close(group)
+        dist.destroy_process_group(group)
+    return found
+
+
+def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise() -> None:
+    assert run(2, _limits) == [[77.0, 1800.0, 5.0]] * 2
+
+
+def _absent(at: Rank) -> Any:
+    group = dist.new_group(list(range(at.world)), timeout=timedelta(seconds=1))
+    exact(at, equal(at.world, 4, 4, 4), 0, group)
+    at.barrier()
+    begin, outcome = time.monotonic(), None
+    if at.rank == 0:
+        outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
+    seconds = time.monotonic() - begin
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return outcome, seconds
+
+
+def test_the_limit_of_the_group_ends_a_call() -> None:
+    (outcome, seconds), _ = run(2, _absent)
+    (facts,) = gave_up(outcome)
+    assert facts["peer"] == 1 and 1.0 <= seconds < 6.0
+
+
+# A rank that is late: every place that waits says so.
+
+
+@contextmanager
+def warnings_of_waits() -> Iterator[list[str]]:
+    """What is logged of waits within a block in which the first warning comes soon."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    patience.LOGGER.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patience, "WARN_AFTER_S", WARN_S)
+        try:
+            yield said
+        finally:
+            patience.LOGGER.removeHandler(handler)
+
+
+#: What is done before, what a rank is late for, and the step that the warning names.
+WAITS: dict[str, str] = {
+    "first call": "join the first call of this group (find out which ranks share a host)",
+    "new kind": "step 'agree on what to compute' of schedule 'growing'",
+    "call": "of schedule 'growing'",
+    "collective": "step 'all-gather (collective on compute0)' of schedule 'serial:collective'",
+    "counts": "step 'agree on what to compute'",
+    "memory": "to share host memory for allocation",
+}
+
+
+def _late(at: Rank, what: str) -> list[str]:
+    group = dist.new_group(list(range(at.world)))
+    schedule = "serial:collective" if what == "collective" else "growing"
+    case, index = equal(at.world, 8, 8, 8, schedule=schedule), torch.zeros(3, 1, dtype=torch.long)
+
+    def grown() -> None:
+        (workspace,) = workspaces(group)
+        workspace.engine.symmetric(64)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "counts": lambda: ficco.route(index, 4, group=group).capacity,
+        "new kind": partial(exact, at, case.on(n=24), 7, group),
+        "memory": grown,
+    }
+    if what != "first call":
+        for iteration in range(3):
+            exact(at, case, iteration, group)
+    once = calls.get(what, partial(exact, at, case, 5, group))
+    at.barrier()
+    with warnings_of_waits() as said:
+        if at.rank == 1:
+            time.sleep(LATE_S)
+        once()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return said
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_who_waits_for_a_late_rank_warns(what: str) -> None:
+    said, _ = run(2, _late, what)
+    assert said, "no warning of a wait of several times as many seconds"
+    for message in said:
+        assert "rank 0 waited" in message and "s for rank 1 " in message, message
+        assert WAITS[what] in message, message
+    assert len(said) <= 3, said  # after 0.2, 0.4 and 0.8 s
+
+
+def _late_host(at: Rank, first: bool) -> list[str]:
+    os.environ["FICCO_HOST"] = f"host-{at.rank}"
+    case = equal(at.world, 8, 8, 8, schedule="growing")
+    for iteration in range(0 if first else 3):
+        exact(at, case, iteration)
+    at.barrier()
+    with warnings_of_waits() as said:
+        if at.rank == 1:
+            time.sleep(LATE_S)
+        exact(at, case, 4)
+    return said
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "warm"])
+def test_who_waits_for_a_late_host_warns(first: bool) -> None:
+    said, _ = run(2, _late_host, first, fresh=True)
+    assert said
+    for message in said:
+        assert "rank 0 waited" in message and "for rank 1" in message, message
+        assert "join the first call" in message if first else "on host host-1" in message, message
