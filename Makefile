@@ -104,7 +104,7 @@ gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, c
 
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
 
-readme: .venv/.ready ## Put tables into README.md, whose links it makes absolute, and docs/results/README.md
+readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
 	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv)
 	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 

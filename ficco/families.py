@@ -221,7 +221,7 @@ def _experts(
     gathers = split == "columns"
     if not gathers and experts % world:
         raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
-    sizes = experts if gathers else experts // world, capacity, k, h * (1 + gated), n
+    sizes = experts if gathers else experts // world, capacity, k, h, n
     function = named_gated(activation) if gated else activation
     return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
 

@@ -113,7 +113,7 @@ SCALED = {
 
 
 #: The same for plans and predictions of calls that cast A themselves, from bfloat16.
-_CAST_KINDS = {
+CAST_KINDS = {
     f"{name}-cast": (dtype, replace(scaling, source="bfloat16"))
     for name, (dtype, scaling) in SCALED.items()
     if scaling.recipe in CASTS
@@ -126,7 +126,7 @@ def operands_of(name: str) -> tuple[str, Scaling | None]:
     >>> operands_of("bfloat16"), operands_of("fp8-row")[0], str(operands_of("fp8-row-cast")[1])
     (('bfloat16', None), 'float8_e4m3fn', 'x float8_e4m3fn by row, bfloat16 cast from bfloat16')
     """
-    return (SCALED | _CAST_KINDS).get(name, (name, None))
+    return (SCALED | CAST_KINDS).get(name, (name, None))
 
 
 def name_of(dtype: str, scaling: Scaling | None) -> str:

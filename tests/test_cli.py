@@ -25,6 +25,7 @@ from ficco import cli, doctor
 from ficco.bench import demo, ways
 from ficco.bench.calls import Runner
 from ficco.bench.candidates import BenchCandidate, parse
+from ficco.bench.cases import Case
 from ficco.bench.demo import verdict
 from ficco.bench.draw import draw, trace
 from ficco.bench.frames import BENCH
@@ -33,9 +34,12 @@ from ficco.cli import bench as bench_command
 from ficco.cli.demo import DEMO_S
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError, InvalidArgument
+from ficco.heuristics import decide
 from ficco.launch import START_S, RankFailed, check_ranks, launch, own_rank
+from ficco.machine import find
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problem import OPERATORS, Problem
+from ficco.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.timeline import loads
 
@@ -221,6 +225,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--device", "cpu", "--ranks", "0"], "--ranks: required at least 1"),
         (["bench", "--rounds", "0", "--device", "cpu"], "--rounds"),
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
+        (["bench", "--report", "nowhere.csv", "--plot", "nowhere.csv"], "nowhere.csv"),
+        (["bench", "--plot", "x.csv", "--json"], "--json: required without --plot, which measures"),
+        (["bench", "--report", "x.csv", "--link-gb-s", "1"], "--link-gb-s: required without --rep"),
+        (["characterize", "--plot", "x.csv", "--rounds", "3"], "--rounds: required without --plot"),
         (["bench", "--replay", "4", "--device", "cpu"], "--replay: required a GPU"),
         (["bench", "--replay", "1", "--device", "cuda"], "at least 2 ranks, got 0 of 1"),
         (["bench", "--replay", "4", "--rank", "4", "--device", "cuda"], "got 4 of 4"),
@@ -267,10 +275,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_other_commands_refuse_bad_input_too(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert (
-        cli.run([*arguments, "--out", str(tmp_path)] if arguments[:1] == ["bench"] else arguments)
-        == 2
-    )
+    draws = {"--plot", "--report"} & set(arguments)  # and writes next to the CSV
+    folder = ["--out", str(tmp_path)] if arguments[:1] == ["bench"] and not draws else []
+    assert cli.run([*arguments, *folder]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -297,6 +304,16 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
             patch.setattr(f"ficco.cli.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2
         assert f"{said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "simulate"])
+def test_the_help_lists_every_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, "--help"]) == 0
+    _, _, text = capsys.readouterr().out.partition("  --dtype NAME ")
+    listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
+    for name in ("bfloat16", *SCALED, *CAST_KINDS):
+        assert name in listed, name
+        assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def test_an_invalid_argument_can_be_pickled() -> None:
@@ -346,6 +363,10 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     planned = json.loads(capsys.readouterr().out)
     done = [one for one in planned["steps"] if one["attends"] or one["applied"] or one["products"]]
     assert done and planned["source"] == "model"
+    if operator == "experts":  # as asked for, and twice the columns for the gate
+        assert " h=8," in said and planned["problem"]["h"] == 8
+        columns = {buffer["name"]: buffer["shape"][1] for buffer in planned["buffers"]}
+        assert (columns["hidden"], columns["active"]) == (16, 8)
 
     assert cli.run(["simulate", *asked, "--json", "--timelines", str(lines)]) == 0
     rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
@@ -543,6 +564,18 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert done.stdout.count("model: ") == 3  # decisions, with their reasons
     assert "simulated on mi300x-8" in done.stdout
+    # The operators' table repeats the times of the schedule that auto takes, and ratios follow.
+    tables = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    by_schedule = {row[0]: row[1:] for row in tables if len(row) == 4}
+    by_operator = {row[0]: row[1:] for row in tables if row[-1:] == ["exact"] and len(row) == 6}
+    assert len(by_operator) == len(OPERATORS) + 3
+    schedule, *times, ratio, _ = by_operator["all_gather_matmul"]
+    assert by_schedule[f"{schedule} (auto)"] == [times[0], ratio, "exact"]
+    assert by_schedule["torch.distributed, then matmul"][0] == times[1]
+    for _, ms, torch_ms, ratio, _ in by_operator.values():
+        assert float(ratio) == pytest.approx(float(torch_ms) / float(ms), abs=0.02)
+    assert f"auto takes {schedule} for all_gather_matmul (" in done.stdout
+    assert "copies limited to 300 MB/s, so that they can be seen" in done.stdout
     assert len([line for line in lines if re.match(r"│ g\d", line)]) == 12
 
 
@@ -584,6 +617,31 @@ def test_no_candidate_of_the_demo_is_always_the_first() -> None:
     rounds = [called[i : i + 2] for i in range(0, len(called), 2)]
     assert len(rounds) == 21 and all(sorted(one) == ["growing", "serial"] for one in rounds)
     assert 5 <= sum(one[0] == "serial" for one in rounds) <= 15
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_demo_says_why_auto_takes_a_schedule(world: int) -> None:
+    problem = Case("", 192 * world, 384, 768, "float32").problem(world)
+    decision = decide(problem, machine=find("cpu", None), mode="idle")
+    text = demo.about_times(decision, torch.device("cpu")).replace("\n", " ")
+    assert decision.why in text and "copies and products share the cores" in text
+    assert ("less than the margin of 10.0%" in text) == ("The margin stands for" in text)
+    assert ("margin" in text) == (world == 4)  # the machine cpu describes four ranks
+    assert "CPUs" not in demo.about_times(decision, torch.device("cuda"))
+
+
+def _others() -> list[dict[str, Any]]:
+    return list(demo._others(dist.group.WORLD, torch.device("cpu")))
+
+
+def test_the_demo_compares_attention_and_experts_on_any_number_of_ranks() -> None:
+    rows = launch(_others, 3)
+    assert [row["operator"] for row in rows] == [
+        "all_gather_attention",
+        "ulysses_attention",
+        "experts",
+    ]
+    assert all(row["exact"] and row["ms"] > 0 and row["torch ms"] > 0 for row in rows)
 
 
 def test_a_wrong_result_fails_the_demo() -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import disturbance
@@ -25,7 +28,7 @@ from test_all_gather_matmul import named
 
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_collectives import collect
-from ficco.dma.cpu_lanes import CallState, CpuMemory
+from ficco.dma.cpu_lanes import CallState, CpuMemory, Lane
 from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.dma.products import library
@@ -566,3 +569,40 @@ def describe(at: Rank) -> None:
 
 def test_it_says_what_it_can_do() -> None:
     run(1, describe)
+
+
+#: A lane's product in a process whose OpenMP and MKL would start four threads for it. Prints the
+#: threads that the lane adds to the process, its own included.
+PRODUCT_OF_A_LANE = """
+import os, threading, torch
+from ficco.dma.cpu_lanes import Lane
+torch.set_num_threads(1)
+a, b, out = torch.ones(192, 768), torch.ones(768, 384), torch.empty(192, 384)
+torch.mm(a, b, out=out)
+before, done = len(os.listdir("/proc/self/task")), threading.Event()
+lane = Lane("compute1")
+lane.submit(lambda: torch.mm(a, b, out=out))
+lane.submit(done.set)
+assert done.wait(60)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_the_product_of_a_lane_keeps_the_limit_on_threads() -> None:
+    """A process of its own: OpenMP reads its variables once, and tests set them to one thread."""
+    env = {**os.environ, "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}
+    program = [sys.executable, "-c", PRODUCT_OF_A_LANE]
+    ended = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+
+
+def test_a_lane_takes_the_limit_of_each_caller() -> None:
+    limits, before, lane = SimpleQueue[int](), torch.get_num_threads(), Lane("compute1")
+    try:
+        for limit in (1, 3, 2):
+            torch.set_num_threads(limit)
+            lane.submit(lambda: limits.put(torch.get_num_threads()))
+            assert limits.get(timeout=60) == limit
+    finally:
+        torch.set_num_threads(before)
+        lane.close(join=True)

@@ -19,6 +19,7 @@ import pytest
 from programs import Ended, Program
 
 import ficco
+import hatch_build
 
 ROOT = Path(ficco.__file__).resolve().parents[1]
 
@@ -88,6 +89,30 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert re.search(r"^Requires-Python: .*3\.10", metadata, re.M)
     for extra in ("bench", "cuda", "hip", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert "Read next" in metadata and relative_links(metadata) == []
+    assert "Project-URL" not in metadata
+
+
+def relative_links(text: str) -> list[str]:
+    return re.findall(r"\]\((?!https://)[^()\s]+\)", text)
+
+
+def test_a_description_links_only_to_the_address_of_the_project() -> None:
+    page = "[text](docs/a.md#b), [paper](https://x.org)\n![picture](docs/c.png)\n"
+    address = "https://example.org/x"
+    assert hatch_build.description(page, "") == (
+        "text, [paper](https://x.org)\n\n"
+        "\nA checkout of the repository has the pages that this text names in `docs/`.\n"
+    )
+    assert hatch_build.description(page, address) == (
+        f"[text]({address}/blob/main/docs/a.md#b), [paper](https://x.org)\n"
+        f"![picture]({address}/raw/main/docs/c.png)\n"
+    )
+    readme = (ROOT / "README.md").read_text()
+    assert len(relative_links(readme)) > 30
+    for repository in ("", address):
+        assert relative_links(hatch_build.description(readme, repository)) == []
 
 
 def test_sdist_holds_what_a_wheel_is_made_of_and_nothing_else(built: Path) -> None:
@@ -95,6 +120,7 @@ def test_sdist_holds_what_a_wheel_is_made_of_and_nothing_else(built: Path) -> No
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
     wanted = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "configs/scenarios.csv"}
+    wanted.add("hatch_build.py")
     assert wanted <= names
     tops = {name.split("/")[0] for name in names}
     # The last two are what hatchling adds.

@@ -752,8 +752,18 @@ def test_lanes_that_run_one_behind_the_other(
         assert "links" not in speed.bandwidth_of_all(at, None).seen
     rates[speed.all_at_once(at)] = 6 * 40.0
     assert ("0.86 of 7 links" in speed.bandwidth_of_all(at, None).seen) == compared
-    (check,) = (one for one in selftest.run.CHECKS if one.name == "bandwidth of all pairs")
-    assert "GPU_MAX_HW_QUEUES=16" in check.instead and "fewer copy lanes" in check.instead
+
+
+def test_advice_about_amd_is_for_the_hip_engine_only() -> None:
+    advice = {
+        engine: {check.name: check.on(engine).instead for check in selftest.run.CHECKS}
+        for engine in ("cpu", "cuda", "hip")
+    }
+    assert not re.search("AMD|HIP|HSA|HW_QUEUES", str([advice["cpu"], advice["cuda"]]))
+    changed = {name for name, text in advice["hip"].items() if text != advice["cpu"][name]}
+    assert changed == set(probe.ADVICE["hip"]) and len(changed) == 3
+    text = advice["hip"]["bandwidth of all pairs"]
+    assert "GPU_MAX_HW_QUEUES=16" in text and "fewer copy lanes" in text
 
 
 @pytest.mark.parametrize(("products", "copies"), [(1.05, 1.02), (1.29, 1.29)])

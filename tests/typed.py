@@ -20,6 +20,26 @@ def calls(a: torch.Tensor, b: torch.Tensor, gathered: bool) -> None:
     assert_type(ficco.all_gather_matmul(a, b, return_gathered=gathered), Both)
 
 
+def scaled(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, gathered: bool) -> None:
+    """The arguments of float8, with each type of ``return_gathered``."""
+    assert_type(ficco.all_gather_matmul(a, b, scale_a=scale, scale_b=scale), torch.Tensor)
+    both = ficco.all_gather_matmul(a, b, return_gathered=True, scale_a=scale, scale_b=scale)
+    assert_type(both, tuple[torch.Tensor, torch.Tensor])
+    either = ficco.all_gather_matmul(
+        a,
+        b,
+        return_gathered=gathered,
+        scale_a=scale,
+        scale_b=scale,
+        bias=scale,
+        out_dtype=torch.float16,
+        use_fast_accum=True,
+    )
+    assert_type(either, Both)
+    cast = ficco.all_gather_matmul(a, b, return_gathered=gathered, scale_b=scale, quantize="row")
+    assert_type(cast, Both)
+
+
 def options() -> None:
     with ficco.options(timeout_s=5, machine="h200-4") as changed:
         assert_type(changed, ficco.Options)

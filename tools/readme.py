@@ -1,8 +1,5 @@
 """Puts a table of several benches between the markers of a README.
 
-The project's own README is read on package indexes, too: its links are made absolute, with the
-address of the repository that pyproject.toml names.
-
 python -m tools.readme docs/results/measured-h200-4.csv [...] [--file README.md] [--table all]
 """
 
@@ -10,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,13 +22,6 @@ from ficco.errors import ConfigError
 
 #: A bench for a table of several: its rows, what is known of the machine, a link to its report.
 Results = tuple[pd.DataFrame, dict[str, Any], str]
-
-ROOT = Path(__file__).resolve().parents[1]
-
-#: A link or a picture in Markdown, to a file of the repository; also one that was made absolute.
-TARGET = re.compile(
-    r"(!?)(\[[^]]*\])\((?:https://[^\s()]+/(?:blob|raw)/main/|(?!\w+:|#))([^\s()]+)\)"
-)
 
 MEANS = "Geometric mean over the shapes, and the worst shape."
 
@@ -104,24 +93,6 @@ def put_between(path: Path, name: str, text: str) -> None:
     path.write_text(f"{whole[: start + len(begin)]}\n{text}\n{whole[stop:]}")
 
 
-def repository() -> str:
-    """The address of the repository, as pyproject.toml has it."""
-    (address,) = re.findall(
-        r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    return str(address)
-
-
-def absolute(text: str) -> str:
-    """A page of the repository's root with absolute links: files as pages, pictures as they are."""
-
-    def link(found: re.Match[str]) -> str:
-        kind = "raw" if found[1] else "blob"
-        return f"{found[1]}{found[2]}({repository()}/{kind}/main/{found[3]})"
-
-    return TARGET.sub(link, text)
-
-
 def table(csvs: Sequence[Path], page: Path, which: str) -> str:
     """The table of these results as it stands on a page, whose links begin in its folder."""
     folder = page.resolve().parent
@@ -129,8 +100,7 @@ def table(csvs: Sequence[Path], page: Path, which: str) -> str:
     for csv in csvs:
         link = os.path.relpath(csv.resolve().with_suffix(".md"), folder)
         benches.append((BENCH.read(csv), read_description(csv), link))
-    text = TABLES[which](benches)
-    return absolute(text) if page.resolve() == ROOT / "README.md" else text
+    return TABLES[which](benches)
 
 
 def main(words: Sequence[str]) -> None:
@@ -142,8 +112,6 @@ def main(words: Sequence[str]) -> None:
     )
     asked = parser.parse_args(words)
     put_between(asked.file, "results", table(asked.csv, asked.file, asked.table))
-    if asked.file.resolve() == ROOT / "README.md":
-        asked.file.write_text(absolute(asked.file.read_text()))
     print(f"wrote {asked.file}")
 
 

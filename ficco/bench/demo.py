@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from ficco.bench.traces import trace_all
 from ficco.bench.ways import Workload, taken_by_auto
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.hosts import VARIABLE
+from ficco.heuristics import Decision
 from ficco.launch import local_device
 from ficco.machine import find
 from ficco.problem import OPERATORS
@@ -51,11 +52,9 @@ KNOBS = (
 #: What everything is compared with.
 TORCH = BenchCandidate("torch.distributed, then matmul", "serial-collective")
 
-#: Rounds of calls of all schedules, each round with inputs of its own.
-CALLS = 7
-
-#: Rounds of an operator and torch's composition.
-TURNS = 15
+#: Rounds of calls, each with inputs of its own: of all schedules, then of each operator and torch's
+#: composition. Times are medians over the rounds.
+ROUNDS = 9
 
 #: Hosts that the ranks stand for in the end.
 HOSTS = 2
@@ -63,14 +62,15 @@ HOSTS = 2
 #: Sizes by device: rows per rank, n, k, dtype. On CPUs a call takes tens of milliseconds.
 SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16")}
 
-#: The same for attention: rows per rank, heads, those of keys, their size, dtype.
-ATTENTION_SIZES = {"cpu": (192, 4, 2, 64, "float32"), "cuda": (2048, 32, 8, 128, "bfloat16")}
+#: The same for attention: rows, heads and heads of keys per rank, size of a head, dtype.
+ATTENTION_SIZES = {"cpu": (192, 2, 1, 64, "float32"), "cuda": (2048, 4, 1, 128, "bfloat16")}
 
 #: The machine on which the demo decides, and the one on which it simulates.
 DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
 
-#: On CPUs the drawn calls copy at this many bytes per second, or the copies could not be seen.
+#: On CPUs the drawn calls copy at this many bytes per second: copies without a limit are too short
+#: to see.
 DRAWN_BANDWIDTH = 3e8
 
 
@@ -87,19 +87,22 @@ def demo(device_name: str, out: Path | None) -> int:
     operands = _operands(OPERATOR, group, device)
     problem = operands.problem
     engine = workspace_of(group, device).engine
-    served = of_problem(map(parse, (*NAMED, *KNOBS)), problem, engine)
+    decision = taken(problem, group, device)
+    chosen = str(decision.schedule)
+    served = of_problem(map(parse, (*NAMED, *KNOBS, chosen)), problem, engine)
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)
-    total = (len(served) + 1) * (CALLS + 1) + len(OPERATORS)
+    total = (len(served) + 1) * (ROUNDS + 1) + len(OPERATORS)
     done = count(1)
     with bar(console, "demo", total) as show_step:
         results = _times(
-            [TORCH, *served], operands, group, CALLS, lambda: show_step(next(done), "schedules")
+            [TORCH, *served], operands, group, ROUNDS, lambda: show_step(next(done), "schedules")
         )
-        taking = []
+        taking = [_taking(OPERATOR, chosen, results)]
         for operator in OPERATORS:
-            taking.append(_operator(operator, group, device))
+            if operator != OPERATOR:
+                taking.append(_operator(operator, group, device))
             show_step(next(done), operator)
         taking += _others(group, device)
         crossed = _over_hosts(group, device)
@@ -115,12 +118,15 @@ def demo(device_name: str, out: Path | None) -> int:
     out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
     out.mkdir(parents=True, exist_ok=True)
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
-    note = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s" * (device.type == "cpu")
+    limit = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s, so that they can be seen"
+    note = limit if device.type == "cpu" else ""
     picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
     by_operator = pd.DataFrame(taking)
-    _show("all_gather_matmul by every schedule", results, results["ms"].iloc[0])
-    _show("Every operator by schedule='auto'", by_operator, by_operator.pop("torch"))
-    print(f"timelines, planned and measured: {picture}")
+    marked = results.replace({"schedule": {chosen: f"{chosen} (auto)"}})
+    _show(f"{OPERATOR} by every schedule", marked, results["ms"].iloc[0])
+    _show("Every operator by schedule='auto'", by_operator, by_operator["torch ms"])
+    print(about_times(decision, device))
+    print(f"timelines, planned and measured{note and f' ({note})'}: {picture}")
     print(f"trace for https://ui.perfetto.dev: {trace(timelines, out / 'trace.json')}")
     machine, papers = find(DECIDED_ON, None), find(SIMULATED_ON, None)
     assert machine is not None and papers is not None
@@ -148,6 +154,21 @@ def verdict(results: pd.DataFrame, world: int, by_operator: pd.DataFrame) -> tup
     return f"demo ok: {right} schedules exact on {world} ranks", 0
 
 
+def about_times(decision: Decision, device: torch.device) -> str:
+    """Why ``auto`` takes its schedule, and what the times of all schedules say."""
+    text = f"auto takes {decision.schedule} for {OPERATOR} ({decision.why})."
+    if "margin" in decision.reason:
+        text += " The margin stands for waits and smaller products, which the model leaves out."
+    if device.type == "cpu":
+        text += (
+            " On CPUs, copies and products share the cores, so overlap can hide little. The times"
+            f" are medians of {ROUNDS} rounds, which waits between ranks and other work on the"
+            " machine change. They show that every schedule runs here, not which is best or how"
+            " fast it is on GPUs."
+        )
+    return textwrap.fill(text, 100) + "\n"
+
+
 def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Operands:
     rows, n, k, dtype = SIZES[device.type]
     case = Case("", rows * group.size(), n, k, dtype).on(operator)
@@ -160,11 +181,17 @@ def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[
     """An operator by what ``auto`` takes and by torch's collective, in turns: others may use the
     cores, too."""
     operands = _operands(operator, group, device)
-    times = _times([TORCH, parse("auto")], operands, group, TURNS)
-    torch_ms, ms = times["ms"]
-    took = str(taken(operands.problem, group, device).schedule)
-    exact = times["exact"].iloc[1]
-    return {"operator": operator, "took": took, "ms": ms, "torch": torch_ms, "exact": exact}
+    results = _times([TORCH, parse("auto")], operands, group, ROUNDS)
+    return _taking(operator, str(taken(operands.problem, group, device).schedule), results)
+
+
+def _taking(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, Any]:
+    """An operator's row, from the results of torch's composition and of ``auto`` or the schedule
+    that ``auto`` takes."""
+    torch_ms = results["ms"].iloc[0]
+    (row,) = results[results["schedule"].isin([schedule, "auto"])].to_dict("records")
+    times = {"ms": row["ms"], "torch ms": torch_ms}
+    return {"operator": operator, "schedule": schedule, **times, "exact": row["exact"]}
 
 
 @torch.no_grad()
@@ -173,10 +200,9 @@ def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any
     watch, world = Stopwatch(group, device), group.size()
     rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
     for operator in (attention.GATHERS, attention.BY_HEADS):
-        if operator == attention.GATHERS or heads % world == 0:
-            sizes = rows * world, heads, kv_heads, size
-            case = attention.AttentionCase(operator, operator, *sizes, dtype=dtype)
-            yield {"operator": operator, **_work(attention.AttentionData(case, watch), watch)}
+        sizes = rows * world, heads * world, kv_heads * world, size
+        case = attention.AttentionCase(operator, operator, *sizes, dtype=dtype)
+        yield {"operator": operator, **_work(attention.AttentionData(case, watch), watch)}
     rows, _, k, dtype = SIZES[device.type]
     layer = experts.ExpertCase("experts", 2 * world, rows, k // 4, k // 4, dtype=dtype)
     yield {"operator": "experts", **_work(experts.ExpertData(layer, watch), watch)}
@@ -184,21 +210,21 @@ def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any
 
 
 def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
-    """What ``auto`` takes, and the first baseline that there is, in turns."""
+    """What ``auto`` takes, and the first baseline, in turns."""
     ways = work.ways(("auto",))
-    theirs = next((way for way in ways.values() if way.baseline and not way.lacks), None)
-    calls = [one.call for one in (theirs, ways["ficco"]) if one]
+    theirs = next(way for way in ways.values() if way.baseline and not way.lacks)
+    calls = [way.call for way in (theirs, ways["ficco"])]
     measure, times, right = seconds(watch.group, watch.device), list[list[float]](), True
-    for turn in range(TURNS):
+    for turn in range(ROUNDS):
         work.fill(turn, exact=True)
         times.append([])
         for call in calls:
             result, taken_s = measure(call)
             times[-1].append(max(watch.gather(taken_s)))
             right = work.right(result) and right
-    *torch_ms, ms = np.median(times, axis=0) * 1e3
-    took, exact = taken_by_auto(work.problem, watch), all(watch.gather(right))
-    return {"took": took, "ms": ms, "torch": [*torch_ms, math.nan][0], "exact": exact}
+    torch_ms, ms = np.median(times, axis=0) * 1e3
+    schedule, exact = taken_by_auto(work.problem, watch), all(watch.gather(right))
+    return {"schedule": schedule, "ms": ms, "torch ms": torch_ms, "exact": exact}
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:
@@ -270,10 +296,11 @@ def _times(
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:
     table = rows.drop(columns=["exact", "note"], errors="ignore")
-    table["ms"] = cells(rows["ms"])
+    times = [name for name in table if name.endswith("ms")]
+    table[times] = table[times].apply(cells)
     table["x torch"] = cells(torch_ms / rows["ms"])
     table["result"] = [
         "not served" if x is None else "exact" if x else "WRONG" for x in rows["exact"]
     ]
     last = table.shape[1] - 1
-    show(title, table, left=(0, *([1] if "took" in table else []), last), width=100)
+    show(title, table, left=(0, *([1] if "operator" in table else []), last), width=100)

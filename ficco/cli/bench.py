@@ -29,6 +29,7 @@ from ficco.cli.site import (
     add_ranks,
     add_rounds,
     command,
+    refuse_others,
     shapes,
     writable,
 )
@@ -150,6 +151,7 @@ def options(parser: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.plot or arguments.report:
+        refuse_others(arguments, options, "plot", "report")
         for path in _pictures(arguments.plot) if arguments.plot else ():
             print(f"wrote {path}")
         if arguments.report:

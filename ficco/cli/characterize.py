@@ -11,7 +11,7 @@ from typing import Any
 
 from ficco.bench.cases import of_dtypes
 from ficco.cli.bench import START_S, measured, place, run_settings
-from ficco.cli.site import CSV, add_dtypes, add_files, add_ranks, add_rounds, shapes
+from ficco.cli.site import CSV, add_dtypes, add_files, add_ranks, add_rounds, refuse_others, shapes
 from ficco.scaling import SCALED
 
 #: Bytes of the shards whose communication is measured without products, and seconds for everything.
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.bench.plots import draw_next_to
 
     if arguments.plot:
+        refuse_others(arguments, options, "plot")
         for path in draw_next_to(arguments.plot, LOSSES.read(arguments.plot)):
             print(f"wrote {path}", file=sys.stderr)
         return 0

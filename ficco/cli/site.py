@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +19,15 @@ from ficco.families import ASKABLE, Size, problem_of
 from ficco.heuristics import Where, where
 from ficco.machine import Fingerprint
 from ficco.plan import Planned
+from ficco.scaling import CAST_KINDS
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
 
-DTYPE_TEXT = f"{', '.join(DTYPES)} (default: bfloat16)"
+DTYPE_TEXT = (
+    f"{', '.join((*DTYPES, *CAST_KINDS))}; of -cast, the call casts A from bfloat16 "
+    "(default: bfloat16)"
+)
 
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
@@ -186,6 +190,23 @@ def problem(arguments: Any, local_world: int) -> Planned:
     world, hosts = local_world * arguments.hosts, arguments.hosts
     asked = arguments.operator or GATHERS, world, arguments.dtype, sizes(arguments)
     return problem_of(*asked, rows=rows, hosts=hosts)
+
+
+def refuse_others(
+    arguments: argparse.Namespace, options: Callable[[Any], object], *allowed: str
+) -> None:
+    """Refuse what the command line has besides the allowed options, one of which is given.
+
+    Raises:
+        ValueError: another of the command's options is given, too.
+    """
+    parser = argparse.ArgumentParser()
+    options(parser)
+    used = next(name for name in allowed if getattr(arguments, name))
+    for name, default in vars(parser.parse_args([])).items():
+        if name not in allowed and getattr(arguments, name) != default:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option}: required without --{used}, which measures nothing")
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:

@@ -143,18 +143,25 @@ class Lane:
     """A thread that runs the operations of one lane, call after call."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()
         # A daemon: a stuck lane must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"ficco {name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+        """Run a job in this lane, with the calling thread's limit on threads."""
+        self._jobs.put((job, torch.get_num_threads()))
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (submitted := self._jobs.get()) is not None:
+            job, threads = submitted
+            # OpenMP and MKL keep a limit per thread. PyTorch sets the limit of a new thread when it
+            # is asked for the limit, but not before a product: MKL would then start its default
+            # number of threads, which spin between products.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
             job()
-            del job  # it references the operands of the call
+            del job, submitted  # they reference the operands of the call
 
     def close(self, join: bool) -> None:
         self._jobs.put(None)

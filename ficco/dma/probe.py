@@ -53,6 +53,17 @@ SHARED: dict[str, dict[str, str]] = {
         "signal": "signals in uncached memory: FICCO_HIP=signals=uncached",
     },
 }
+#: What else helps on an engine where a check of the self-test fails, by the name of the check.
+ADVICE: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "cuda": {},
+    "hip": {
+        "signals, first way": "the variable FICCO_HIP=signals=...",
+        "bandwidth of all pairs": "set GPU_MAX_HW_QUEUES=16 on all ranks",
+        "products beside copies": "leave HSA_ENABLE_SDMA and FICCO_HIP=memory=torch out, and try "
+        "FICCO_HIP=copy=nocu if its row passes",
+    },
+}
 #: Bytes of an allocation, as much as signal memory has.
 _BYTES = 8
 #: Seconds that they may take to move.

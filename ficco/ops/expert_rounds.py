@@ -173,8 +173,10 @@ def _layer(
 ) -> ExpertLayer:
     some = b if b is not None else c
     assert some is not None
-    k, h = (left.shape[1], b.shape[2]) if b is not None else (0, left.shape[1])
-    n, dtype = c.shape[2] if c is not None else 0, str(left.dtype).removeprefix("torch.")
+    k, h, n = left.shape[1] if b is not None else 0, some.shape[2], 0
+    if c is not None:
+        h, n = c.shape[1:]
+    dtype = str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
     each = some.shape[0]
     sizes = call.group.size(), each, blocks.capacity, k, h, n

@@ -59,6 +59,12 @@ def all_gather_matmul(
     schedule: str | Schedule = "auto",
     rows: Sequence[int] | None = None,
     return_gathered: bool,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+    quantize: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 

@@ -50,10 +50,11 @@ class ExpertLayer:
     ==========  ==================================================================
     ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert; if all ranks
                 get the same, [experts * capacity, k]
-    ``b``       [experts, k, h]: those of this rank's experts
-    ``hidden``  [experts * world * capacity, h]: expert by expert, source by source
-    ``active``  the same after the function, [..., h], or [..., h / 2] if that is gated
-    ``c``       [experts, h, n] or [experts, h / 2, n]
+    ``b``       [experts, k, h], or [experts, k, 2h] if the function is gated: those of this rank's
+                experts
+    ``hidden``  [experts * world * capacity, h or 2h]: expert by expert, source by source
+    ``active``  the same after the function, [..., h]
+    ``c``       [experts, h, n]
     ``out``     [world * experts * capacity, n]: rank by rank, what each made of this one's tokens
     ==========  ==================================================================
 
@@ -63,7 +64,8 @@ class ExpertLayer:
         world: number of ranks.
         experts: number of experts of each rank.
         capacity: rows that each rank has for each expert.
-        k, h, n: columns of ``a``, ``b`` and ``c``; a half has no other than its own.
+        k, h, n: columns of ``a``, ``active`` and ``c``; of ``dispatch_matmul``, h is that of
+            ``hidden``, and n is 0; of ``matmul_combine``, k is 0.
         dtype: name of the dtype.
         function: what is between the products; empty for a half.
         keeps: the rows that arrive, and ``hidden``, are results, too.
@@ -125,8 +127,6 @@ class ExpertLayer:
             raise InvalidArgument(
                 "function", f"required one of {', '.join(functions[1:])}, got {self.function!r}"
             )
-        if self.gated and self.h % 2:
-            raise InvalidArgument("h", f"required an even number for two halves, got {self.h}")
 
     @property
     def gated(self) -> bool:
@@ -142,9 +142,9 @@ class ExpertLayer:
         return EXPERT_OPERATORS[self.operator][1]
 
     @property
-    def active(self) -> int:
-        """Columns of ``active``."""
-        return self.h // 2 if self.gated else self.h
+    def wide(self) -> int:
+        """Columns of ``hidden``."""
+        return 2 * self.h if self.gated else self.h
 
     @property
     def rows(self) -> int:
@@ -184,11 +184,11 @@ class ExpertLayer:
         arrived = "result" if self.keeps else "local"
         found = (
             buffer("a", "A", sent, self.k, "operand")._replace(leaves=True, indexed=self.indexed),
-            buffer("b", "B", self.experts * self.k, self.h, "operand"),
+            buffer("b", "B", self.experts * self.k, self.wide, "operand"),
             buffer("gathered", "A", self.rows, self.k, arrived),
-            buffer("hidden", "A @ B", self.rows, self.h, kept),
-            buffer("active", "H", self.rows, self.active, made),
-            buffer("c", "C", self.experts * self.active, self.n, "operand"),
+            buffer("hidden", "A @ B", self.rows, self.wide, kept),
+            buffer("active", "H", self.rows, self.h, made),
+            buffer("c", "C", self.experts * self.h, self.n, "operand"),
             buffer("out", "H @ C", self.rows, self.n, "result"),
         )
         return {one.name: one for one in found}
@@ -223,9 +223,7 @@ class ExpertLayer:
                 leaves_apart=self.apart,
                 lands_apart=self.capacity,
             )
-            contractions.append(
-                Contraction("H", "C", "H @ C", (self.active,) * world, share=self.apart)
-            )
+            contractions.append(Contraction("H", "C", "H @ C", (self.h,) * world, share=self.apart))
         return Specification(
             operands=tuple(one for one in own if one.memory == "operand"),
             results=tuple(one for one in own if one.memory == "result"),
@@ -641,7 +639,7 @@ class ExpertStage:
         self, left: Sequence[_Strided], right: str, made: Sequence[_Strided], share: Share
     ) -> tuple[Product, ...]:
         """The products of some rows with the matrices of their experts."""
-        per = self.layer.k if right == "b" else self.layer.active
+        per = self.layer.k if right == "b" else self.layer.h
         b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
         b = b._replace(col_stop=self.cols[right])
         experts, products = share.expert_stop - share.expert, []

@@ -183,7 +183,7 @@ def selftest(
     run = Selftest(device, ranks, settings or SelftestSettings.of(device))
     began = time.monotonic()
     engine = engine_name(torch.device(device), current().engine)
-    checks = (*CHECKS, *WAYS[engine])
+    checks = (*(check.on(engine) for check in CHECKS), *WAYS[engine])
     left = list(checks)
     results: dict[str, CheckResult] = {}
     while left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch.distributed import ProcessGroup
@@ -31,6 +31,11 @@ class Check:
     exclusive: bool = False
     limits: int = 1
 
+    def on(self, engine: str) -> Check:
+        """The check with the advice for an engine."""
+        advice = probe.ADVICE[engine].get(self.name)
+        return replace(self, instead=f"{self.instead}; {advice}") if advice else self
+
 
 COLLECTIVE = "schedule='serial:collective', or PyTorch's own collectives"
 
@@ -40,7 +45,7 @@ CHECKS = (
     Check(
         "signals, first way",
         partial(checks.signals, way="auto"),
-        "options(signals='copy'); on AMD cards the variable FICCO_HIP=signals=...",
+        "options(signals='copy')",
     ),
     Check("signals by write", partial(checks.signals, way="write"), "the first way"),
     Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
@@ -95,15 +100,13 @@ CHECKS = (
     Check(
         "bandwidth of all pairs",
         speed.bandwidth_of_all,
-        "schedules with fewer copy lanes (copy=), in case that lanes run one after the other; on "
-        "AMD cards set GPU_MAX_HW_QUEUES=16 on all ranks",
+        "schedules with fewer copy lanes (copy=), in case that lanes run one after the other",
         limits=3,
     ),
     Check(
         "products beside copies",
         speed.overlap,
-        "copies by compute units, which slow products down; on AMD cards leave HSA_ENABLE_SDMA and "
-        "FICCO_HIP=memory=torch out, and try FICCO_HIP=copy=nocu if its row passes",
+        "copies by compute units, which slow products down",
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
