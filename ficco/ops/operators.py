@@ -153,7 +153,8 @@ def all_gather_matmul(
             ``torch.jit.trace``.
         RankMismatch: ranks disagree on the problem, the schedule or the options.
         SignalTimeout: a peer died, is stuck or did not call. On a GPU see ``options(on_timeout)``.
-        PeerFailed: a call ended with an error on another rank, which the text names.
+        PeerFailed: a call ended with an error on another rank, which the text names. That can be
+            the SignalTimeout of a rank that gave up first; ``timeouts`` has it.
         BackendError: a call of the vendor's library failed.
 
     Example::
