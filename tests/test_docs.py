@@ -222,7 +222,7 @@ def test_the_readme_is_short_and_can_be_read_in_a_checkout() -> None:
 
 
 def test_no_address_of_the_project_is_invented() -> None:
-    files = [*PAGES, *PACKAGE.rglob("*.py"), *ROOT.glob("examples/*"), ROOT / "pyproject.toml"]
+    files = [*PAGES, *PACKAGE.rglob("*.py"), *ROOT.glob("examples/*.py"), ROOT / "pyproject.toml"]
     assert [(file, wrong) for file in files if (wrong := invented(file.read_text()))] == []
     address = "https://example.org/ficco/ficco"
     assert invented(f"[page]({address}/a.md) or https://arxiv.org") == [f"{address}/a.md"]
