@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ficco.dma import memories, rendezvous
 from ficco.dma.gate import Gate
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.hosts import Hosts
+from ficco.dma.hosts import Hosts, Near
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
 PATIENCE_S = 10.0
@@ -188,10 +189,10 @@ def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})()
+    alone = Near(dist.HashStore(), 0, 1)
     memory = torch.empty(8, dtype=torch.uint8)
-    monkeypatch.setattr(rendezvous, "_count", 0)
-    monkeypatch.setattr(rendezvous.symm_mem, "rendezvous", lambda tensor, group: tensor)
+    torchs = SimpleNamespace(rendezvous=lambda tensor, group: tensor)
+    monkeypatch.setattr(rendezvous, "_SymmetricMemory", torchs)
     forever = float("inf")
     engine: Any = SimpleNamespace(
         group=alone,
@@ -202,3 +203,23 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
         interrupt=lambda: None,
     )
     assert rendezvous.Rendezvous(engine).meet(memory) is memory
+
+
+def test_a_rendezvous_is_numbered_by_its_group() -> None:
+    """Ranks whose processes have counted differently exchange values, as PyTorch's C++ does."""
+    common = dist.HashStore()
+    stores = [rendezvous.Renumbered(common) for _ in range(2)]
+    for meeting in range(2):
+        for store in stores:
+            store.begin(f"token/{meeting}")
+        for exchange in range(3):
+            numbers = [exchange + 10 * meeting, exchange + 17 + 20 * meeting]
+            # A PrefixStore is C++ and calls the store below it.
+            torchs = [dist.PrefixStore("group", store) for store in stores]
+            for rank in range(2):
+                value = f"{meeting} {exchange} {rank}"
+                torchs[rank].set(f"CUDASymmetricMemory/{numbers[rank]}/{rank}", value)
+            for rank in range(2):
+                key = f"CUDASymmetricMemory/{numbers[rank]}/{1 - rank}"
+                torchs[rank].wait([key])
+                assert torchs[rank].get(key) == f"{meeting} {exchange} {1 - rank}".encode()

@@ -51,16 +51,22 @@ class TorchMapped(Symmetric):
         self, engine: StreamEngine, rendezvous: Rendezvous, nbytes: int, serial: int
     ) -> None:
         self._engine, self.serial, self.nbytes = engine, serial, (nbytes := align(nbytes))
+        self._handle: Any = None
         # Not on the caller's stream, which may be captured, nor in the caller's mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
             self.tensor = symmetric(nbytes, engine.device)
             self.tensor.zero_()
             engine.settle(engine.side.handle)
             # Every rank has zeroed its part before any rank learns of it.
-            self._handle = rendezvous.meet(self.tensor)
-        self.addresses = engine.hosts.spread(list(self._handle.buffer_ptrs), 0)
+            addresses = [self.tensor.data_ptr()]
+            if engine.hosts.near.size() > 1:
+                self._handle = rendezvous.meet(self.tensor)
+                addresses = list(self._handle.buffer_ptrs)
+        self.addresses = engine.hosts.spread(addresses, 0)
 
     def part(self, rank: int) -> torch.Tensor:
+        if rank == self._engine.rank:
+            return self.tensor
         place = rank - self._engine.hosts.first
         part: torch.Tensor = self._handle.get_buffer(place, (self.nbytes,), torch.uint8)
         return part

@@ -1,16 +1,20 @@
 """PyTorch's symmetric memory for the ranks of one group, whatever their other groups do.
 
-PyTorch numbers its rendezvous per process, over all groups, and meets under that number: ranks
-that have had a different number of them, in groups that not all share, never meet (PyTorch 2.11).
-And two threads of a process cannot meet their peers at the same time, nor take memory to meet with:
-that comes out of a pool which one thread can fill.
+PyTorch numbers the exchanges of its rendezvous per process, over all groups, and writes them to the
+group's store under that number: ranks that have had a different number of them, in groups that not
+all share, never meet (PyTorch 2.11; pytorch #196082). ficco's groups therefore have a store that
+numbers them anew. And two threads of a process cannot meet their peers at the same time, nor take
+memory to meet with: that comes out of a pool which one thread can fill.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import secrets
 import threading
 import weakref
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -26,14 +30,13 @@ from torch._C._distributed_c10d import (
 
 from ficco.dma.driver import drained
 from ficco.dma.engine import Engine
-from ficco.dma.host import HostMemory
+from ficco.dma.host import HostMemory, store_of
 from ficco.dma.patience import Patience
 from ficco.errors import MEETING, SignalTimeout
 
 _lock = threading.Lock()
-_count = 0  # rendezvous of this process
 _filling = threading.Lock()
-_ALONE: Any = "ficco: a group of one"  # newer releases have a type of their own for names
+_names = itertools.count()  # of groups, which differ within a process
 
 
 def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -42,29 +45,55 @@ def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
         return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+class Renumbered(dist.Store):
+    """A store in which the exchanges of a rendezvous are numbered from 0.
+
+    PyTorch's key of an exchange is ``name/number/rank``.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store: Any = store
+        self._meeting, self._numbers = "", dict[str, int]()
+
+    def begin(self, meeting: str) -> None:
+        """Number the exchanges of a rendezvous, whose name no other one in the store has."""
+        self._meeting, self._numbers = meeting, {}
+
+    def _key(self, key: str) -> str:
+        name, number, rank = key.rsplit("/", 2)
+        place = self._numbers.setdefault(number, len(self._numbers))
+        return f"{name}/{self._meeting}/{place}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(self._key(key))
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
 class Rendezvous:
     """Where the ranks of an engine that share a host meet to make symmetric memory. Making one is
     collective."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._meeting = engine, 0
-        self._group: Any = engine.group  # or the name of one
-        if engine.hosts.count > 1:
-            self._group = self._subgroup()
-        host = HostMemory(engine.hosts.near, 8, engine.timeout_s, "symmetric memory")
-        # One 64-bit word per rank, written whole: number of the meeting, then the rank's count.
-        self._words = [np.frombuffer(part, np.int64, 1) for part in host.maps]
-
-    def _subgroup(self) -> Any:
-        """The name of the ranks of this host as a group of PyTorch's, which is there as long as
-        this is."""
-        hosts = self._engine.hosts
-        name: Any = f"ficco: {hosts.names[self._engine.rank]} {hosts.session}"
-        # Which the registry does not keep.
-        self._near = dist.ProcessGroup(hosts.near.store, hosts.near.rank(), hosts.near.size())
-        _register_process_group(name, self._near)
-        weakref.finalize(self, _unregister_process_group, name).atexit = False
-        return name
+        near = engine.hosts.near
+        self._store = Renumbered(dist.PrefixStore("ficco/rendezvous", store_of(near)))
+        group: Any = f"ficco {next(_names)}"  # newer releases have a type for names
+        self._group = group
+        # The registry does not keep it.
+        self._near = dist.ProcessGroup(self._store, near.rank(), near.size())
+        _register_process_group(group, self._near)
+        weakref.finalize(self, _unregister_process_group, group).atexit = False
+        # Of each rank: the number of its rendezvous, and a token. 64-bit words, written whole.
+        host = HostMemory(near, 16, engine.timeout_s, "symmetric memory")
+        self._words = [np.frombuffer(part, np.int64, 2) for part in host.maps]
+        self._words[near.rank()][1] = secrets.randbits(62)
 
     def meet(self, tensor: torch.Tensor) -> Any:
         """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
@@ -72,7 +101,6 @@ class Rendezvous:
         Raises:
             SignalTimeout: a rank does not come.
         """
-        global _count
         engine, self._meeting = self._engine, self._meeting + 1
         patience, limit = Patience(), engine.timeout_s
         me, count = engine.hosts.near.rank(), engine.hosts.near.size()
@@ -89,7 +117,7 @@ class Rendezvous:
 
         def wait_for(place: int) -> None:
             def here() -> bool:
-                return int(self._words[place][0]) >> 32 >= self._meeting
+                return int(self._words[place][0]) >= self._meeting
 
             def interrupt() -> None:
                 engine.interrupt()
@@ -106,26 +134,9 @@ class Rendezvous:
         if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
             raise absent(None, patience.seconds)
         try:
-            self._words[me][0] = self._meeting << 32 | _count
+            self._words[me][0] = self._meeting
             wait_for(count - 1)
-            most = max(int(word[0]) & 0xFFFFFFFF for word in self._words)
-            for _ in range(most - _count):
-                _meet_alone(tensor.device)
-            _count = most + 1
-            return symm_mem.rendezvous(tensor, self._group)
+            self._store.begin(f"{self._words[0][1]:x}/{self._meeting}")
+            return _SymmetricMemory.rendezvous(tensor, self._group)
         finally:
             _lock.release()
-
-
-def _meet_alone(device: torch.device) -> None:
-    """Count one rendezvous up, with nobody."""
-    if not _alone:
-        group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-        _register_process_group(_ALONE, group)
-        _alone.append(group)  # the registry does not keep it
-    tensor = symmetric(1, device)
-    _SymmetricMemory.rendezvous(tensor, _ALONE)
-    _alone.append(tensor)  # freeing it could fall into the capture of a graph
-
-
-_alone: list[object] = []

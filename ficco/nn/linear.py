@@ -7,6 +7,7 @@ that pair it has its part of the sequence and all features.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ def check_schedule(schedule: str | Schedule) -> None:
 
 #: Whether layers put their unsharded weights into a state_dict: only they know the names in it.
 _gathers = ContextVar("_gathers", default=False)
+
+
+#: Layers of a ProcessGroup, while they are alive. PyTorch does not know that their gradients are of
+#: parts.
+plain_layers: weakref.WeakSet[_ParallelLinear] = weakref.WeakSet()
 
 
 class _ParallelLinear(nn.Module):
@@ -183,6 +189,13 @@ class _ParallelLinear(nn.Module):
             raise ValueError(f"sequence_dim: required a dimension, got {sequence_dim!r}")
         self.ranks, self.sequence_dim, self.schedule = ranks, sequence_dim, schedule
         self.register_forward_hook(called)
+        if ranks.mesh is None:
+            plain_layers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.mesh is None:  # of a copied layer
+            plain_layers.add(self)
 
     @classmethod
     def check_features(

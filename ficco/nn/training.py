@@ -2,11 +2,12 @@
 
 PyTorch's own functions are right for DTensors, which a layer of a DeviceMesh has as parameters. To
 them, plain parameters are the whole model's. The parameters of a layer of a ProcessGroup are parts.
+This module therefore replaces the norm that ``torch.nn.utils.clip_grad_norm_`` takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,10 +17,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from ficco.nn.functional import sum_gradient
-from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, ranks_of
+from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, plain_layers, ranks_of
 from ficco.nn.plain import PARAMETERS, own_kernel
 
 #: The layers whose parameters are parts, and which sum the gradients of what is none.
@@ -39,6 +40,9 @@ def clip_grad_norm_(
     group, DTensors over their mesh. Every other plain parameter counts once, and must have the
     same gradient on all ranks: see :func:`replicated`. One all-gather of a number for each group.
 
+    With ``ficco.nn`` imported, ``torch.nn.utils.clip_grad_norm_`` does the same for a list of
+    parameters that are all plain or all DTensors. It does not refuse what this function refuses.
+
     Raises:
         NotImplementedError: whether a parameter is a part cannot be known, because a user or a
             parametrization added it to a parallel layer as a plain tensor, or because
@@ -49,23 +53,60 @@ def clip_grad_norm_(
     kinds = _by_ranks(module)
     for ranks, params in kinds.items():
         grads = [param.grad for param in params if param.grad is not None]
-        if not grads and not isinstance(ranks, ProcessGroup):
-            continue
-        norm: Any = (
-            get_total_norm(grads, norm_type) if grads else torch.zeros((), device=params[0].device)
-        )
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        norm = norm.to(torch.promote_types(norm.dtype, torch.float32))
-        if isinstance(ranks, ProcessGroup):
-            parts = norm.new_empty(ranks.size())
-            dist.all_gather_into_tensor(parts, norm.view(1), group=ranks)
-            norm = torch.linalg.vector_norm(parts, norm_type)
-        norms.append(norm)
+        if not grads and isinstance(ranks, ProcessGroup):  # peers may have some
+            grads = [torch.zeros((), device=params[0].device)]
+        if grads:
+            norms.append(_norm(ranks, grads, norm_type))
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     for params in kinds.values():  # apart, since foreach kernels take no mixture with DTensors
         clip_grads_with_norm_(params, max_norm, total)
     return total
+
+
+def _norm(
+    ranks: ProcessGroup | DeviceMesh | None, grads: list[torch.Tensor], norm_type: float
+) -> torch.Tensor:
+    """The norm of gradients whose parts ranks have, or of a DeviceMesh's DTensors, in float32 at
+    least."""
+    norm: Any = get_total_norm(grads, norm_type)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    total: torch.Tensor = norm.to(torch.promote_types(norm.dtype, torch.float32))
+    if isinstance(ranks, ProcessGroup):
+        parts = total.new_empty(ranks.size())
+        dist.all_gather(list(parts.unbind()), total, group=ranks)
+        total = torch.linalg.vector_norm(parts, norm_type)
+    return total
+
+
+def _total_norm(
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` takes for the norm of gradients, those of layers of
+    a ProcessGroup among them: parts count once over all ranks of the group."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    parts = {
+        id(param.grad): layer.group
+        for layer in plain_layers
+        for name, param in layer._parameters.items()
+        if param is not None and (name == "weight" or layer.cut == 0)
+    }
+    kinds: dict[ProcessGroup | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(parts.get(id(tensor)), []).append(tensor)
+    if not any(kinds):
+        total: torch.Tensor = _local_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return total
+    norms = [_norm(ranks, grads, norm_type) for ranks, grads in kinds.items()]
+    return get_total_norm(norms, norm_type, error_if_nonfinite)
+
+
+#: PyTorch's. ``clip_grad_norm_`` looks it up when it is called, whoever has imported it.
+_local_total_norm: Any = clip_grad._get_total_norm
+clip_grad._get_total_norm = _total_norm
 
 
 def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[nn.Parameter]]:

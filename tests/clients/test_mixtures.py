@@ -50,8 +50,8 @@ Case = tuple[str, str, str, str]
 PLAIN, ANY = ("default", "pair"), GROUPS
 OWN = ("layers", "gather_once")
 
-#: Mixtures that are refused: layers, wrapper, groups, regular expressions of the error's type and of
-#: its words, and why.
+#: Mixtures that are refused: layers, wrapper, groups, regular expressions of the error's type and
+#: of its words, and why.
 REFUSED = (
     (
         OWN,
