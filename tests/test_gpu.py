@@ -16,6 +16,7 @@ import pytest
 import test_operators as operators
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from cases import (
     A_LAYOUTS,
     B_LAYOUTS,
@@ -843,6 +844,32 @@ def test_capped_memory_as_the_device_sees_it() -> None:
     need_own_gpus(world)
     for extra, whole in run(world, _peak, "hetero-fused-1d:pieces=4", device="cuda"):
         assert 0 < extra < whole / 2, (extra, whole)
+
+
+def _rendezvous_counted_apart(at: Rank) -> None:
+    """PyTorch counts its rendezvous per process: here rank 0 has more of them than its peers."""
+    group, alone = everyone(at), [dist.new_group([rank]) for rank in range(at.world)]
+    if at.rank == 0:
+        exact(at, equal(1, 64, 64, 64, dtype="bfloat16"), 0, alone[0])
+    mine = symm_mem.empty(8, dtype=torch.float32, device=at.device).fill_(at.rank + 1)
+    handle = symm_mem.rendezvous(mine, group)  # ficco's group of one has not moved the count
+    settle(at)
+    before = (at.rank - 1) % at.world
+    assert torch.all(handle.get_buffer(before, (8,), torch.float32) == before + 1)
+    settle(at)
+    if at.rank == 0:
+        for nbytes in (64, 1 << 22):
+            symm_mem.rendezvous(symm_mem.empty(nbytes, device=at.device), alone[0])
+    for iteration, rows in enumerate((64, 4096)):  # the second allocates anew
+        exact(at, equal(at.world, rows, 64, 64, dtype="bfloat16"), iteration, group)
+    torch.cuda.synchronize()
+    if at.rank == 0:
+        ficco.close(alone[0])
+    ficco.close(group)
+
+
+def test_rendezvous_of_pytorch_in_other_groups() -> None:
+    run(2, _rendezvous_counted_apart, device="cuda", fresh=True)
 
 
 # Faults.
