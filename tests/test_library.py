@@ -833,6 +833,15 @@ def _behind_symm_mem(at: Rank) -> None:
                 alike(found, want, f"{shape}, scattered at {dim}, {how}")
         wanted = {} if last else {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}
         assert counts == wanted, (dim, counts)
+    empty, weight = torch.empty(4, 0, 6), integers(6, 5)
+    for x, some in ((empty, [weight]), (integers(4, 6), [])):  # a batch of 0; no weights
+        found = torch.ops.symm_mem.fused_all_gather_matmul(x, some, 0, name)
+        alike(found, stock._fused_all_gather_matmul_fallback(x, some, 0, name), f"{x.shape}")
+        assert len(found[1]) == len(some)
+    given = (empty, weight, "sum", 0, name)
+    found = torch.ops.symm_mem.fused_matmul_reduce_scatter(*given)
+    assert found.shape == (4 // at.world, 0, 5)
+    alike([found], [stock._fused_matmul_reduce_scatter_fallback(*given)], "scattered, empty")
     # On GPUs PyTorch has kernels of its own, which are in force no more.
     for operator in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ficco.integrations import client
 from ficco.nn import gathered_linears, scattered_linear
+from ficco.nn.plain import local_of, own_kernel
 
 with client("torchtitan", "0.3.0"):
     import spmd_types as spmd
@@ -78,6 +80,18 @@ def _local(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | No
     return parameter.to_local(grad_placements=grads)
 
 
+def _require_readable(*layers: Linear) -> None:
+    """``ValueError`` if a layer does more than multiply by its weight, as an adapter's does."""
+    for layer in layers:
+        # Not the hooks, nor the forward that torchtitan sets on a layer: they only shard.
+        if type(layer).forward is not nn.Linear.forward or own_kernel(layer.weight):
+            raise ValueError(
+                "layer: required a torchtitan Linear with a plain weight, which ficco's override "
+                f"reads without calling the layer, got {type(layer).__name__}, whose weight is a "
+                f"{type(local_of(layer.weight)).__name__}; leave out the override"
+            )
+
+
 def _run(
     product: Callable[[torch.Tensor, Tensors], Tensors],
     x: torch.Tensor,
@@ -115,6 +129,7 @@ def _gathered(
     x: torch.Tensor, layers: Sequence[Linear], group: ProcessGroup, heads: Any = None
 ) -> Tensors:
     """[b, s/W, k] -> [b, s, n/W] for each layer; ``heads`` cuts these up further, into three."""
+    _require_readable(*layers)
     biases = [_local(layer.bias, x) for layer in layers]
 
     def product(x: torch.Tensor, weights: Tensors) -> Tensors:
@@ -193,6 +208,7 @@ class FiccoFeedForward(FeedForward):
     def forward(self, x: torch.Tensor) -> Any:
         if (group := _group(x)) is None:
             return super().forward(x)
+        _require_readable(self.w2)
         gate, up = _gathered(x, [self.w1, self.w3], group)
         return _scattered(F.silu(gate) * up, self.w2, group)
 

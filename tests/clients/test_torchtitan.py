@@ -181,3 +181,21 @@ def test_the_pass_runs_in_inductor(tmp_path: Path) -> None:
         2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor", stock="fused"
     ):
         assert found["replaced"] == [9, 4]
+
+
+def test_a_layer_that_does_more_than_multiply_is_refused() -> None:
+    """ficco's override reads the weights of q, k and v: an adapter would have no effect."""
+    from torchtitan.models.common.linear import Linear
+
+    from ficco.integrations.torchtitan import _require_readable
+
+    class Adapted(Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    plain, adapted = (
+        kind(Linear.Config(in_features=8, out_features=8)) for kind in (Linear, Adapted)
+    )
+    _require_readable(plain)
+    with pytest.raises(ValueError, match="got Adapted, whose weight is a Parameter"):
+        _require_readable(plain, adapted)
