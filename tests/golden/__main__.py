@@ -1,0 +1,40 @@
+"""Commands on the records; see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import golden
+from golden import asks, records
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m golden",
+        description=golden.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = ("record", "compare", "show", "judge", "describe")
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("case", nargs="?", default="", help="for show: the name of a case")
+    parser.add_argument("--before", default="", help="for judge: another checkout")
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        records.record()
+    elif arguments.command == "show":
+        print(records.text(asks.cases()[arguments.case]), end="")
+    elif arguments.command == "describe":  # what judge runs in another checkout
+        print(json.dumps(records.describe(json.load(sys.stdin))))
+    else:
+        wrong = records.differing(asks.cases())
+        if arguments.command == "judge":
+            return min(records.judge(wrong, arguments.before), 1)
+        print(records.message(wrong) if wrong else "all Plans are as recorded")
+        return bool(wrong)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
