@@ -7,7 +7,9 @@ import json
 import sys
 
 import golden
-from golden import asks, records
+from golden import asks, public, records, times
+
+RECORDS = {"plans": records.record, "public": public.record, "times": times.record}
 
 
 def main() -> int:
@@ -18,13 +20,15 @@ def main() -> int:
     )
     commands = ("record", "compare", "show", "judge", "describe")
     parser.add_argument("command", choices=commands)
-    parser.add_argument("case", nargs="?", default="", help="for show: the name of a case")
+    text = f"for show: the name of a case; for record: {', '.join(RECORDS)} (default: all)"
+    parser.add_argument("what", nargs="?", default="", help=text)
     parser.add_argument("--before", default="", help="for judge: another checkout")
     arguments = parser.parse_args()
     if arguments.command == "record":
-        records.record()
+        for name in [arguments.what] if arguments.what else RECORDS:
+            RECORDS[name]()
     elif arguments.command == "show":
-        print(records.text(asks.cases()[arguments.case]), end="")
+        print(records.text(asks.cases()[arguments.what]), end="")
     elif arguments.command == "describe":  # what judge runs in another checkout
         print(json.dumps(records.describe(json.load(sys.stdin))))
     else:
