@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,89 @@ import pytest
 import ficco
 
 PACKAGE = Path(ficco.__file__).parent
+
+#: Budgets: the most that ficco may have of each figure of :func:`figures`. Raising one is a line in
+#: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
+BUDGETS: dict[str, int | tuple[int, int]] = {
+    # Lines and statements of each room, a top-level folder or file of the package.
+    "attention": (2030, 1140),
+    "bench": (7060, 3880),
+    "cli": (1740, 990),
+    "dma": (9280, 5200),
+    "heuristics": (1900, 930),
+    "hip_kernels": (1240, 610),
+    "integrations": (830, 410),
+    "machine": (1670, 740),
+    "nn": (2230, 1060),
+    "ops": (6340, 2900),
+    "passes": (1930, 1150),
+    "plan": (3400, 2110),
+    "schedules": (4170, 2500),
+    "selftest": (1530, 930),
+    "simulate": (1070, 720),
+    "tiled": (1540, 750),
+    "tune": (2240, 1220),
+    "__init__.py": (100, 40),
+    "__main__.py": (10, 10),
+    "accelerator.py": (10, 10),
+    "amounts.py": (30, 10),
+    "api.py": (240, 90),
+    "board.py": (420, 240),
+    "courier.py": (180, 120),
+    "doctor.py": (310, 180),
+    "errors.py": (250, 90),
+    "families.py": (300, 130),
+    "launch.py": (350, 200),
+    "options.py": (230, 110),
+    "problem.py": (540, 270),
+    "ranges.py": (60, 40),
+    "runtime.py": (120, 90),
+    "scaling.py": (160, 50),
+    "specification.py": (250, 80),
+    "tile.py": (100, 20),
+    "timeline.py": (180, 90),
+    "version.py": (30, 20),
+    "warn.py": (40, 20),
+    "watchdog.py": (180, 130),
+    "workspace.py": (560, 320),
+    # Of the package.
+    "files": 234,
+    "loose files": 23,
+    "lines of the longest file": 1086,
+    # Files whose code names a capability; rooms that only measure, tune, check and print are free.
+    "files that name fp8": 47,
+    "files that name hosts": 54,
+    "files that name attention": 34,
+    "files that name experts": 13,
+    "files that name tiled": 25,
+    # Places in the same files of what a redesign is to leave once.
+    "calls of number_call": 9,
+    "autograd functions": 13,
+    "copy steps": 11,
+    "isinstance of problems": 14,
+    "classes of decisions": 2,
+}
+#: Rooms that may name every capability.
+INSTRUMENTS = {
+    *("tools", "bench", "tune", "selftest", "cli"),
+    *("launch.py", "doctor.py", "__main__.py"),
+}
+#: Identifiers that name a capability.
+CAPABILITIES = {
+    "fp8": r"fp8|float8|scaling|scales|quantize",
+    "hosts": r"hosts|network|gloo|\brail",
+    "attention": r"attention|attends",
+    "experts": r"expert|routing",
+    "tiled": r"tiled|\btiles\b|worklist",
+}
+#: Code of which there are to be few places.
+PLACES = {
+    "calls of number_call": r"\bnumber_call\(",
+    "autograd functions": r"autograd\.Function\)",
+    "copy steps": r'Step\(\s*"copy"',
+    "isinstance of problems": r"isinstance\((problem|asked|layer), ",
+    "classes of decisions": r"class \w*Decision\b",
+}
 
 #: Units of the package, lowest first. A unit is a module or a sub-package; "ficco" is its
 #: ``__init__``. A unit imports from lower lines alone.
@@ -472,3 +557,107 @@ def test_circles_and_shared_names_are_seen(tmp_path: Path) -> None:
     (package / "problem.py").write_text("if TYPE_CHECKING:\n    from ficco.plan import Step")
     assert circles(package) == [{"ficco.plan", "ficco.plan.model", "ficco.problem"}]
     assert shared_class_names(package) == {}
+
+
+# Budgets.
+
+
+def statements(tree: ast.Module) -> int:
+    """Number of statements without docstrings. Lines can be joined, statements cannot."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    return sum(
+        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes
+    )
+
+
+def identifiers(text: str) -> str:
+    """The identifiers of a file, without its comments and strings."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join(token.string for token in tokens if token.type == tokenize.NAME)
+
+
+def figures(package: Path = PACKAGE) -> dict[str, int | tuple[int, int]]:
+    """The figures of a package that have budgets."""
+    rooms: dict[str, tuple[int, int]] = {}
+    texts: dict[Path, str] = {}
+    for path, tree in sources(package):
+        texts[path] = path.read_text()
+        room = path.relative_to(package).parts[0]
+        lines, count = rooms.get(room, (0, 0))
+        rooms[room] = (lines + texts[path].count("\n"), count + statements(tree))
+    core = [
+        text
+        for path, text in texts.items()
+        if path.relative_to(package).parts[0] not in INSTRUMENTS
+    ]
+    names = [identifiers(text) for text in core]
+    return {
+        **rooms,
+        "files": len(texts),
+        "loose files": sum(path.parent == package for path in texts),
+        "lines of the longest file": max(text.count("\n") for text in texts.values()),
+        **{
+            f"files that name {name}": sum(bool(re.search(pattern, one, re.I)) for one in names)
+            for name, pattern in CAPABILITIES.items()
+        },
+        **{
+            name: sum(len(re.findall(pattern, text)) for text in core)
+            for name, pattern in PLACES.items()
+        },
+    }
+
+
+def over_budget(found: Mapping[str, int | tuple[int, int]]) -> list[str]:
+    """Figures above their budgets, and rooms without one."""
+    wrong = []
+    for name, value in found.items():
+        budget = BUDGETS.get(name)
+        if budget is None:
+            wrong.append(f"{name}: {value} lines and statements, and no line in BUDGETS")
+        elif isinstance(value, int) and isinstance(budget, int):
+            wrong += [f"{name}: {value}, budget {budget}"] * (value > budget)
+        elif isinstance(value, tuple) and isinstance(budget, tuple):
+            for what, one, most in zip(("lines", "statements"), value, budget, strict=True):
+                wrong += [f"{name}: {one} {what}, budget {most}"] * (one > most)
+    return wrong
+
+
+def test_nothing_is_over_budget() -> None:
+    found = figures()
+    assert over_budget(found) == []
+    assert BUDGETS.keys() - found.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "budgets"),
+    [
+        ("ops/call.py", "\n" * 9, {"ops": (9, 10)}),
+        ("ops/call.py", "x = 1; y = 2; z = 3\n" * 4, {"ops": (10, 10)}),
+        ("attic/old.py", "x = 1\n", {}),
+        ("plan/model.py", "class Model:\n    pass\n", {"lines of the longest file": 1}),
+        ("plan/model.py", "def scales(): ...\n", {"files that name fp8": 0}),
+        ("ops/call.py", "number_call()\n" * 2, {"calls of number_call": 1}),
+        ("runtime.py", "", {"loose files": 1}),
+        ("ops/call.py", "", {"files": 1}),
+    ],
+)
+def test_budgets_see_what_breaks_them(
+    file: str,
+    text: str,
+    budgets: dict[str, int | tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = tmp_path / "ficco"
+    for path in (package / "__init__.py", package / "bench" / "scales.py", package / file):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    room = path.relative_to(package).parts[0]
+    with monkeypatch.context() as patch:
+        patch.setitem(BUDGETS, room, (1, 1))
+        assert over_budget(figures(package)) == []
+    for name, budget in budgets.items():
+        monkeypatch.setitem(BUDGETS, name, budget)
+    (package / "bench" / "scales.py").write_text("def scales(): number_call()\n")
+    (package / file).write_text(f'"""A file that names scales."""  # scales\n{text}')
+    assert len(over_budget(figures(package))) == 1
