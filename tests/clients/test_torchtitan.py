@@ -183,6 +183,7 @@ def test_the_pass_runs_in_inductor(tmp_path: Path) -> None:
         assert found["replaced"] == [9, 4]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what torchtitan imports
 def test_a_layer_that_does_more_than_multiply_is_refused() -> None:
     """ficco's override reads the weights of q, k and v: an adapter would have no effect."""
     from torchtitan.models.common.linear import Linear
