@@ -22,6 +22,7 @@ PURE = (
     ("amounts", "errors", "version", "warn"),
     ("scaling", "specification"),
     ("problem",),
+    ("sizes",),
     ("machine",),
     ("plan",),
     ("schedules",),
