@@ -60,7 +60,7 @@ docs: .venv/.docs ## Build the documentation into build/site/; a warning is an e
 	@echo "open build/site/index.html"
 
 speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
-	$(PY) -m tools.host_speed
+	$(PY) -m benchmarks.host_speed
 
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"
@@ -105,8 +105,8 @@ gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, c
 BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
 
 readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
-	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv)
-	$(PY) -m tools.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
+	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv)
+	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 
 lint: .venv/.ready ## Check style, format and types
 	$(PY) -m ruff check

@@ -23,7 +23,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Sources lie in the root of the repository, so that pages can link to files beside docs/.
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-exclude_patterns = [".*", "build", "dist", "ficco", "tests", "tools", "examples", "configs"]
+exclude_patterns = [".*", "build", "dist", "ficco", "tests", "benchmarks", "examples", "configs"]
 
 # Anchors as a Git host makes them; links to others are warnings, and warnings are errors.
 myst_heading_anchors = 4

@@ -1,37 +1,55 @@
-"""ficco hides communication behind the matrix product that depends on it."""
+"""ficco hides communication behind the matrix product that depends on it.
 
+In a program that has imported PyTorch, ``import ficco`` loads every public name, and declares the
+operators to ``torch.ops``. Before PyTorch is imported, a name is loaded on first use, so that
+``ficco --help`` does not wait for PyTorch.
+"""
+
+import importlib
+import sys
 import typing
 
-from ficco.api import addresses, close, empty, explain, memory, synchronize
-from ficco.errors import (
-    BackendError,
-    ConfigError,
-    FiccoError,
-    PeerFailed,
-    RankMismatch,
-    SignalTimeout,
-)
-from ficco.heuristics import Decision
-from ficco.ops.arriving import Arriving, arriving
-from ficco.ops.attention import all_gather_attention
-from ficco.ops.experts import experts
-from ficco.ops.operators import (
-    all_gather_matmul,
-    all_gather_transposed_matmul,
-    all_to_all_matmul,
-    all_to_all_transposed_matmul,
-    matmul_all_reduce,
-    matmul_all_to_all,
-    matmul_reduce_scatter,
-)
-from ficco.ops.projections import ulysses_output, ulysses_project
-from ficco.ops.routing import Routing, route
-from ficco.ops.sdpa import behind_sdpa
-from ficco.ops.symm_mem import behind_symm_mem
-from ficco.ops.ulysses import ulysses_attention
+# Not on first use: the import of the module ``ficco.options`` would take the function's name.
 from ficco.options import Options, options, set_options
-from ficco.problem import Problem
-from ficco.schedules import Schedule
+
+if typing.TYPE_CHECKING:
+    from ficco import heuristics as heuristics
+    from ficco import machine as machine
+    from ficco import nn as nn
+    from ficco import passes as passes
+    from ficco import plan as plan
+    from ficco import schedules as schedules
+    from ficco import simulate as simulate
+    from ficco import tile as tile
+    from ficco.api import addresses, close, empty, explain, memory, synchronize
+    from ficco.errors import (
+        BackendError,
+        ConfigError,
+        FiccoError,
+        PeerFailed,
+        RankMismatch,
+        SignalTimeout,
+    )
+    from ficco.heuristics import Decision
+    from ficco.ops.arriving import Arriving, arriving
+    from ficco.ops.attention import all_gather_attention
+    from ficco.ops.experts import experts
+    from ficco.ops.operators import (
+        all_gather_matmul,
+        all_gather_transposed_matmul,
+        all_to_all_matmul,
+        all_to_all_transposed_matmul,
+        matmul_all_reduce,
+        matmul_all_to_all,
+        matmul_reduce_scatter,
+    )
+    from ficco.ops.projections import ulysses_output, ulysses_project
+    from ficco.ops.routing import Routing, route
+    from ficco.ops.sdpa import behind_sdpa
+    from ficco.ops.symm_mem import behind_symm_mem
+    from ficco.ops.ulysses import ulysses_attention
+    from ficco.problem import Problem
+    from ficco.schedules import Schedule
 
 __all__ = [
     "Arriving",
@@ -72,27 +90,63 @@ __all__ = [
     "ulysses_project",
 ]
 
-
 __version__: str
 
-if typing.TYPE_CHECKING:
-    from ficco import nn as nn
-    from ficco import tile as tile
-else:
+#: The names that a module gives.
+_NAMES = {
+    "ficco.api": "addresses close empty explain memory synchronize",
+    "ficco.errors": "BackendError ConfigError FiccoError PeerFailed RankMismatch SignalTimeout",
+    "ficco.heuristics": "Decision",
+    "ficco.ops.arriving": "Arriving arriving",
+    "ficco.ops.attention": "all_gather_attention",
+    "ficco.ops.experts": "experts",
+    "ficco.ops.operators": "all_gather_matmul all_gather_transposed_matmul all_to_all_matmul "
+    "all_to_all_transposed_matmul matmul_all_reduce matmul_all_to_all matmul_reduce_scatter",
+    "ficco.ops.projections": "ulysses_output ulysses_project",
+    "ficco.ops.routing": "Routing route",
+    "ficco.ops.sdpa": "behind_sdpa",
+    "ficco.ops.symm_mem": "behind_symm_mem",
+    "ficco.ops.ulysses": "ulysses_attention",
+    "ficco.problem": "Problem",
+    "ficco.schedules": "Schedule",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+#: Public modules, imported on first use.
+_MODULES = (
+    "heuristics",
+    "integrations",
+    "machine",
+    "nn",
+    "passes",
+    "plan",
+    "schedules",
+    "simulate",
+    "tile",
+)
+
+if not typing.TYPE_CHECKING:  # a checker would take ficco to have any name
 
     def __getattr__(name: str) -> object:
-        """Load ``__version__``, ``nn`` and ``tile`` on first use: importing ficco stays cheap, and
-        does not need Triton. Hidden from type checkers, which would take it to have any name."""
-        if name == "nn":
-            import ficco.nn as nn
+        """Load a public name or module, or ``__version__``."""
+        if name in _MODULE_OF:
+            value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        elif name in _MODULES:
+            try:
+                value = importlib.import_module(f"{__name__}.{name}")
+            except ImportError as error:  # ficco.tile without Triton
+                raise AttributeError(str(error)) from error
+        elif name == "__version__":
+            from ficco.version import version
 
-            return nn
-        if name == "tile":
-            import ficco.tile as tile
-
-            return tile
-        if name != "__version__":
+            value = version()
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from ficco.version import version
+        return globals().setdefault(name, value)
 
-        return version()
+    def __dir__() -> list[str]:
+        return sorted([*__all__, *_MODULES, "__version__"])
+
+    if "torch" in sys.modules:
+        for _name in _MODULE_OF:
+            __getattr__(_name)

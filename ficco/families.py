@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ficco.attention import BY_HEADS, GATHERED, PLACEMENTS, AttentionProblem, HeadsProblem
+from ficco.attention import BY_HEADS, GATHERED, AttentionProblem, HeadsProblem
 from ficco.errors import InvalidArgument
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.arrivals import Received
@@ -17,10 +17,11 @@ from ficco.heuristics.family import SERIAL, Family
 from ficco.heuristics.losses import bounds
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned
-from ficco.problem import MOST, OPERATORS, Problem
+from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
-from ficco.schedules.experts import ACTIVATIONS, EXPERT_OPERATORS, ExpertLayer
+from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.simulate import predict
+from ficco.sizes import REQUIRED, SIZES, Size
 from ficco.specification import gated as named_gated
 
 # Families.
@@ -127,69 +128,6 @@ def family_of(problem: Planned) -> Family:
 # Problems from sizes.
 
 
-class Size(NamedTuple):
-    """A number, a switch or a name that a problem is asked by.
-
-    Attributes:
-        text: what it is.
-        default: without it; ``REQUIRED`` if there is none.
-        kind: its type.
-        names: those that it can be, if it is a name.
-    """
-
-    text: str
-    default: Any = None
-    kind: type = int
-    names: tuple[str, ...] = ()
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is none of these."""
-        if self.names:
-            if value not in self.names:
-                raise InvalidArgument(
-                    name, f"required one of {', '.join(self.names)}, got {value!r}"
-                )
-        elif self.kind is bool:
-            if not isinstance(value, bool):
-                raise InvalidArgument(name, f"required True or False, got {value!r}")
-        elif value is not None and not 0 <= value <= MOST:
-            raise InvalidArgument(name, f"required 0 to {MOST}, got {value!r}")
-
-
-REQUIRED = object()
-
-#: The sizes of operators that have a left operand, in the order of their arguments.
-OF_PRODUCTS = {
-    "m": Size("rows that a rank multiplies", REQUIRED),
-    "n": Size("columns of one rank's B", REQUIRED),
-    "k": Size("columns of A", REQUIRED),
-}
-OF_HEADS = {
-    "sequence": Size("positions of the whole sequence", REQUIRED),
-    "heads": Size("heads of queries", REQUIRED),
-    "head_size": Size("size of a head", REQUIRED),
-    "kv_heads": Size("heads of keys and values (default: as many)"),
-    "batch": Size("sequences (default: 1)", 1),
-    "causal": Size("a query attends to no later position", False, bool),
-    "window": Size("and to so many positions before its own"),
-}
-OF_ATTENTION = OF_HEADS | {
-    "placement": Size(
-        "which positions a rank has, not of ulysses_attention", PLACEMENTS[0], str, PLACEMENTS
-    )
-}
-OF_EXPERTS = {
-    "experts": Size("experts of all ranks", REQUIRED),
-    "capacity": Size("rows of each rank for each expert", REQUIRED),
-    "k": Size("columns of tokens", REQUIRED),
-    "h": Size("columns of what the second product multiplies", REQUIRED),
-    "n": Size("columns of the result", REQUIRED),
-    "activation": Size("the function between the products", "silu", str, tuple(ACTIVATIONS)),
-    "gated": Size("it is multiplied by the other half of 2h columns", True, bool),
-    "split": Size("what of the experts a rank has", "experts", str, ("experts", "columns")),
-}
-
-
 def _attention(
     operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **more: Any
 ) -> AttentionProblem | HeadsProblem:
@@ -248,10 +186,10 @@ def _product(operator: str, world: int, dtype: str, m: int, n: int, k: int, **mo
 
 #: The operators of which a call can be described without its operands.
 ASKABLE: dict[str, Askable] = {
-    **dict.fromkeys(OPERATORS, Askable("products", OF_PRODUCTS, _product, ("rows", "hosts"))),
-    "all_gather_attention": Askable("attention", OF_ATTENTION, _attention, ("hosts",)),
-    "ulysses_attention": Askable("attention", OF_HEADS, _attention, ("hosts",)),
-    "experts": Askable("experts", OF_EXPERTS, _experts, ("hosts",)),
+    **{name: Askable(*SIZES[name], _product, ("rows", "hosts")) for name in OPERATORS},
+    "all_gather_attention": Askable(*SIZES["all_gather_attention"], _attention, ("hosts",)),
+    "ulysses_attention": Askable(*SIZES["ulysses_attention"], _attention, ("hosts",)),
+    "experts": Askable(*SIZES["experts"], _experts, ("hosts",)),
 }
 
 

@@ -3,6 +3,8 @@
 Each rank gets the default process group (gloo on CPUs, NCCL or RCCL on GPUs), its share of the
 CPU's cores, and a timeout after which it prints its stacks and exits. If a rank fails, the others
 are terminated, and :func:`launch` raises its error.
+
+PyTorch is imported by the functions that use it: the command line parses its options before that.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from ficco.accelerator import gpu
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
 #: Seconds that ranks get to exit once one of them has failed: long enough to report an error of
 #: their own, too short to wait for a peer that is gone.
@@ -92,11 +94,17 @@ def _number(variable: str) -> int:
 
 def default_device() -> str:
     """``"cuda"`` if torch sees GPUs of any vendor, else ``"cpu"``."""
+    from ficco.accelerator import gpu
+
     return "cuda" if gpu.is_available() else "cpu"
 
 
 def local_device(device: str) -> torch.device:
     """This rank's device for ``"cpu"`` or ``"cuda"``: the GPU that :func:`launch` has set."""
+    import torch
+
+    from ficco.accelerator import gpu
+
     if device == "cuda":
         return torch.device(device, gpu.current_device())
     return torch.device(device)
@@ -136,6 +144,8 @@ def launch(
         except Exception as error:
             details = traceback.format_exc()
             raise RankFailed(rank, type(error).__name__, str(error), details) from error
+    import torch.distributed as dist
+
     # This process hosts the store, so that it outlives any rank that fails.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     # Ranks are forks of a process that has imported torch but uses no device: they start in
@@ -166,6 +176,8 @@ def launch(
 
 def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
     """The number of ranks to start here, at least so many; ``ValueError`` if they cannot run."""
+    from ficco.accelerator import gpu
+
     if device not in ("cpu", "cuda"):
         raise InvalidArgument("device", f"required cpu or cuda, got {device!r}")
     gpus = gpu.device_count() if device == "cuda" else 0
@@ -272,6 +284,8 @@ def _rank(
     args: tuple[Any, ...],
 ) -> None:
     """The main function of a started process."""
+    import torch.distributed as dist
+
     threading.Thread(target=_end_with_parent, name="ficco parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its ranks
@@ -320,6 +334,11 @@ def _group(
     rank: int, world: int, local: int, device: str, timeout_s: float, store: dist.Store | None
 ) -> Iterator[None]:
     """Sets up the default process group, the rank's device and its share of the cores."""
+    import torch
+    import torch.distributed as dist
+
+    from ficco.accelerator import gpu
+
     faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import ficco
+from docs.make import machine_fields, reproduced
 from ficco import cli
 from ficco.machine import configs
 from ficco.machine.text import parse
-from tools import machine_fields, reproduced
 
 ROOT = Path(ficco.__file__).resolve().parents[1]
 PACKAGE = ROOT / "ficco"
@@ -35,6 +35,8 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:\S*(?:python[\d.]*|torchrun .*) -m )?ficco ([a-z]+)\b(.*)"
 )
+#: A script of a checkout that a line runs: its module or its file.
+SCRIPT = re.compile(r"python -m ((?:docs|benchmarks)\.[\w.]+)|python (\w+/[\w/]+\.py)")
 CODE = re.compile(r"```.*?```|(?:^    [^\n]*\n)+|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
@@ -77,6 +79,9 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 def unknown(line: str) -> str:
     """What a line of code calls that ficco or make does not have; empty if it has all."""
     words = line.split()
+    script = SCRIPT.search(line)
+    if script and not (ROOT / (script[2] or f"{script[1].replace('.', '/')}.py")).exists():
+        return script[0]
     if "make" in words[:1] and len(words) > 1 and words[1] not in targets():
         return f"make {words[1]}"
     match = COMMAND.match(line)
@@ -206,7 +211,7 @@ def test_tests_and_files_that_pages_name_exist() -> None:
             if not re.search(rf"def {name}\(|{name}\.py", tests)
             and not (ROOT / "tests" / f"{name}.py").exists()
         ]
-        files = re.findall(r"`((?:ficco|tests|configs|tools|examples|docs)/[\w./-]+)`", text)
+        files = re.findall(r"`((?:ficco|tests|configs|benchmarks|examples|docs)/[\w./-]+)`", text)
         missing += [file for file in files if not (ROOT / file).exists()]
     assert missing == []
 
@@ -271,7 +276,7 @@ def test_the_page_of_the_machine_file_has_every_key() -> None:
     page = (ROOT / "docs" / "machine-file.md").read_text()
     for name, text in (("fields", machine_fields.text()), ("shipped", machine_fields.shipped())):
         marked = f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->"
-        assert marked in page, "python -m tools.machine_fields"
+        assert marked in page, "python -m docs.make.machine_fields"
 
 
 def test_the_page_of_the_machine_file_says_who_measures() -> None:
@@ -295,7 +300,7 @@ def test_the_page_of_the_paper_holds_what_the_results_say() -> None:
     page = (ROOT / "docs" / "paper.md").read_text()
     for name, text in reproduced.tables().items():
         marked = f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->"
-        assert marked in page, "python -m tools.reproduced"
+        assert marked in page, "python -m docs.make.reproduced"
 
 
 @pytest.mark.parametrize("folder", ["bench", "dma"])
@@ -319,6 +324,9 @@ def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
         ("python -m ficco demo --nothing", "ficco demo --nothing"),
         ("make tset", "make tset"),
         ("make test PYTHON=python3.12", ""),
+        ("python -m docs.make.none docs", "python -m docs.make.none"),
+        ("python tests/none.py", "python tests/none.py"),
+        ("A=1 python benchmarks/paired_host_time.py BASE NEW", ""),
         ("from ficco import bench", ""),
     ):
         assert unknown(line) == wrong, line

@@ -107,6 +107,7 @@ PURE = (
     ("amounts", "errors", "version", "warn"),
     ("scaling", "specification"),
     ("problem",),
+    ("sizes",),
     ("machine",),
     ("plan",),
     ("schedules",),

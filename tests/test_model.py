@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from docs.make import rule_table
 from ficco.heuristics import (
     Observation,
     candidates,
@@ -36,7 +37,6 @@ from ficco.machine.model import result_bytes
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans, refusal, same_plans
 from ficco.simulate import predict
-from tools import rule_table
 
 BY = Provenance("assumed")
 

@@ -133,7 +133,7 @@ import json
 import importlib.metadata
 from pathlib import Path
 import ficco
-from ficco.bench.cases import configs
+from ficco.machine import configs
 import torch
 folder = Path(ficco.__file__).parent
 print(json.dumps({

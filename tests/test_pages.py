@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from docs.make import hosts_layers, paper, readme, regret, rule_table
 from ficco.bench import plots, report, stats
 from ficco.bench.cases import OPERATOR, Case, scenarios
 from ficco.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records
@@ -23,7 +24,6 @@ from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problem import Problem
 from ficco.version import version
-from tools import hosts_layers, paper, readme, regret, rule_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -434,7 +434,7 @@ def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
     machine = find(rule_table.MACHINE, None)
     assert machine is not None
     made = rule_table.rule_table(machine, scenarios())
-    assert made in (ROOT / "docs" / "choosing.md").read_text(), "python -m tools.rule_table"
+    assert made in (ROOT / "docs" / "choosing.md").read_text(), "python -m docs.make.rule_table"
     lines = [line for line in made.splitlines() if line.startswith("| g")]
     assert len(lines) == 16
     # By operations of a rank g1 to g12 are all below the card's peak taken as a number.

@@ -12,13 +12,12 @@ from ficco.attention.heads import HeadsProblem, keys_of
 from ficco.attention.heads_plans import heads_plans
 from ficco.attention.mask import Documents, Mask, Rectangle, Segment, packed
 from ficco.attention.plans import attention_plans
-from ficco.attention.problem import MERGE, PLACEMENTS, AttentionProblem
+from ficco.attention.problem import MERGE, AttentionProblem
 
 __all__ = [
     "BY_HEADS",
     "GATHERED",
     "MERGE",
-    "PLACEMENTS",
     "AttentionGradient",
     "AttentionProblem",
     "HeadsProblem",

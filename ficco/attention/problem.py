@@ -10,12 +10,8 @@ from itertools import accumulate
 from ficco.attention.mask import Mask, Rectangle, Segment, Span, merged
 from ficco.errors import InvalidArgument
 from ficco.problem import Problem, digest
+from ficco.sizes import PLACEMENTS
 from ficco.specification import Attention, Buffer, Exchange, Specification
-
-#: Which positions a rank holds. ``"ranks"``: the sequence in the order of the ranks.
-#: ``"head-tail"``: of 2 W chunks, rank r the chunks r and 2 W - 1 - r, so that under a causal mask
-#: all ranks attend to equally many keys.
-PLACEMENTS = ("ranks", "head-tail")
 
 #: Dtypes that libraries' attention has, with the dtype of its sums.
 SUMS = {
@@ -83,7 +79,7 @@ class AttentionProblem:
         kv_heads: heads of keys and values, a divisor of ``heads``.
         dtype: its name.
         causal, window, cu_seqlens: see :class:`Mask`.
-        placement: one of :data:`PLACEMENTS`.
+        placement: one of :data:`ficco.sizes.PLACEMENTS`.
         scale: by what scores are multiplied; None: 1 / sqrt(size).
         symmetric: keys and values lie in symmetric memory as they travel.
         keeps: the rows of KV that a rank gets, its own among them, are a second result.

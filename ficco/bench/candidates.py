@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ficco.bench.cases import OPERATOR
-from ficco.dma.engine import Engine
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates, is_serial
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
+
+if TYPE_CHECKING:
+    from ficco.dma.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,6 @@ REFERENCES = (
     BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
     BenchCandidate("quack", "quack", operators=(OPERATOR,)),
 )
-
-#: Baselines that no figure of the others needs.
-OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native", "quack")
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).

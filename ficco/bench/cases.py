@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ficco.errors import ConfigError
-from ficco.heuristics import problem_of_sizes
-from ficco.machine import configs
 from ficco.problem import OPERATORS, Problem
 from ficco.scaling import SCALED
 from ficco.specification import ITEMSIZES
@@ -22,6 +20,9 @@ MEMORY_SHARE = 0.9
 
 #: The operator that is benched unless another is named.
 OPERATOR = "all_gather_matmul"
+
+#: Baselines that can be left out: no figure of the others needs them.
+OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native", "quack")
 
 #: The operator that gives the gradient of its B.
 WEIGHT_GRADIENT = "all_gather_transposed_matmul"
@@ -69,6 +70,8 @@ class Case:
 
     def problem(self, world: int) -> Problem:
         """The Problem on so many ranks. Rows that do not divide go to the first ranks."""
+        from ficco.heuristics import problem_of_sizes
+
         return problem_of_sizes(self.operator, self.m, self.n, self.k, self.dtype, world)
 
     def memory(self, world: int) -> int:
@@ -138,14 +141,14 @@ def scenarios() -> list[Case]:
             label=case.label.partition(",")[0],
             skip=f"is of {case.operator}: set experts",
         )
-        for case in read(configs() / "scenarios.csv")
+        for case in _of_configs("scenarios.csv")
     ]
 
 
 def experts() -> list[Case]:
     """The all-to-alls of that table: large experts, whose products take far longer than the rows
     travel."""
-    every = read(configs() / "scenarios.csv")
+    every = _of_configs("scenarios.csv")
     return [replace(case, halves=True) for case in every if OPERATORS[case.operator].blocks]
 
 
@@ -176,8 +179,15 @@ def of_dtypes(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     ]
 
 
+def _of_configs(file: str, only: str = "") -> list[Case]:
+    """Cases of a file that ships with ficco."""
+    from ficco.machine import configs
+
+    return read(configs() / file, only)
+
+
 def _shipped(name: str) -> tuple[str, Callable[[], list[Case]]]:
-    return name, lambda: read(configs() / "shapes.csv", name)
+    return name, lambda: _of_configs("shapes.csv", name)
 
 
 #: By name: layers of dense models, large and small, at four ranks; products of less than about half

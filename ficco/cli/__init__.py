@@ -1,8 +1,11 @@
 """The command line: ``python -m ficco --help`` lists the commands.
 
 Exit codes: 0, all is well; 1, something failed or a result was wrong; 2, the input was wrong; 130,
-interrupted; 141, whoever reads the output left early. What the extra ``bench`` has is imported by
-the commands that need it.
+interrupted; 141, whoever reads the output left early.
+
+Parsing imports neither PyTorch nor NumPy, so that help and refused options take no second: what
+reads options is imported for the command that was asked for, and all else when it runs. What the
+extra ``bench`` has is imported by the commands that need it.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ import contextlib
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from importlib import import_module
+from typing import Any
 
-from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
-from ficco.cli.site import PACKAGES, not_installed, require_extra
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.launch import RankFailed, check_load
 from ficco.version import version
@@ -28,10 +31,20 @@ WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
-#: In the order in which the help lists them. Each has ``options``, which adds its options to a
-#: parser, and ``run``, which takes what is parsed and gives the exit code.
-MODULES = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
-COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+#: What the help says of each command, in its order. A command is a module of this package that
+#: has ``options``, which adds its options to a parser, and ``run``, which takes what is parsed and
+#: gives the exit code.
+COMMANDS = {
+    "demo": "run every schedule and operator here, compare them with the plain product, draw them",
+    "bench": "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+    "characterize": "measure what cutting and overlapping cost: decomposition and contention loss",
+    "explain": "say which schedule a call would take, why, and what is predicted of the others",
+    "plan": "print or draw what a schedule does for given sizes; needs no GPU",
+    "simulate": "predict schedules on a described machine; needs no GPU",
+    "plot": "draw timelines, simulated and measured, side by side",
+    "tune": "measure this machine, and which schedules are fastest on it, for schedule='auto'",
+    "doctor": "print versions, devices, links, engines, and what would be used and why",
+}
 
 
 def main() -> int:
@@ -56,16 +69,18 @@ def main() -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code. Errors become one line on the standard error."""
     try:
-        parsed = _parser().parse_args(arguments)
+        parsed = _parser(arguments).parse_args(arguments)
     except SystemExit as end:  # argparse has printed what is wrong, or the help
         return int(end.code or 0)
+
+    from ficco.cli.site import PACKAGES, not_installed, require_extra
 
     try:
         if parsed.command in WITH_EXTRA:
             require_extra()
         if not getattr(parsed, "oversubscribe", True):
             check_load(parsed.ranks, parsed.device)
-        return int(COMMANDS[parsed.command].run(parsed) or 0)
+        return int(_module(parsed.command).run(parsed) or 0)
     except RankFailed as error:
         if error.details:
             print(error.details, file=sys.stderr)
@@ -100,7 +115,12 @@ def _fail(error: object, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _module(name: str) -> Any:
+    return import_module(f"{__name__}.{name}")
+
+
+def _parser(asked: Container[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Knows all commands, and the options of those in ``asked``."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Hide communication behind the matrix product that depends on it."
     )
@@ -108,8 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"{PROGRAM} {version()}", help="print the version"
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for name, module in COMMANDS.items():
-        _, _, text = " ".join((module.__doc__ or "").split()).partition(": ")
-        text = text.removesuffix(".")
-        module.options(commands.add_parser(name, help=text, description=text))
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name in asked:
+            _module(name).options(command)
     return parser

@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco import doctor, launch
+from ficco import launch
 from ficco.bench import cases
-from ficco.bench.candidates import OPTIONAL, BenchCandidate, choose, refused
-from ficco.bench.cases import Case
-from ficco.bench.measure import modes_of
+from ficco.bench.cases import OPTIONAL, Case
 from ficco.cli.site import (
     CSV,
     FLAG,
@@ -33,13 +31,13 @@ from ficco.cli.site import (
     shapes,
     writable,
 )
-from ficco.machine import SCALED_PRODUCTS
 from ficco.problem import OPERATORS
 from ficco.scaling import SCALED
-from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ficco.bench.candidates import BenchCandidate
 
 
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
@@ -246,6 +244,8 @@ def run_settings(
 
 def named(what: str, device: str, ranks: int) -> str:
     """The name of the files of a run: what, the machine and the day."""
+    from ficco import doctor
+
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
@@ -293,6 +293,8 @@ Told = tuple[str, Any, Any, dict[str, Any], Any]
 
 
 def _products(arguments: argparse.Namespace, device: str) -> Told:
+    from ficco.bench.candidates import choose
+    from ficco.bench.measure import modes_of
     from ficco.bench.run import BenchSettings, bench
 
     found, what = chosen(arguments, device)
@@ -310,6 +312,7 @@ def _products(arguments: argparse.Namespace, device: str) -> Told:
     if arguments.replay is None:
         return what, bench, BenchSettings, told, None
     from ficco.bench.replay_run import ReplaySettings, replay
+    from ficco.machine import SCALED_PRODUCTS
 
     recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
     told |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
@@ -338,6 +341,7 @@ def _layers(arguments: argparse.Namespace, device: str) -> Told:
 
 def _ways(arguments: argparse.Namespace, device: str) -> Told:
     from ficco.bench import attention, experts, ways
+    from ficco.schedules import Schedule
 
     what, refused = ("experts", ["operator"]) if arguments.experts else ("attention", [])
     room: Any = {"experts": experts, "attention": attention}[what]
@@ -365,6 +369,8 @@ def _no_products(
     arguments: argparse.Namespace, device: str, what: str, *more: str
 ) -> tuple[str, ...]:
     """The modes of a measurement that takes no option of those for products, nor some more."""
+    from ficco.bench.measure import modes_of
+
     for name in ("set", "shapes", "dtype", *more):
         if getattr(arguments, name):
             raise ValueError(f"--{what}: required without --{name}, which is for products")
@@ -402,6 +408,8 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
+    from ficco.bench.candidates import refused
+
     kinds = {(case.operator, case.dtype): case for case in shapes}
     by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
     for candidate in candidates:

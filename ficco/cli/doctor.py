@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ficco import doctor, launch
+from ficco import launch
 from ficco.cli.site import FLAG, add_ranks
 
 #: Seconds after which the ranks of ``doctor`` have hung.
@@ -33,6 +33,8 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco import doctor
+
     if arguments.selftest:
         return _selftest(arguments)
     if arguments.out is not None:

@@ -14,9 +14,7 @@ from typing import Any
 
 from ficco import launch
 from ficco.amounts import seconds_text
-from ficco.bench.candidates import parse
 from ficco.bench.cases import Case
-from ficco.bench.measure import modes_of
 from ficco.cli.bench import START_S
 from ficco.cli.site import (
     FILE,
@@ -30,10 +28,6 @@ from ficco.cli.site import (
     site,
     sizes,
 )
-from ficco.families import family_of
-from ficco.heuristics import decide
-from ficco.heuristics.where import too_large
-from ficco.ops import problem_log
 from ficco.problem import OPERATORS
 
 #: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
@@ -58,6 +52,8 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco.families import family_of
+
     if arguments.from_log:
         return _from_log(arguments)
     _refuse(arguments)
@@ -84,6 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _from_log(arguments: argparse.Namespace) -> int:
     """A line for each problem of a log, or as JSON."""
+    from ficco.heuristics import decide
+    from ficco.ops import problem_log
+
     for name in (*sizes(arguments), "rows", "measure", "draw"):
         if getattr(arguments, name) not in (None, False):
             raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
@@ -127,6 +126,8 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
+    from ficco.bench.candidates import parse
+    from ficco.bench.measure import modes_of
     from ficco.bench.run import BenchSettings, bench
 
     require_extra()
@@ -189,6 +190,8 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
 
 def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
+
+    from ficco.heuristics.where import too_large
 
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.why}")

@@ -19,10 +19,6 @@ from ficco.cli.site import (
     ranks_per_host,
     site,
 )
-from ficco.families import family_of
-from ficco.heuristics.where import too_large
-from ficco.plan import check, render
-from ficco.simulate import simulate
 
 
 def options(parser: Any) -> None:
@@ -45,6 +41,11 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco.families import family_of
+    from ficco.heuristics.where import too_large
+    from ficco.plan import check, render
+    from ficco.simulate import simulate
+
     asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
     asked_of = problem(arguments, asked.world)
     if not 0 <= arguments.rank < asked_of.world:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ficco.bench.draw import draw, trace
 from ficco.cli.site import FILE, picture
 from ficco.errors import ConfigError
-from ficco.timeline import Timeline, loads
+
+if TYPE_CHECKING:
+    from ficco.timeline import Timeline
 
 
 def options(parser: Any) -> None:
@@ -32,6 +33,8 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco.bench.draw import draw, trace
+
     picture(arguments.out, "--out")
     chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
     if not chosen:
@@ -45,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path, only: str | None) -> list[Timeline]:
+    from ficco.timeline import loads
+
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -63,6 +68,8 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
 
 def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
     """Row by row, and the number of columns: what shows the same schedule stands side by side."""
+    from ficco.timeline import Timeline
+
     rows: dict[str, list[Timeline]] = {}
     for one in timelines:
         rows.setdefault(one.title.rpartition(": ")[0] or one.title, []).append(one)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ficco.amounts import seconds_text
 from ficco.bench import cases
 from ficco.bench.cases import Case
-from ficco.bench.draw import draw, trace
 from ficco.cli.site import (
     CSV,
     FILE,
@@ -27,15 +26,14 @@ from ficco.cli.site import (
     site,
     sizes,
 )
-from ficco.families import family_of, problem_of, sizes_of
-from ficco.machine import Machine
 from ficco.problem import OPERATORS
-from ficco.schedules import NAMED, Schedule
-from ficco.simulate import MODES, simulate
-from ficco.timeline import Timeline, dumps
+from ficco.sizes import MODES
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ficco.machine import Machine
+    from ficco.timeline import Timeline
 
 
 def options(parser: Any) -> None:
@@ -67,6 +65,8 @@ def options(parser: Any) -> None:
 
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
     """Write what ``--draw`` and ``--trace`` ask for."""
+    from ficco.bench.draw import draw, trace
+
     if arguments.draw:
         ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
         print(f"wrote {draw(timelines, arguments.draw, ranks=ranks)}", file=sys.stderr)
@@ -79,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ficco.bench import simulated
     from ficco.bench.frames import append, records
+    from ficco.families import sizes_of
+    from ficco.schedules import NAMED, Schedule
 
     picture(arguments.draw)
     asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
@@ -120,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Problems, and what rows say of them."""
     from ficco.bench.simulated import shape_of
+    from ficco.families import problem_of
 
     given, operator = sizes(arguments), arguments.operator
     if sum([bool(given), arguments.set is not None, arguments.shapes is not None]) > 1:
@@ -140,6 +143,11 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
 
 
 def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mode: str) -> None:
+    from ficco.families import family_of
+    from ficco.schedules import Schedule
+    from ficco.simulate import simulate
+    from ficco.timeline import dumps
+
     family = family_of(problem)
     schedules = [Schedule.parse(name) for name in arguments.schedules]
     timelines = [

@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ficco import launch
 from ficco.bench.cases import DTYPES, SETS, Case, read
-from ficco.dma.engine import fingerprint
-from ficco.families import ASKABLE, Size, problem_of
-from ficco.heuristics import Where, where
-from ficco.machine import Fingerprint
-from ficco.plan import Planned
 from ficco.scaling import CAST_KINDS
+from ficco.sizes import SIZES, Size
+
+if TYPE_CHECKING:
+    from ficco.heuristics import Where
+    from ficco.machine import Fingerprint
+    from ficco.plan import Planned
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
@@ -67,7 +68,11 @@ def site(
 ) -> Where:
     """The machine of ``--machine``, of the environment, or the default or this host's."""
 
+    from ficco.heuristics import where
+
     def here() -> Fingerprint:
+        from ficco.dma.engine import fingerprint
+
         device = launch.default_device()
         return fingerprint(device, launch.check_ranks(None, device))
 
@@ -113,12 +118,12 @@ def add_files(parser: Any, folder: str, what: str) -> None:
 
 def add_sizes(parser: Any) -> None:
     """Add the options that say which operator is asked about, and what its sizes are."""
-    text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
+    text = f"one of {', '.join(SIZES)} (default: {GATHERS})"
     parser.add_argument("--operator", metavar="NAME", help=text)
     options: dict[str, dict[str, Size]] = {}  # by name, whose
-    for asked in ASKABLE.values():
-        for name, size in asked.sizes.items():
-            options.setdefault(name, {}).setdefault(asked.whose, size)
+    for kind_of_call, of_kind in SIZES.values():
+        for name, size in of_kind.items():
+            options.setdefault(name, {}).setdefault(kind_of_call, size)
     groups: dict[str, Any] = {}
     for name, sizes in options.items():
         (whose, size), *others = sizes.items()
@@ -136,7 +141,7 @@ def add_sizes(parser: Any) -> None:
 
 def sizes(arguments: Any) -> dict[str, Any]:
     """The sizes that were given."""
-    names = {name for asked in ASKABLE.values() for name in asked.sizes}
+    names = {name for _, of_kind in SIZES.values() for name in of_kind}
     given = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -179,6 +184,8 @@ def problem(arguments: Any, local_world: int) -> Planned:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
+    from ficco.families import problem_of
+
     rows: Any = None
     if arguments.rows:
         table = [line.split(",") for line in arguments.rows.split(";")]

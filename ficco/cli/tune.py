@@ -13,11 +13,8 @@ from typing import Any
 from ficco import launch
 from ficco.bench import cases
 from ficco.cli.site import CSV, FILE, FLAG, GATHERS, NAMES, add_ranks, command
-from ficco.dma.engine import fingerprint
-from ficco.machine import load, user_dir
 from ficco.problem import OPERATORS
 from ficco.tune.effort import STEPS
-from ficco.tune.files import default_name, opened
 
 #: Seconds that starting the ranks and their libraries may take on top, and how much longer than
 #: estimated the steps may take before a run has hung.
@@ -60,6 +57,9 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import user_dir
+    from ficco.tune.files import default_name, opened
     from ficco.tune.run import TuneSettings, tune
 
     _refuse(arguments)
@@ -144,6 +144,8 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
 
 
 def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import load
     from ficco.tune.check import check, report
 
     tolerance = arguments.tolerance or TOLERANCE[device]

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ficco.dma.engine import Engine
-from ficco.dma.hosts import Hosts
-
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
+
+    from ficco.dma.engine import Engine
+    from ficco.dma.hosts import Hosts
 
 
 #: The engines there are, by name, and what makes one: module and function. Vendor libraries are
@@ -41,6 +40,8 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
     if device.type == "cpu":
         return "cpu"
     if device.type == "cuda":
+        import torch  # not above: the names of the engines are needed without it
+
         return "hip" if torch.version.hip else "cuda"
     raise NotImplementedError(f"no engine serves tensors on {device.type}; use cpu or cuda")
 

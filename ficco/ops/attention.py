@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.attention import (
     GATHERED,
-    PLACEMENTS,
     AttentionGradient,
     AttentionProblem,
     attention_plans,
@@ -38,6 +37,7 @@ from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.schedules import Schedule
+from ficco.sizes import PLACEMENTS
 from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.

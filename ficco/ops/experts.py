@@ -25,7 +25,7 @@ from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
 from ficco.schedules import Schedule
-from ficco.schedules.experts import ACTIVATIONS
+from ficco.sizes import ACTIVATIONS
 from ficco.specification import gated
 
 #: The operator of compilers for layers that serve all pairs.

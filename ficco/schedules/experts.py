@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ficco.errors import InvalidArgument
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
@@ -27,7 +25,11 @@ from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
 from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import Schedule
+from ficco.sizes import ACTIVATIONS
 from ficco.specification import Buffer, Contraction, Exchange, Specification, gated
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: By operator, whether tokens are dispatched to a first product, and whether those of a last one
 #: are brought back.
@@ -36,9 +38,6 @@ EXPERT_OPERATORS = {
     "dispatch_matmul": (True, False),
     "matmul_combine": (False, True),
 }
-
-#: The functions between the products.
-ACTIVATIONS = ("relu", "silu", "gelu")
 
 
 @dataclass(frozen=True)
@@ -255,6 +254,8 @@ def block_starts(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """For each buffer, [rank, blocks + 1]: how many rows a call has before each block, and in all.
     ``counts``: [rank, expert], the rows that ranks have for experts."""
+    import numpy as np  # not above: the command line lists activations without it
+
     world = layer.world
     if layer.gathers:
         landing, home = np.tile(counts.T.ravel(), (world, 1)), np.tile(counts, (1, world))

@@ -15,8 +15,9 @@ from ficco.plan import Plan
 from ficco.plan.collector import paused
 from ficco.problem import Problem
 from ficco.schedules import Schedule, plan, plans
-from ficco.simulate.events import MODES, Simulation
+from ficco.simulate.events import Simulation
 from ficco.simulate.mirror import mirrored, slowest
+from ficco.sizes import MODES
 from ficco.timeline import SYNC_LANE, Timeline, assemble
 
 __all__ = ["MODES", "predict", "simulate"]

@@ -73,14 +73,13 @@ from ficco.plan import OPS, LibraryCall, Plan, Region, Signal, Step, in_parts, t
 from ficco.plan.network import MOVER, networked
 from ficco.problem import Problem
 from ficco.simulate.mirror import Mirror
+from ficco.sizes import MODES
 from ficco.timeline import SYNC_LANE
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
 #: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
-#: Whether the host runs ahead of the GPU, or the GPU waits for its host.
-MODES = ("queued", "idle")
 
 #: Points of time per second: what differs by less than a femtosecond happens at the same time.
 GRID = 2.0**50

@@ -209,7 +209,7 @@ class TileCosts:
 
 @dataclass(frozen=True)
 class TileRates:
-    """What :class:`TileCosts` follow from on one GPU; tools/tiled_rates.py fits them.
+    """What :class:`TileCosts` follow from on one GPU; benchmarks/tiled_rates.py fits them.
 
     Attributes:
         multiply: for each tiling the seconds of one step if operands are in shared memory.
@@ -251,9 +251,9 @@ class TileRates:
         return TileCosts(self.call, step, *rest)
 
 
-#: Tilings worth compiling, and what they cost (tools/tiled_rates.py; H100 80GB HBM3, driver 580,
-#: 2026-11-24, commit f18dd30; memory, cache, add and BEGIN by products whose gates opened one after
-#: the other, on an H200). Wide tiles load the least per step; blocks one below another
+#: Tilings worth compiling, and what they cost (benchmarks/tiled_rates.py; H100 80GB HBM3, driver
+#: 580, 2026-11-24, commit f18dd30; memory, cache, add and BEGIN by products whose gates opened one
+#: after the other, on an H200). Wide tiles load the least per step; blocks one below another
 #: (``cm``) load half of B each; narrow ones are for few rows or columns.
 H100 = TileRates(
     multiply={

@@ -1,6 +1,7 @@
 """Host time of calls in two checkouts, in turns on one GPU that two ranks share.
 
-    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python tools/paired_host_time.py BASE NEW out.csv
+    export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
+    python benchmarks/paired_host_time.py BASE NEW out.csv
 
 BASE and NEW are checkouts. Each has a process per rank, pinned to a core of its own; all four run
 throughout, and rounds go to the checkouts in a shuffled order. A figure is the best of 12 calls

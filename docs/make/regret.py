@@ -1,6 +1,6 @@
 """What ``auto`` loses against the best schedule that was measured, and how far predictions are off.
 
-    python -m tools.regret docs/results/measured-h200-4.csv [--machine configs/h200-4.yaml]
+    python -m docs.make.regret docs/results/measured-h200-4.csv [--machine configs/h200-4.yaml]
 
 Rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule that
 ``auto`` takes is decided anew from the machine's file, its time is that of the same schedule in the

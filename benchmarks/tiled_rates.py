@@ -1,7 +1,7 @@
 """Fit what tiles cost on one GPU to measured products, for ``ficco.tiled.worklist``.
 
     python tests/tiled_bench.py FOLDER
-    python -m tools.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
+    python -m benchmarks.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
 
 Prints a ``TileRates`` for the GPU that the file was measured on, then what the lists that it would
 choose lose against the best measured, for each shape and layout of B. With ``--each-left-out`` each

@@ -1,6 +1,6 @@
 """Puts what the paper's rule takes for its Table I between the markers of a page.
 
-python -m tools.rule_table [docs/choosing.md]
+python -m docs.make.rule_table [docs/choosing.md]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs.make.readme import put_between
 from ficco.bench.cases import Case, scenarios
 from ficco.bench.tables import markdown
 from ficco.heuristics import Observation, fit_thresholds, rule
@@ -18,7 +19,6 @@ from ficco.machine import Machine, Provenance, Thresholds, find
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from tools.readme import put_between
 
 #: The paper's machine.
 MACHINE = "mi300x-8"

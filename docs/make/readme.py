@@ -1,6 +1,6 @@
 """Puts a table of several benches between the markers of a README.
 
-python -m tools.readme docs/results/measured-h200-4.csv [...] [--file README.md] [--table all]
+python -m docs.make.readme docs/results/measured-h200-4.csv [...] [--file README.md] [--table all]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The FiCCO paper's claims compared with a simulation of its scenarios: a page, a CSV, a picture.
 
-python -m tools.paper [docs/mi300x-simulated.md]
+python -m docs.make.paper [docs/mi300x-simulated.md]
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def _draw(lines: Sequence[Line], path: Path, title: str) -> None:
 def main(path: Path) -> None:
     machine = find("mi300x-8", None)
     assert machine is not None
-    write_report(machine, path, f"python -m tools.paper {path}")
+    write_report(machine, path, f"python -m docs.make.paper {path}")
     print(f"wrote {path}")
 
 

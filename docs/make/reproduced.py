@@ -1,6 +1,6 @@
 """Puts what committed results say of the FiCCO paper's claims into a page.
 
-python -m tools.reproduced [docs/paper.md]
+python -m docs.make.reproduced [docs/paper.md]
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from docs.make.paper import STUDIED_2D
+from docs.make.readme import put_between
+from docs.make.regret import NEAR, by_plan, plain
 from ficco.bench.cases import Case
 from ficco.bench.frames import BENCH, LOSSES
 from ficco.bench.stats import geomean, measured
@@ -23,11 +26,8 @@ from ficco.heuristics import rule
 from ficco.machine import find
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule
-from tools.paper import STUDIED_2D
-from tools.readme import put_between
-from tools.regret import NEAR, by_plan, plain
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "mi300x-simulated.md"
 
 #: All-gathers in which the paper's schedules were timed.

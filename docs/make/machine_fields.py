@@ -1,6 +1,6 @@
 """Puts every key of a machine file, from the dataclasses that are its schema, into a page.
 
-python -m tools.machine_fields [docs/machine-file.md]
+python -m docs.make.machine_fields [docs/machine-file.md]
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from docs.make.readme import put_between
 from ficco.bench.tables import markdown
 from ficco.machine import Machine, Provenance, configs, load, units
 from ficco.machine.model import OneOf, Points, Quantity
-from tools.readme import put_between
 
 #: By class, who gives a key its value, in the words of the page. Keys that hold a block are left
 #: out: the block's own keys say it.

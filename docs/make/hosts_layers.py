@@ -1,6 +1,6 @@
 """What layers of large models would take with tensor parallelism over several hosts, simulated.
 
-python -m tools.hosts_layers [docs/hosts-simulated.md]
+python -m docs.make.hosts_layers [docs/hosts-simulated.md]
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _lost(machines: list[Machine]) -> str:
 
 def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/hosts-simulated.md")
-    path.write_text(page(f"python -m tools.hosts_layers {path}"))
+    path.write_text(page(f"python -m docs.make.hosts_layers {path}"))
     print(f"wrote {path}")
 
 

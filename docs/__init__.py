@@ -1,0 +1,1 @@
+"""The documentation: pages, settings of the site, and in ``make`` scripts that write pages."""

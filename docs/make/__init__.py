@@ -1,0 +1,1 @@
+"""Scripts that write pages from committed results; run from a checkout."""
