@@ -24,7 +24,7 @@ from ficco.heuristics import Saved, decide, problem_of_sizes
 from ficco.heuristics import saved as saved_decisions
 from ficco.machine import Machine, digest, find
 from ficco.ops import call, operate
-from ficco.plan import check, check_symmetric
+from ficco.plan import check
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
 
@@ -106,18 +106,6 @@ def planning() -> Iterator[Limit]:
         )
 
 
-def planning_hosts() -> Iterator[Limit]:
-    """128 hosts of 8 ranks: the proof of rank 0, with the Plans of its host and of three others."""
-    ranks = [*range(8), 1 * 8 + 1, 64 * 8 + 5, 127 * 8 + 7]
-    for operator in OPERATORS:
-        problem = problem_of_sizes(operator, 1 << 16, 4096, 4096, "bfloat16", 1024)
-        problem = replace(problem, hosts=128)
-        begin = time.perf_counter()
-        check_symmetric(plans(problem, Schedule.parse("shard-overlap"), ranks=ranks))
-        seconds = time.perf_counter() - begin
-        yield Limit(f"plan and prove 1,024 ranks by symmetry: {operator}", seconds, 10.0)
-
-
 def calling() -> Iterator[Limit]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
@@ -136,7 +124,7 @@ def calling() -> Iterator[Limit]:
 
 def main() -> int:
     exceeded = 0
-    for measure in (importing, deciding, reading, planning, planning_hosts, calling):
+    for measure in (importing, deciding, reading, planning, calling):
         for what, seconds, limit in measure():
             exceeded += seconds > limit
             text = f"{seconds * 1e3:10.4f} ms of {limit * 1e3:8.3f}"
