@@ -17,7 +17,7 @@ demo: .venv/.ready ## Run the demo
 
 # What catches most in a minute: the pure half, the rules of the house, and every operator and its
 # gradients on two ranks.
-QUICK := $(addprefix tests/test_,house.py docs.py plan.py schedules.py simulate.py decide.py model.py search.py \
+QUICK := $(addprefix tests/test_,house.py docs.py plan.py schedules.py simulate.py decide.py model.py \
   interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
   cli.py::test_the_help_has_every_option_and_its_default cli.py::test_bad_input_is_one_line_and_exit_code_2 \
   all_gather_matmul.py::test_schedules operators.py::test_every_schedule_is_exact gradients.py::test_gradients_are_exact)

@@ -432,7 +432,6 @@ def test_attention_and_experts_are_planned_over_hosts(
         ("experts", ["--experts", "6"], "--experts: required a multiple of 4"),
         ("experts", ["--hosts", "3"], "--hosts: required a divisor of --world"),
         ("experts", ["--activation", "tanh"], "--activation: required one of relu, silu"),
-        ("experts", ["--search"], "search: required False for experts"),
         ("experts", ["--measure"], "--measure: required an operator of products, got experts"),
     ],
 )
@@ -442,7 +441,7 @@ def test_sizes_that_others_cannot_have_are_refused(
     asked = ["--operator", operator, *OTHERS[operator], "--machine", "h200-4", *more]
     assert cli.run(["explain", *asked]) == 2
     assert said in capsys.readouterr().err
-    if not {"--search", "--measure"} & set(more):
+    if "--measure" not in more:
         assert cli.run(["plan", "auto", *asked]) == 2
         assert said in capsys.readouterr().err
 
@@ -784,9 +783,8 @@ def test_launch_says_which_rank_failed_and_how(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("search", [(), ("--search",)], ids=["little", "much"])
-def test_a_reader_that_leaves_is_no_error(search: tuple[str, ...]) -> None:
-    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4", *search]
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
