@@ -68,10 +68,9 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["bench", "--layers"],
         ["bench", "--experts"],
         ["bench", "--attention"],
-        ["characterize"],
         ["explain", *SIZES, "--measure"],
     ],
-    ids=["bench", "layers", "experts", "attention", "characterize", "explain"],
+    ids=["bench", "layers", "experts", "attention", "explain"],
 )
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
 def test_no_more_seconds_than_can_be_waited_for(
@@ -112,7 +111,7 @@ def test_explain_says_what_could_not_be_measured(
 
 
 @pytest.mark.usefixtures("no_ranks")
-@pytest.mark.parametrize("command", ["demo", "bench", "characterize"])
+@pytest.mark.parametrize("command", ["demo", "bench"])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     command: str,
     tmp_path: Path,
@@ -228,7 +227,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--report", "nowhere.csv", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--plot", "x.csv", "--json"], "--json: required without --plot, which measures"),
         (["bench", "--report", "x.csv", "--link-gb-s", "1"], "--link-gb-s: required without --rep"),
-        (["characterize", "--plot", "x.csv", "--rounds", "3"], "--rounds: required without --plot"),
         (["bench", "--replay", "4", "--device", "cpu"], "--replay: required a GPU"),
         (["bench", "--replay", "1", "--device", "cuda"], "at least 2 ranks, got 0 of 1"),
         (["bench", "--replay", "4", "--rank", "4", "--device", "cuda"], "got 4 of 4"),
@@ -254,7 +252,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         *(
             ([*command, "--device", "cpu", "--ranks", "4096"], "got 4096; --oversubscribe starts")
-            for command in (["demo"], ["bench"], ["tune"], ["characterize"], ["doctor"])
+            for command in (["demo"], ["bench"], ["tune"], ["doctor"])
         ),
         (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
@@ -327,7 +325,7 @@ def test_the_help_has_every_option_and_its_default() -> None:
         for action in cli._parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    assert {"bench", "characterize", "plan"} <= set(commands)
+    assert {"bench", "plan"} <= set(commands)
     for name, parser in commands.items():
         for action in parser._actions:
             assert action.help, f"{name} {action.dest}"

@@ -14,7 +14,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from ficco.cli import bench, characterize, demo, doctor, explain, plan, plot, simulate, tune
+from ficco.cli import bench, demo, doctor, explain, plan, plot, simulate, tune
 from ficco.cli.site import PACKAGES, not_installed, require_extra
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.launch import RankFailed, check_load
@@ -23,14 +23,14 @@ from ficco.version import version
 PROGRAM = "ficco"
 
 #: Commands that need the extra ``bench`` whatever they are asked for; others need it for pictures.
-WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
+WITH_EXTRA = ("demo", "bench", "simulate", "plot", "tune")
 
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
 #: In the order in which the help lists them. Each has ``options``, which adds its options to a
 #: parser, and ``run``, which takes what is parsed and gives the exit code.
-MODULES = (demo, bench, characterize, explain, plan, simulate, plot, tune, doctor)
+MODULES = (demo, bench, explain, plan, simulate, plot, tune, doctor)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

@@ -214,16 +214,15 @@ def _check_replay(arguments: argparse.Namespace) -> None:
 # What every measurement does.
 
 
-def place(arguments: argparse.Namespace, least: int = 1) -> tuple[str, int]:
-    """The device and the number of ranks of a measurement, at least so many.
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
 
     Raises:
         ValueError: they are not here, or options do not fit together.
     """
     device = arguments.device or launch.default_device()
-    ranks = launch.check_ranks(arguments.ranks, device, least)
-    if arguments.seconds is not None:
-        launch.check_seconds(arguments.seconds)
+    ranks = launch.check_ranks(arguments.ranks, device)
+    launch.check_seconds(arguments.seconds)
     if arguments.rounds < 1:
         raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
     if arguments.set and arguments.shapes:
