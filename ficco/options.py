@@ -45,10 +45,9 @@ class Options:
             host's fingerprint. Takes precedence over the variable ``FICCO_MACHINE``. The same on
             all ranks.
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
-            for ``--from-log`` of ``ficco tune`` and ``ficco explain``. Takes precedence over
-            ``FICCO_LOG_PROBLEMS``.
+            for ``--from-log`` of ``ficco tune`` and ``ficco explain``.
         log: rank 0 logs a line (INFO, logger ``ficco``) on every problem that it sees for the first
-            time: the schedule that it takes, and why. The variable ``FICCO_LOG=1`` does the same.
+            time: the schedule that it takes, and why.
         save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
             memory of the shard. Otherwise the backward gathers it again, under other work.
         all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.

@@ -46,7 +46,7 @@ def options(parser: Any) -> None:
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
-    text = "instead: what each problem takes that a program noted with FICCO_LOG_PROBLEMS=FILE"
+    text = "instead: what each problem takes that a program noted with options(log_problems=FILE)"
     parser.add_argument("--from-log", **FILE, help=text)
     parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
     parser.add_argument(
