@@ -95,7 +95,7 @@ gpu-bench:
 	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
 gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
-	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --link-gb-s 383 --latency-us 12 --gap-us 0 --products \
+	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --products \
 	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 150 --rounds 15 \
 	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=4 auto --out $(RESULTS) --name replay
 

@@ -226,13 +226,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--report", "nowhere.csv", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--plot", "x.csv", "--json"], "--json: required without --plot, which measures"),
-        (["bench", "--report", "x.csv", "--link-gb-s", "1"], "--link-gb-s: required without --rep"),
+        (["bench", "--report", "x.csv", "--rank", "1"], "--rank: required without --rep"),
         (["bench", "--replay", "4", "--device", "cpu"], "--replay: required a GPU"),
         (["bench", "--replay", "1", "--device", "cuda"], "at least 2 ranks, got 0 of 1"),
         (["bench", "--replay", "4", "--rank", "4", "--device", "cuda"], "got 4 of 4"),
         (["bench", "--replay", "4", "--ranks", "2"], "--replay: required without --ranks"),
         (["bench", "--replay", "4", "--device", "cuda", "--mode", "graph"], "queued or idle"),
-        (["bench", "--link-gb-s", "100", "--device", "cpu"], "--link-gb-s: required with --replay"),
+        (["bench", "--rank", "1", "--device", "cpu"], "--rank: required with --replay"),
         (["bench", "--products", "--device", "cpu"], "--products: required with --replay"),
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
         (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
@@ -454,12 +454,12 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
     assert kind is ways.WaySettings and more["modes"] == ("queued", "idle")
     assert "replayed" not in more
-    played = ("--replay", "8", "--rank", "3", "--link-gb-s", "383", "--device", "cuda")
+    played = ("--replay", "8", "--rank", "3", "--machine", "h200-4", "--device", "cuda")
     what, _, _, more, write = told("--experts", *played, "--schedules", "growing", "auto")
     assert what == "replay-8-experts" and len(more["cases"]) == 7
     assert more["schedules"] == ("growing", "auto")
     replayed = more["replayed"]
-    assert (replayed.world, replayed.rank, replayed.link_gb_s) == (8, 3, 383.0)
+    assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
     assert write.func is ways.report
 
 
