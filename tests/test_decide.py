@@ -275,7 +275,7 @@ def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     exec(_ASK, {})
     assert done.stdout == capsys.readouterr().out
-    assert done.stdout.count("(model: ") == 12
+    assert done.stdout.count("(model: ") == 6
 
 
 # Explain.
