@@ -18,7 +18,7 @@ demo: .venv/.ready ## Run the demo
 # What catches most in a minute: the pure half, the rules of the house, and every operator and its
 # gradients on two ranks.
 QUICK := $(addprefix tests/test_,house.py public_names.py golden_plans.py golden_times.py docs.py plan.py schedules.py \
-  simulate.py decide.py model.py search.py interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
+  simulate.py decide.py model.py interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
   cli.py::test_the_help_has_every_option_and_its_default cli.py::test_bad_input_is_one_line_and_exit_code_2 \
   all_gather_matmul.py::test_schedules operators.py::test_every_schedule_is_exact gradients.py::test_gradients_are_exact)
 
@@ -95,7 +95,7 @@ gpu-bench:
 	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
 gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
-	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --link-gb-s 383 --latency-us 12 --gap-us 0 --products \
+	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --products \
 	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 150 --rounds 15 \
 	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=4 auto --out $(RESULTS) --name replay
 

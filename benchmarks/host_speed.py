@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,11 +18,10 @@ import torch.distributed as dist
 
 import ficco
 from ficco.board import Board
-from ficco.heuristics import Saved, decide, problem_of_sizes
-from ficco.heuristics import saved as saved_decisions
-from ficco.machine import Machine, digest, find
+from ficco.heuristics import decide, problem_of_sizes
+from ficco.machine import Machine, find
 from ficco.ops import call, operate
-from ficco.plan import check, check_symmetric
+from ficco.plan import check
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
 
@@ -62,8 +59,8 @@ def importing() -> Iterator[Limit]:
     yield Limit("import ficco, after torch", min(times), 0.3)
 
 
-def decide_next(problems: Iterator[Problem], machine: Machine, search: bool) -> None:
-    decide(next(problems), machine=machine, search=search)
+def decide_next(problems: Iterator[Problem], machine: Machine) -> None:
+    decide(next(problems), machine=machine)
 
 
 def deciding() -> Iterator[Limit]:
@@ -72,24 +69,8 @@ def deciding() -> Iterator[Limit]:
     machine = replace(machine, tiled=machine.tiled or machine.gemm)
     for operator in OPERATORS:
         # A size that was not seen before for each repeat.
-        for search, limit in ((False, 0.05), (True, 0.2)):
-            new = iter([problem_of_sizes(operator, m, 4096, 4096, "bfloat16", 4) for m in SIZES])
-            seconds = best(partial(decide_next, new, machine, search))
-            yield Limit(f"decide{', search' * search}: {operator}", seconds, limit)
-
-
-def reading() -> Iterator[Limit]:
-    machine = find("h200-4", None)
-    assert machine is not None
-    problem = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "bfloat16", 4)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def read() -> None:
-            saved_decisions.version.cache_clear()  # as in a new process
-            decide(problem, machine=machine, saved=Saved(digest(machine), Path(folder)))
-
-        read()
-        yield Limit("read a saved decision", best(read), 5e-3)
+        new = iter([problem_of_sizes(operator, m, 4096, 4096, "bfloat16", 4) for m in SIZES])
+        yield Limit(f"decide: {operator}", best(partial(decide_next, new, machine)), 0.05)
 
 
 def planning() -> Iterator[Limit]:
@@ -104,18 +85,6 @@ def planning() -> Iterator[Limit]:
         yield Limit(
             f"plan and prove 64 ranks: {operator} {name}", time.perf_counter() - begin, 10.0
         )
-
-
-def planning_hosts() -> Iterator[Limit]:
-    """128 hosts of 8 ranks: the proof of rank 0, with the Plans of its host and of three others."""
-    ranks = [*range(8), 1 * 8 + 1, 64 * 8 + 5, 127 * 8 + 7]
-    for operator in OPERATORS:
-        problem = problem_of_sizes(operator, 1 << 16, 4096, 4096, "bfloat16", 1024)
-        problem = replace(problem, hosts=128)
-        begin = time.perf_counter()
-        check_symmetric(plans(problem, Schedule.parse("shard-overlap"), ranks=ranks))
-        seconds = time.perf_counter() - begin
-        yield Limit(f"plan and prove 1,024 ranks by symmetry: {operator}", seconds, 10.0)
 
 
 def calling() -> Iterator[Limit]:
@@ -136,7 +105,7 @@ def calling() -> Iterator[Limit]:
 
 def main() -> int:
     exceeded = 0
-    for measure in (importing, deciding, reading, planning, planning_hosts, calling):
+    for measure in (importing, deciding, planning, calling):
         for what, seconds, limit in measure():
             exceeded += seconds > limit
             text = f"{seconds * 1e3:10.4f} ms of {limit * 1e3:8.3f}"

@@ -103,7 +103,6 @@ def explain(
     schedule: str | Schedule = "auto",
     captured: bool = False,
     machine: str | PathLike[str] | Machine | None = None,
-    search: bool = False,
     **sizes: Any,
 ) -> Decision:
     """The schedule that a call would take, and why. Needs no device and no process group, and
@@ -137,7 +136,6 @@ def explain(
         schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
-        search: look beyond the named schedules; for products.
         sizes: those of the operator.
 
     Raises:
@@ -157,7 +155,7 @@ def explain(
     setting = where(machine, each, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
-    how: Any = {"machine": setting.machine, "mode": setting.mode, "search": search}
+    how: Any = {"machine": setting.machine, "mode": setting.mode}
     return family_of(problem).decide(problem, schedule, **how)
 
 

@@ -44,13 +44,10 @@ class Options:
         machine: name or path of a machine description, instead of the one that matches this
             host's fingerprint. Takes precedence over the variable ``FICCO_MACHINE``. The same on
             all ranks.
-        search: ``schedule="auto"`` looks beyond the named schedules, which takes up to 0.2 s for a
-            problem seen for the first time.
         log_problems: a file to which rank 0 appends every problem that it sees for the first time,
-            for ``--from-log`` of ``ficco tune`` and ``ficco explain``. Takes precedence over
-            ``FICCO_LOG_PROBLEMS``.
+            for ``--from-log`` of ``ficco tune`` and ``ficco explain``.
         log: rank 0 logs a line (INFO, logger ``ficco``) on every problem that it sees for the first
-            time: the schedule that it takes, and why. The variable ``FICCO_LOG=1`` does the same.
+            time: the schedule that it takes, and why.
         save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
             memory of the shard. Otherwise the backward gathers it again, under other work.
         all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.
@@ -68,7 +65,6 @@ class Options:
     signals: str = "auto"
     replay: bool = True
     machine: str | None = None
-    search: bool = False
     log_problems: str | None = None
     log: bool = False
     save_gathered: bool = False
@@ -96,7 +92,7 @@ class Options:
             value = getattr(self, name)
             text = value is None or (isinstance(value, str) and bool(value))
             self._require(text, f"{wanted} or None", name)
-        for name in ("replay", "search", "log", "save_gathered"):
+        for name in ("replay", "log", "save_gathered"):
             self._require(isinstance(getattr(self, name), bool), "True or False", name)
 
     def _require(self, holds: bool, wanted: str, name: str) -> None:
@@ -115,7 +111,6 @@ class Changes(TypedDict, total=False):
     signals: Literal["auto", "write", "copy"]
     replay: bool
     machine: str | os.PathLike[str] | None
-    search: bool
     log_problems: str | os.PathLike[str] | None
     log: bool
     save_gathered: bool

@@ -12,13 +12,11 @@ from torch.autograd import _profiler_enabled
 
 from ficco.accelerator import gpu
 
-#: ``1``: ranges also where no tool is seen, such as one that a process was not started by;
-#: ``steps``: one for each step of a call, too, as its host enqueues it or, on CPUs, runs it.
+#: ``steps``: a range for each step of a call, too, as its host enqueues it or, on CPUs, runs it.
 VARIABLE = "FICCO_RANGES"
-_asked = os.environ.get(VARIABLE, "")
+STEPS = os.environ.get(VARIABLE) == "steps"
 #: Tools that record NVTX name their library in a variable before a process starts.
-TOOLED = _asked not in ("", "0") or "NVTX_INJECTION64_PATH" in os.environ
-STEPS = _asked == "steps"
+TOOLED = STEPS or "NVTX_INJECTION64_PATH" in os.environ
 
 Given = TypeVar("Given")
 

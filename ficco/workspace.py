@@ -34,7 +34,6 @@ from ficco.errors import (
     carry_out,
     reason_of,
 )
-from ficco.heuristics import Saved
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -57,11 +56,6 @@ class Known:
     """What a rank knows about its kind of host. The ranks compare its text."""
 
     machine: Machine | None
-
-    @cached_property
-    def saved(self) -> Saved | None:
-        """The decisions that were saved for the machine."""
-        return None if self.machine is None else Saved(digest(self.machine))
 
     def __str__(self) -> str:
         if self.machine is None:

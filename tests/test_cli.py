@@ -68,10 +68,9 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["bench", "--layers"],
         ["bench", "--experts"],
         ["bench", "--attention"],
-        ["characterize"],
         ["explain", *SIZES, "--measure"],
     ],
-    ids=["bench", "layers", "experts", "attention", "characterize", "explain"],
+    ids=["bench", "layers", "experts", "attention", "explain"],
 )
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf", "604801"])
 def test_no_more_seconds_than_can_be_waited_for(
@@ -112,7 +111,7 @@ def test_explain_says_what_could_not_be_measured(
 
 
 @pytest.mark.usefixtures("no_ranks")
-@pytest.mark.parametrize("command", ["demo", "bench", "characterize"])
+@pytest.mark.parametrize("command", ["demo", "bench"])
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     command: str,
     tmp_path: Path,
@@ -227,14 +226,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["bench", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--report", "nowhere.csv", "--plot", "nowhere.csv"], "nowhere.csv"),
         (["bench", "--plot", "x.csv", "--json"], "--json: required without --plot, which measures"),
-        (["bench", "--report", "x.csv", "--link-gb-s", "1"], "--link-gb-s: required without --rep"),
-        (["characterize", "--plot", "x.csv", "--rounds", "3"], "--rounds: required without --plot"),
+        (["bench", "--report", "x.csv", "--rank", "1"], "--rank: required without --rep"),
         (["bench", "--replay", "4", "--device", "cpu"], "--replay: required a GPU"),
         (["bench", "--replay", "1", "--device", "cuda"], "at least 2 ranks, got 0 of 1"),
         (["bench", "--replay", "4", "--rank", "4", "--device", "cuda"], "got 4 of 4"),
         (["bench", "--replay", "4", "--ranks", "2"], "--replay: required without --ranks"),
         (["bench", "--replay", "4", "--device", "cuda", "--mode", "graph"], "queued or idle"),
-        (["bench", "--link-gb-s", "100", "--device", "cpu"], "--link-gb-s: required with --replay"),
+        (["bench", "--rank", "1", "--device", "cpu"], "--rank: required with --replay"),
         (["bench", "--products", "--device", "cpu"], "--products: required with --replay"),
         (["bench", "--set", "cpu", "--shapes", "x.csv", "--device", "cpu"], "got both"),
         (["bench", "--set", "experts", "--only", "g1"], "required some of g13, g14, g15, g16, got"),
@@ -254,7 +252,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         (["demo", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         *(
             ([*command, "--device", "cpu", "--ranks", "4096"], "got 4096; --oversubscribe starts")
-            for command in (["demo"], ["bench"], ["tune"], ["characterize"], ["doctor"])
+            for command in (["demo"], ["bench"], ["tune"], ["doctor"])
         ),
         (["doctor", "--ranks", "0"], "--ranks: required at least 1, got 0"),
         (["doctor", "--selftest", "--ranks", "0"], "--ranks: required at least 1, got 0"),
@@ -327,7 +325,7 @@ def test_the_help_has_every_option_and_its_default() -> None:
         for action in cli._parser()._actions
         if isinstance(action, argparse._SubParsersAction)
     )
-    assert {"bench", "characterize", "plan"} <= set(commands)
+    assert {"bench", "plan"} <= set(commands)
     for name, parser in commands.items():
         for action in parser._actions:
             assert action.help, f"{name} {action.dest}"
@@ -432,7 +430,6 @@ def test_attention_and_experts_are_planned_over_hosts(
         ("experts", ["--experts", "6"], "--experts: required a multiple of 4"),
         ("experts", ["--hosts", "3"], "--hosts: required a divisor of --world"),
         ("experts", ["--activation", "tanh"], "--activation: required one of relu, silu"),
-        ("experts", ["--search"], "search: required False for experts"),
         ("experts", ["--measure"], "--measure: required an operator of products, got experts"),
     ],
 )
@@ -442,7 +439,7 @@ def test_sizes_that_others_cannot_have_are_refused(
     asked = ["--operator", operator, *OTHERS[operator], "--machine", "h200-4", *more]
     assert cli.run(["explain", *asked]) == 2
     assert said in capsys.readouterr().err
-    if not {"--search", "--measure"} & set(more):
+    if "--measure" not in more:
         assert cli.run(["plan", "auto", *asked]) == 2
         assert said in capsys.readouterr().err
 
@@ -457,12 +454,12 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
     assert kind is ways.WaySettings and more["modes"] == ("queued", "idle")
     assert "replayed" not in more
-    played = ("--replay", "8", "--rank", "3", "--link-gb-s", "383", "--device", "cuda")
+    played = ("--replay", "8", "--rank", "3", "--machine", "h200-4", "--device", "cuda")
     what, _, _, more, write = told("--experts", *played, "--schedules", "growing", "auto")
     assert what == "replay-8-experts" and len(more["cases"]) == 7
     assert more["schedules"] == ("growing", "auto")
     replayed = more["replayed"]
-    assert (replayed.world, replayed.rank, replayed.link_gb_s) == (8, 3, 383.0)
+    assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
     assert write.func is ways.report
 
 
@@ -784,9 +781,8 @@ def test_launch_says_which_rank_failed_and_how(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("search", [(), ("--search",)], ids=["little", "much"])
-def test_a_reader_that_leaves_is_no_error(search: tuple[str, ...]) -> None:
-    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4", *search]
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

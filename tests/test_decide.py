@@ -22,7 +22,7 @@ from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
 from ficco import cli, warn
-from ficco.heuristics import Saved, decide, problem_of_sizes, saved, where
+from ficco.heuristics import decide, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
 from ficco.machine import (
@@ -263,8 +263,7 @@ machine = find("h200-4", None)
 for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
     problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
     for mode in ("eager", "queued"):
-        for search in (False, True):
-            print(decide(problem, machine=machine, mode=mode, search=search))
+        print(decide(problem, machine=machine, mode=mode))
 """
 
 
@@ -276,7 +275,7 @@ def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     exec(_ASK, {})
     assert done.stdout == capsys.readouterr().out
-    assert done.stdout.count("(model: ") == 12
+    assert done.stdout.count("(model: ") == 6
 
 
 # Explain.
@@ -386,7 +385,7 @@ SIZES = ["--m", "8192", "--n", "3584", "--k", "4096", "--machine", "h200-4"]
 def test_the_command_prints_the_decision_and_its_candidates(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["explain", *SIZES, "--world", "4", "--search"]) == 0
+    assert cli.run(["explain", *SIZES, "--world", "4"]) == 0
     found = capsys.readouterr().out
     assert "m=8192 (2048 x 4 ranks)" in found and "model: predicted to take" in found
     for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory", "serial:collective"):
@@ -626,14 +625,6 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     assert decide(blocks, machine=fast).schedule.mover != "kernel"
 
 
-def test_a_decision_that_was_saved_with_a_compiler_is_not_taken_without(tmp_path: Path) -> None:
-    small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
-    saved = Saved(digest(fast), tmp_path)
-    assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
-    assert decide(small, machine=fast, saved=saved, offers=("dma",)).schedule.mover != "kernel"
-    assert decide(small, machine=fast, saved=saved).schedule.mover == "kernel"
-
-
 def tiles(machine: Machine, source: str = "measured") -> Machine:
     """The machine with a product whose tiles wait, as fast as the library's."""
     assert machine.gemm is not None
@@ -669,109 +660,12 @@ def test_the_model_takes_no_tiles_that_wait_where_nothing_was_measured() -> None
     assert decide(asked, machine=known, offers=ALL_OFFERS).schedule.grouping != "tiled"
 
 
-def test_a_search_keeps_to_what_tiles_can() -> None:
-    asked = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4)
-    found = decide(asked, machine=tiles(find("h200-4", None)), search=True)
-    assert found.schedule.grouping == "tiled"
-
-
 def test_a_tuned_entry_of_tiles_is_passed_over_where_there_are_none() -> None:
     entry = replace(TUNED, queued="tiled:pieces=2", idle="tiled:pieces=2")
     machine = replace(MACHINE, tuned=(entry,))
     assert str(decide(PROBLEM, machine=machine).schedule) == "tiled:pieces=2"
     with pytest.warns(UserWarning, match="no product whose tiles wait is here"):
         assert decide(PROBLEM, machine=machine, offers=("dma",)).source != "tuned"
-
-
-# Saved decisions.
-
-
-def refuse(*_: object) -> float:
-    raise AssertionError("predicted again")
-
-
-def keep(folder: Path, machine: Machine = MACHINE) -> Saved:
-    return Saved(digest(machine), folder)
-
-
-def test_a_saved_decision_is_read_and_not_made_again(tmp_path: Path) -> None:
-    first = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
-    again = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse)
-    assert (again, again.source) == (first, "model")
-    # Whatever changes a decision asks anew.
-    for changed in ({"mode": "queued"}, {"search": True}):
-        with pytest.raises(AssertionError, match="predicted again"):
-            decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse, **changed)
-    other = replace(MACHINE, margin=0.5)
-    for asked, machine in ((replace(PROBLEM, n=8), MACHINE), (PROBLEM, other)):
-        with pytest.raises(AssertionError, match="predicted again"):
-            decide(asked, machine=machine, saved=keep(tmp_path, machine), predict=refuse)
-
-
-def test_a_saved_decision_is_of_one_operator_and_one_table(tmp_path: Path) -> None:
-    sizes = (1024, 4096, "bfloat16")
-    asked = [
-        PROBLEM,
-        *(Problem(name, PROBLEM.rows, *sizes) for name in OPERATORS if name.endswith("e_scatter")),
-        Problem("matmul_all_reduce", PROBLEM.rows, *sizes),
-        Problem.of_blocks("all_to_all_matmul", [[256] * 4] * 4, *sizes),
-        Problem.of_blocks("all_to_all_matmul", [[255, 257, 256, 256]] * 4, *sizes),
-        Problem.of_blocks("matmul_all_to_all", [[256] * 4] * 4, *sizes),
-        Problem.of_blocks("all_to_all_transposed_matmul", [[256] * 4] * 4, *sizes),
-    ]
-    first = [decide(one, machine=MACHINE, saved=keep(tmp_path)) for one in asked]
-    assert len(list(tmp_path.rglob("*.json"))) == len(asked)
-    again = [decide(one, machine=MACHINE, saved=keep(tmp_path), predict=refuse) for one in asked]
-    assert again == first
-
-
-def test_another_version_decides_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
-    monkeypatch.setattr(saved, "version", lambda: "another")
-    with pytest.raises(AssertionError, match="predicted again"):
-        decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path), predict=refuse)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"key": 1}', '"text"', "\x00\xff", "[" * 10**5, {"schedule": "whirling"}]
-    + [{"schedule": 5}, {"schedule": None}],
-    ids=lambda text: repr(text)[:20],
-)
-def test_a_damaged_saved_decision_is_made_again(tmp_path: Path, text: str | dict[str, Any]) -> None:
-    first = decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path))
-    (file,) = tmp_path.rglob("*.json")
-    whole = json.loads(file.read_text())
-    damaged = text if isinstance(text, str) else json.dumps({**whole, **text})
-    file.write_bytes(damaged.encode("latin-1"))
-    if text == '{"key": 1}':  # another one with the same digest: nothing is wrong
-        assert decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path)) == first
-    else:
-        with pytest.warns(UserWarning, match="made again: .*json"):
-            assert decide(PROBLEM, machine=MACHINE, saved=keep(tmp_path)) == first
-    assert json.loads(file.read_text()) == whole  # and mended
-
-
-@pytest.mark.parametrize("fault", ["a file in the way", "full disk", "read-only"])
-def test_a_cache_that_cannot_be_written_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    folder = tmp_path / "cache"
-    if fault == "a file in the way":
-        folder.write_text("")
-    else:
-        code = {"full disk": 28, "read-only": 30}[fault]
-
-        def fail(*_: object, **__: object) -> None:
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(os, "replace", fail)
-    with pytest.warns(UserWarning, match="not saved") as warned:
-        for n in (512, 1024):
-            asked = replace(PROBLEM, n=n)
-            assert decide(asked, machine=MACHINE, saved=keep(folder)).source == "model"
-    assert len([one for one in warned if "not saved" in str(one.message)]) == 1
-    assert list(tmp_path.rglob(".*")) == []  # no half-written file stays
 
 
 # On ranks.
@@ -858,8 +752,8 @@ def test_all_ranks_refuse_a_machine_that_is_not_there() -> None:
 def test_options_refuse_what_is_no_machine() -> None:
     with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
         ficco.Options(machine=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="search: required True or False"):
-        ficco.Options(search=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="replay: required True or False"):
+        ficco.Options(replay=1)  # type: ignore[arg-type]
 
 
 # Rows that are not equal: all ranks are simulated, so that few schedules are.
@@ -912,14 +806,11 @@ def test_of_another_grouping_the_best_is_predicted_too() -> None:
     assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == "growing"
 
 
-@pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("rows, most", [(UNEQUAL.rows, 5), ((1000,) * 7 + (999,), 3)])
-def test_how_many_unequal_rows_are_simulated(
-    rows: tuple[int, ...], most: int, search: bool
-) -> None:
+def test_how_many_unequal_rows_are_simulated(rows: tuple[int, ...], most: int) -> None:
     asked = replace(UNEQUAL, rows=rows)
     spy = _Spy({}, {})
-    decide(asked, machine=MACHINE, search=search, predict=spy)
+    decide(asked, machine=MACHINE, predict=spy)
     assert len(spy.asked[False] - set(SERIALS)) == most
     assert len(spy.asked[True]) >= len(candidates(asked, MACHINE))
 

@@ -1,4 +1,4 @@
-"""Groups on several hosts, measured: the step ``network`` of a tuning run, a bench, and losses."""
+"""Groups on several hosts, measured: the step ``network`` of a tuning run, and a bench."""
 
 from __future__ import annotations
 
@@ -13,18 +13,7 @@ from test_hosts import host_of
 
 from ficco.bench.candidates import choose
 from ficco.bench.cases import Case
-from ficco.bench.characterize import (
-    COLLECTIVE,
-    COPY_CIL,
-    COPY_DIL,
-    GEMM_CIL,
-    GEMM_DIL,
-    PIECES,
-    SHARDS,
-    LossSettings,
-    characterize,
-)
-from ficco.bench.frames import BENCH, LOSSES, read_description
+from ficco.bench.frames import BENCH
 from ficco.bench.measure import Barrier
 from ficco.bench.run import BenchSettings, bench
 from ficco.dma.hosts import hosts_of
@@ -102,22 +91,6 @@ def test_a_bench_over_hosts(tmp_path: Path) -> None:
     assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
     others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
     assert set(others["note"]) == {"it copies through memory that ranks of one host share"}
-
-
-def _characterized(at: Rank, path: str) -> None:
-    about: Any = {"device": "cpu", "rounds": 3, "seconds": 3, "csv": Path(path)}
-    with host_of(at, 2):
-        characterize(LossSettings(cases=CASES, sizes=(4096,), **about))
-
-
-def test_losses_over_hosts(tmp_path: Path) -> None:
-    run(4, _characterized, str(tmp_path / "losses.csv"), timeout=100)
-    rows = LOSSES.read(tmp_path / "losses.csv")
-    assert set(rows["status"]) == {"ok"}
-    moves = [PIECES, SHARDS, COLLECTIVE]
-    assert list(rows["loss"]) == [COPY_DIL] * 2 + [GEMM_DIL] * 4 + [GEMM_CIL] * 3 + [COPY_CIL] * 3
-    assert list(rows["mover"][6:]) == moves * 2
-    assert read_description(tmp_path / "losses.csv")["hosts"] == 2
 
 
 def _meets_while_it_sums(at: Rank) -> tuple[float, int]:

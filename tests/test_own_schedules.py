@@ -170,14 +170,13 @@ def test_what_makes_no_plan_is_refused() -> None:
             plan(PROBLEM, Schedule.parse(name), 0)
 
 
-@pytest.mark.parametrize("search", [False, True])
-def test_auto_compares_those_that_ask_for_it(search: bool) -> None:
+def test_auto_compares_those_that_ask_for_it() -> None:
     machine, schedule = find("h200-4", None), None
     for asked in (False, True):
         forget()
         own.register("two-halves", candidate=asked)(defined())
         schedule = Schedule.parse("two-halves")
-        decision = decide(PROBLEM, machine=machine, search=search)
+        decision = decide(PROBLEM, machine=machine)
         assert (schedule in decision.others) == asked
         assert ("two-halves" in [one.schedule for one in decision.candidates]) == asked
     summed = Problem("matmul_all_reduce", (64,) * 4, 32, 64, "bfloat16")

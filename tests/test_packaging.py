@@ -327,7 +327,6 @@ def test_the_selftest_needs_no_extra() -> None:
         ["demo", "--device", "cpu"],
         ["bench", "--device", "cpu"],
         ["tune", "--device", "cpu", "--quick"],
-        ["characterize", "--device", "cpu"],
         ["plot", "none.json"],
         ["simulate"],
         ["plan", "growing", *SIZES, "--draw", "x.png"],

@@ -19,6 +19,7 @@ import ranks
 import thread_driver
 import torch
 import torch.distributed as dist
+from links import link
 from ranks import Rank
 
 import ficco
@@ -37,7 +38,6 @@ from ficco.bench.replay import (
     ReplayEngine,
     Timetable,
     arrivals,
-    link,
 )
 from ficco.bench.replay_run import ReplayOperands, proven
 from ficco.bench.report import report, show_best
@@ -47,7 +47,7 @@ from ficco.dma.engine import Capabilities
 from ficco.families import family_of
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.arrivals import last_arrival
-from ficco.machine import find
+from ficco.machine import find, save
 from ficco.machine.flat import flat
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -347,18 +347,6 @@ def test_arrivals_are_those_of_the_link() -> None:
     assert received_s(problem, mesh, 0) == pytest.approx(2 + shard)
 
 
-def test_what_is_no_link_is_refused() -> None:
-    with pytest.raises(ValueError, match="link_gb_s"):
-        link(MACHINE, 0.0)
-    with pytest.raises(ValueError, match="latency_us"):
-        link(MACHINE, None, -1.0)
-    with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        link(replace(MACHINE, copies=None))
-    with pytest.raises(ValueError, match="gap_us"):
-        link(MACHINE, None, None, -1.0)
-    assert link(MACHINE) == MACHINE
-
-
 def test_what_needs_peers_is_refused() -> None:
     for schedule in ("serial:kernel", "serial:collective", "one-shot", "growing"):
         with played(0, 2) as (group, _):
@@ -445,7 +433,6 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
         world=3,
         rank=1,
         machine="h200-4",
-        gap_us=1.0,
         products=products.refitted,
     )
     rows = replay_run.replay(settings)
@@ -509,7 +496,13 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     replay.arrivals = lambda every, *more: [] if every[0].schedule == LOST else coming(every, *more)
     replay_run.TIMEOUT_S = 0.5
     replay_run.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
-    replayed = replay_run.Replayed(world=2, rank=1, machine="h200-4", latency_us=2000.0)
+    known, slow = find("h200-4", None), Path(folder) / "slow.yaml"
+    assert known is not None
+    save(replace(known, copies=None), slow)
+    replayed = replay_run.Replayed(world=2, rank=1, machine=str(slow))
+    with pytest.raises(ValueError, match="'topology' and 'copies'"):
+        replayed.watch(Path(folder) / "none.csv", CPU)
+    save(link(known, latency_us=2000.0), slow)
     found = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
         settings = ways.WaySettings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from links import link
 from ranks import Rank
 from test_replay import served
 
@@ -18,6 +20,7 @@ from ficco.bench import replay
 from ficco.bench.calls import Runner, call
 from ficco.bench.measure import Item
 from ficco.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
+from ficco.machine import find, save
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule
 from ficco.workspace import workspace_of
@@ -30,6 +33,9 @@ OFF_US = 8.0
 
 
 def watch_of(at: Rank, rank: int = 0, gb_s: float = 383.0, us: float = 12.0) -> ReplayWatch:
+    path, machine = Path(tempfile.mkdtemp()) / "machine.yaml", find("h200-4", None)
+    assert machine is not None
+    save(link(machine, gb_s, us), path)
     settings = ReplaySettings(
         cases=(),
         candidates=(),
@@ -40,9 +46,7 @@ def watch_of(at: Rank, rank: int = 0, gb_s: float = 383.0, us: float = 12.0) -> 
         csv=Path("none.csv"),
         world=WORLD,
         rank=rank,
-        machine="h200-4",
-        link_gb_s=gb_s,
-        latency_us=us,
+        machine=str(path),
     )
     return ReplayWatch(settings, torch.device("cuda", torch.cuda.current_device()))
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-import ficco
 from ficco.bench.cases import SETS
 from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.candidates import TILED_ROWS, predictable
 from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
-from ficco.heuristics.search import wave_groups
 from ficco.machine import Gemm, Machine, Provenance, find
 from ficco.machine.fit import Sample, errors, fit
 from ficco.ops.fit import first_fit
@@ -35,8 +33,6 @@ PROCESSORS = 132
 RATES = replace(H100, slowdown=0.0)
 SCATTERS = ("matmul_reduce_scatter", "matmul_all_to_all", "matmul_all_reduce")
 SERVED = [name for name, kind in OPERATORS.items() if not kind.inner]
-#: Copies whose signals cost little: many pieces pay.
-PROMPT = {"latency": 2e-6, "gap": 0.2e-6}
 
 
 @cache
@@ -149,41 +145,6 @@ def test_its_launch_takes_the_host_longer_than_a_recording(operator: str) -> Non
 # Groups of waves.
 
 
-def test_groups_of_waves_are_found_step_by_step() -> None:
-    """Blocks of 16 rows of tiles, of which a wave is four."""
-    problem = problem_of_sizes("matmul_reduce_scatter", 8192, 33 * 256, 4096, "bfloat16", 4)
-
-    def near(name: str) -> set[tuple[int, ...]]:
-        return set(wave_groups(Schedule.parse(name), problem, machine(SIMPLE)))
-
-    assert near("tiled") == {(1,), (1, 3), (3, 1), (1, 1)}
-    assert near("tiled:pieces=2") == {
-        (1, 1), (1, 1, 2), (2, 1, 1), (1, 3), (3, 1), (1,),
-    }  # fmt: skip
-    assert near("tiled:pieces=3") >= {(1, 2, 1), (1, 1, 1, 1), (1, 3)}
-    short = replace(problem, rows=(128,) * 4)
-    assert not [*wave_groups(Schedule.parse("tiled"), short, machine(SIMPLE))]
-    assert not [*wave_groups(Schedule.parse("tiled"), problem, replace(machine(), tiled=None))]
-
-
-@pytest.mark.parametrize(
-    ("operator", "sizes"),
-    [
-        ("matmul_reduce_scatter", (2048, 2560, 13312)),
-        ("matmul_all_reduce", (5632, 3584, 1792)),
-    ],
-)
-def test_a_search_finds_groups_of_waves(operator: str, sizes: tuple[int, int, int]) -> None:
-    problem, on = problem_of_sizes(operator, *sizes, "bfloat16", 4), machine(**PROMPT)
-    named, found = (decide(problem, machine=on, mode="queued", search=it) for it in (False, True))
-    assert found.schedule.grouping == "tiled" and isinstance(found.schedule.pieces, tuple)
-    assert predict(problem, found.schedule, on) < (1 - TIE) * predict(problem, named.schedule, on)
-    check(plans(problem, found.schedule))
-    m, n, k = sizes
-    explained = ficco.explain(operator, m=m, n=n, k=k, world=4, machine=on, search=True)
-    assert any("+" in one.schedule for one in explained.candidates)
-
-
 # Decisions.
 
 
@@ -227,10 +188,9 @@ def test_the_reason_says_what_its_tiles_do(operator: str) -> None:
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in SERVED])
 def test_products_that_add_up_are_left_to_other_schedules(operator: str) -> None:
     problem = problem_of_sizes(operator, 8192, 3584, 4096, "bfloat16", 4)
-    for search in (False, True):
-        found = decide(problem, machine=machine(), search=search)
-        assert found.source == "model" and found.candidates
-        assert not any(one.schedule.startswith("tiled") for one in found.candidates)
+    found = decide(problem, machine=machine())
+    assert found.source == "model" and found.candidates
+    assert not any(one.schedule.startswith("tiled") for one in found.candidates)
 
 
 def test_what_the_engine_refuses_is_passed_over() -> None:

@@ -1071,8 +1071,6 @@ def told(at: ranks.Rank, how: str) -> tuple[list[str], list[str]]:
     a, b = torch.ones(4, 8, requires_grad=True), torch.ones(8, 16)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        if how == "variable":
-            patch.setenv("FICCO_LOG", "1")
         if how == "level":
             logger.setLevel(logging.INFO)
         if how == "refused":
@@ -1091,7 +1089,7 @@ def told(at: ranks.Rank, how: str) -> tuple[list[str], list[str]]:
     return lines, [str(one.message) for one in seen]
 
 
-@pytest.mark.parametrize("how", ["off", "option", "variable", "level"])
+@pytest.mark.parametrize("how", ["off", "option", "level"])
 def test_a_run_says_once_what_each_problem_takes(how: str) -> None:
     (lines, warned), *others = ranks.run(2, told, how)
     assert others == [([], [])] and not warned

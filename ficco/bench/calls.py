@@ -150,7 +150,7 @@ def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str
     workspace, asked = workspace_of(group, device), current()
     machine = workspace.known(asked.machine).machine
     offers = workspace.engine.capabilities().offers
-    return decide(problem, machine=machine, mode=mode, search=asked.search, offers=offers)
+    return decide(problem, machine=machine, mode=mode, offers=offers)
 
 
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

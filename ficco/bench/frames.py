@@ -210,7 +210,8 @@ ATTENTION = Schema(
     | _WAY
 )
 
-#: One loss (:mod:`ficco.bench.characterize`); sizes are 0 where only communication is measured.
+#: A loss by cutting or contention, as in docs/results; sizes are 0 where only communication is
+#: measured.
 #:
 #: nbytes: of a shard that is communicated. cut: ``rows`` or ``columns`` of A. parts: of the product
 #: or the shard. alone_ms, ms: medians of the whole and of the parts, or without and under

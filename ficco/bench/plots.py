@@ -1,4 +1,4 @@
-"""Pictures from rows: of a bench, and of losses, as in figures 7 to 10 of the FiCCO paper."""
+"""Pictures from the rows of a bench."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ficco.bench.characterize import (
-    COLLECTIVE,
-    COPY_CIL,
-    COPY_DIL,
-    GEMM_CIL,
-    GEMM_DIL,
-    PIECES,
-    SHARDS,
-)
-from ficco.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, SAND, picture
+from ficco.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
 from ficco.bench.frames import place, read_description
 from ficco.bench.stats import balance, by_operator, geomean, lines, modes
 
@@ -53,10 +44,8 @@ def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
 
 
 def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    """Draw all pictures for which there are rows, of a bench or of losses, to files that begin with
-    ``stem``; those of several operators one by one; returns them."""
-    if "loss" in rows:
-        return _draw_losses(rows[rows["status"] == "ok"], stem, title)
+    """Draw all pictures for which there are rows, to files that begin with ``stem``; those of
+    several operators one by one; returns them."""
     drawn = []
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
@@ -117,10 +106,6 @@ def _legend_below(figure: Any, axes: Any) -> None:
     )
 
 
-def _legend_beside(axes: Any, title: str = "") -> None:
-    axes.legend(title=title or None, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-
-
 def _shape(row: pd.Series) -> str:
     m, n, k = row["m"], row["n"], row["k"]
     return f"{row['case']}\n" * (row["case"] != f"{m}x{n}x{k}") + f"m {m}\nn {n}\nk {k}"
@@ -150,132 +135,3 @@ def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: 
             right.axhline(1, color=GREY, linewidth=0.8)
             right.set_ylabel(f"geometric mean of {len(there)} shapes")
         _legend_below(figure, panels[0, 0])
-
-
-# Losses.
-
-#: Inches.
-HEIGHT = 3.4
-
-#: What a kind of communication is called and drawn in.
-MOVERS = (
-    (PIECES, "copies in pieces (FiCCO)", BLUE),
-    (SHARDS, "copies of whole shards", LIGHT),
-    (COLLECTIVE, "vendor's collective", ORANGE),
-)
-
-
-def _draw_losses(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    drawn = []
-    for name, make, needs in (
-        ("gemm-dil", gemm_dil, {GEMM_DIL}),
-        ("communication-dil", communication_dil, {COPY_DIL}),
-        ("cil", cil, {GEMM_CIL, COPY_CIL}),
-        ("proportion", proportion, {GEMM_DIL, GEMM_CIL, COPY_DIL, COPY_CIL}),
-    ):
-        if needs <= set(rows["loss"]):
-            drawn.append(stem.with_name(f"{stem.name}_{name}.png"))
-            make(rows, drawn[-1], title)
-    return drawn
-
-
-def _loss_bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:
-    """Grouped bars over shapes, each with its geometric mean in the legend."""
-    labelled = (
-        (f"{label}: {geomean(values):.2f}", values, colour) for label, values, colour in series
-    )
-    _bars(axes, [name.replace("x", "\n") for name in names], labelled)
-    _legend_beside(axes, "geometric means")
-
-
-def _ratios(rows: pd.DataFrame, names: Sequence[str], **where: Any) -> list[float]:
-    """The ratios of some cases, of the rows whose columns have these values."""
-    there = rows[(rows[list(where)] == pd.Series(where)).all(axis=1)]
-    return list(
-        there.drop_duplicates("case", keep="last").set_index("case")["ratio"].reindex(names)
-    )
-
-
-def gemm_dil(rows: pd.DataFrame, path: Path, title: str) -> Any:
-    """Decomposition loss of products by shape and cut (figure 7)."""
-    of = rows[rows["loss"] == GEMM_DIL]
-    names = list(of["case"].unique())
-    colours = {"rows": (BLUE, LIGHT), "columns": (ORANGE, SAND)}
-    series = [
-        (f"{parts} parts by {cut}", _ratios(of, names, cut=cut, parts=parts), colours[cut][i % 2])
-        for cut in ("rows", "columns")
-        for i, parts in enumerate(sorted(of["parts"].unique()))
-    ]
-    with picture(path, max(6.0, 1.2 * len(names) + 2), HEIGHT, title) as figure:
-        axes = figure.subplots()
-        _loss_bars(axes, names, series)
-        axes.set_ylabel("time of the parts / of the whole")
-    return figure
-
-
-def communication_dil(rows: pd.DataFrame, path: Path, title: str) -> Any:
-    """Decomposition loss of communication over the size of a shard (figure 8)."""
-    with picture(path, 6.0, HEIGHT, title) as figure:
-        axes = figure.subplots()
-        for mover, label, colour in MOVERS:
-            of = rows[(rows["loss"] == COPY_DIL) & (rows["mover"] == mover)]
-            points = of.set_index(of["nbytes"] / 2**20)["ratio"].sort_index()
-            if len(points):
-                axes.plot(points, "o-", label=f"{label}: {geomean(points):.2f}", color=colour)
-        axes.axhline(1, color=BLACK, linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_xlabel("MiB of a shard")
-        axes.set_ylabel("time in W pieces / at once")
-        _legend_beside(axes, "geometric means")
-    return figure
-
-
-def cil(rows: pd.DataFrame, path: Path, title: str) -> Any:
-    """Contention loss of products and of communication (figure 9)."""
-    names = list(rows["case"][rows["m"] > 0].unique())
-    losses = ((GEMM_CIL, "product in W parts"), (COPY_CIL, "communication"))
-    with picture(path, max(9.0, 2.2 * len(names) + 2), HEIGHT, title) as figure:
-        for axes, (loss, what) in zip(figure.subplots(1, 2), losses, strict=True):
-            series = [
-                (label, _ratios(rows, names, loss=loss, mover=mover), colour)
-                for mover, label, colour in MOVERS
-            ]
-            _loss_bars(axes, names, series)
-            axes.set_ylabel(f"{what}: time under contention / without")
-    return figure
-
-
-def proportion(rows: pd.DataFrame, path: Path, title: str) -> Any:
-    """How much of what is lost is decomposition, and how much contention (figure 10).
-
-    Shapes are sorted by operations. The communication of a shape takes the decomposition loss of
-    the shard whose size is nearest to its own.
-    """
-    products = rows[rows["m"] > 0].drop_duplicates("case")
-    flops = products["m"].astype(float) * products["n"] * products["k"]
-    names = list(products["case"].loc[flops.sort_values(kind="stable").index])
-    under = _ratios(rows, names, loss=GEMM_CIL, mover=PIECES)
-    panels = [
-        (f"product, {n} parts", _ratios(rows, names, loss=GEMM_DIL, cut="rows", parts=n), under)
-        for n in sorted(rows["parts"][rows["loss"] == GEMM_DIL].unique())
-    ]
-    sizes = rows[(rows["loss"] == COPY_DIL) & (rows["mover"] == PIECES)].set_index("nbytes")
-    of = rows[rows["loss"] == COPY_CIL].drop_duplicates("case", keep="last").set_index("case")
-    nearest = (abs(sizes.index - nbytes).argmin() for nbytes in of["nbytes"].reindex(names))
-    cut = [sizes["ratio"].iloc[row] for row in nearest]
-    copied = _ratios(rows, names, loss=COPY_CIL, mover=PIECES)
-    panels.append(("communication in pieces", cut, copied))
-    with picture(path, 3.2 * len(panels) + 1, HEIGHT, title) as figure:
-        all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (what, dil, contended) in zip(all_axes, panels, strict=True):
-            losses = np.maximum(np.array([dil, contended]) - 1, 0)
-            of_cut, of_contention = losses / np.where(losses.any(axis=0), losses.sum(axis=0), 1)
-            places = range(len(names))
-            axes.bar(places, of_cut, 0.7, label="decomposition", color=BLUE)
-            axes.bar(places, of_contention, 0.7, bottom=of_cut, label="contention", color=ORANGE)
-            axes.set_xticks(places, [name.replace("x", "\n") for name in names])
-            axes.set_title(what)
-        all_axes[0].set_ylabel("share of the loss")
-        _legend_beside(all_axes[-1])
-    return figure

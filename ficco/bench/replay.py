@@ -37,7 +37,7 @@ from ficco.dma.memories import Allocate, Words, align
 from ficco.dma.scaled import dequantized
 from ficco.families import family_of
 from ficco.heuristics.arrivals import crossing
-from ficco.machine import Machine, Provenance
+from ficco.machine import Machine
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
@@ -77,42 +77,6 @@ class Arrival(NamedTuple):
     at: float
     signal: Signal
     transfers: tuple[Transfer, ...] = ()
-
-
-def link(
-    machine: Machine,
-    gb_s: float | None = None,
-    latency_us: float | None = None,
-    gap_us: float | None = None,
-) -> Machine:
-    """A Machine whose copies move at a rate, with a latency and with a gap between two, where these
-    are given.
-
-    Raises:
-        ValueError: the machine has no link, or one of these is none.
-    """
-    topology, copies = machine.topology, machine.copies
-    if topology is None or copies is None:
-        raise ValueError(
-            f"machine {machine.name}: required the blocks 'topology' and 'copies', which say when "
-            "rows arrive; name another machine"
-        )
-    given = Provenance("assumed", note=f"given to a replay, else as on {machine.name}")
-    if gb_s is not None:
-        if not gb_s > 0:
-            raise ValueError(f"link_gb_s: required a rate above 0, got {gb_s:g}")
-        topology = replace(topology, bandwidth=gb_s * 1e9, provenance=given)
-        copies = replace(copies, curve=((1.0, gb_s * 1e9),), provenance=given)
-    for name, value in (("latency_us", latency_us), ("gap_us", gap_us)):
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name}: required at least 0, got {value:g}")
-    if latency_us is not None:
-        seconds = latency_us * 1e-6
-        gap = min(copies.gap, seconds)
-        copies = replace(copies, latency=seconds, gap=gap, in_front=None, provenance=given)
-    if gap_us is not None:
-        copies = replace(copies, gap=gap_us * 1e-6, provenance=given)
-    return replace(machine, topology=topology, copies=copies)
 
 
 def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:

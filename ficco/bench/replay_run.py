@@ -27,7 +27,6 @@ from ficco.bench.replay import (
     Paces,
     ReplayEngine,
     brought,
-    link,
     plans_of,
     portable,
 )
@@ -71,16 +70,12 @@ class Replayed:
         rank: the one that the GPU is.
         machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
             Peers are GPUs like this one, if any machine is of such.
-        link_gb_s, latency_us, gap_us: in place of the machine's, where given.
         products: measures what products take here, in place of the machine's, if given.
     """
 
     world: int
     rank: int = 0
     machine: str | None = None
-    link_gb_s: float | None = None
-    latency_us: float | None = None
-    gap_us: float | None = None
     products: Callable[[Stopwatch, Machine], Machine] | None = None
 
     def watch(self, csv: Path, device: torch.device) -> ReplayWatch:
@@ -218,9 +213,13 @@ class ReplayWatch(Stopwatch):
             raise ValueError(
                 f"machine: required a name or a file, since none is of {host.accelerator}"
             )
+        if machine.topology is None or machine.copies is None:
+            raise ValueError(
+                f"machine {machine.name}: required the blocks 'topology' and 'copies', which say "
+                "when rows arrive; name another machine"
+            )
         alike = machine if host.resembles(machine) else nearest(host) or machine
-        machine = machine.with_devices_of(alike)
-        self.machine = link(machine, settings.link_gb_s, settings.latency_us, settings.gap_us)
+        self.machine = machine.with_devices_of(alike)
         self._devices = f"like those of {alike.name}"
         self._paces: Paces | None = None
         self.clock = ReplayClock(self)

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,7 @@ from ficco.dma.hosts import Hosts, hosts_of
 from ficco.dma.products import multiply
 from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Planned
-from ficco.scaling import Scaling, factors_of
-from ficco.schedules.groups import cut
+from ficco.scaling import Scaling
 
 Call = Callable[[], Any]
 
@@ -301,18 +299,9 @@ class MeasuredCalls:
         none = shard.new_empty((shard.shape[1], 0))
         return partial(ficco.all_gather_matmul, shard, none, group=self.group, schedule=schedule)
 
-    def collective(self, nbytes: int, parts: int = 1) -> Call:
-        """The vendor's all-gather of shards of so many bytes, at once or in parts."""
-        shard = self.shard(nbytes)
-        gathered, world = self.gathered(nbytes), self.world
-        cuts = cut(len(shard), parts)
-
-        def run() -> None:
-            for first, last in cuts:
-                whole = gathered[first * world : last * world]
-                all_gather(whole, shard[first:last], group=self.group)
-
-        return run
+    def collective(self, nbytes: int) -> Call:
+        """The vendor's all-gather of shards of so many bytes."""
+        return partial(all_gather, self.gathered(nbytes), self.shard(nbytes), group=self.group)
 
     def matmul(
         self,
@@ -324,17 +313,17 @@ class MeasuredCalls:
         wide: bool = False,
         apart: bool = False,
         turned: bool = False,
-        parts: int = 1,
     ) -> Call:
-        """A product, a strided batch of such, or a product cut by rows into parts.
+        """A product, or a strided batch of products.
 
         ``wide``: the result is float32 and is added to. ``apart``: each of the batch has a right
         operand of its own. ``turned``: these lie transposed.
         """
-        if wide:
-            return self.accumulated(m, n, k, 1)
         if self.scaling is not None:
-            return self._scaled(m, n, k, cut(m, parts, least=self.scaling.rules.rows), [(0, k)])
+            return self._scaled(m, n, k, wide)
+        if wide:
+            sums = self.matrix("sums", m, n, torch.float32)
+            return partial(multiply, self.matrix("a", m, k), self.matrix("b", k, n), sums, sums)
         a, b, out = self.operands(batch * m, n, k)
         if batch > 1:
             a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
@@ -342,73 +331,18 @@ class MeasuredCalls:
             every = every.view(-1, n, k).mT if turned else every.view(-1, k, n)
             b3 = every.expand(batch, k, n)
             return lambda: torch.bmm(a3, b3, out=out3)
-        cuts = cut(m, parts)
-
-        def run() -> None:
-            for first, last in cuts:
-                torch.mm(a[first:last], b, out=out[first:last])
-
-        return run
+        return partial(torch.mm, a, b, out=out)
 
     def operands(self, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Those of a product, and its result."""
         return self.matrix("a", m, k), self.matrix("b", k, n), self.matrix("out", m, n)
 
-    def accumulated(self, m: int, n: int, k: int, parts: int, rounding: bool = False) -> Call:
-        """A product cut by columns of A into parts that add up in float32, then rounded."""
-        if self.scaling is not None:
-            inner = cut(k, parts, least=self.scaling.rules.cols)
-            return self._scaled(m, n, k, [(0, m)], inner, adds=parts == 1, rounding=rounding)
-        a, b = self.matrix("a", m, k), self.matrix("b", k, n)
-        sums = self.matrix("sums", m, n, torch.float32)
-        out = self.matrix("out", m, n)
-        cuts = cut(k, parts)
-        single = parts > 1  # the first of several parts needs no sum
-
-        def run() -> None:
-            for i, (first, last) in enumerate(cuts):
-                addend = None if single and i == 0 else sums
-                multiply(a[:, first:last], b[first:last], sums, addend)
-            if rounding and out.dtype != sums.dtype:
-                out.copy_(sums)
-
-        return run
-
-    def _scaled(
-        self,
-        m: int,
-        n: int,
-        k: int,
-        down: Sequence[tuple[int, int]],
-        inner: Sequence[tuple[int, int]],
-        adds: bool = False,
-        rounding: bool = False,
-    ) -> Call:
-        """A product of float8 operands, cut by rows and by columns of A, whose parts add up in
-        float32. ``adds``: the first does, too."""
+    def _scaled(self, m: int, n: int, k: int, wide: bool) -> Call:
+        """A product of float8 operands; ``wide``: as in :meth:`matmul`."""
         assert self.scaling is not None
-        recipe, rules = self.scaling.recipe, self.scaling.rules
-        sums = adds or len(inner) > 1
         a, b = self.matrix("a", m, k), self.matrix("b", n, k).t()
-        out = self.matrix("out", m, n, getattr(torch, self.scaling.out))
-        into = self.matrix("sums", m, n, torch.float32) if sums else out
-        of_a, of_b = factors(rules, self.device, m, n, k)
-        parts = []
-        for (top, below), (first, last) in product(down, inner):
-            rows, cols = (
-                factors_of(span, share)
-                for span, share in zip(((top, below), (first, last)), rules.a, strict=True)
-            )
-            up = factors_of((first, last), rules.b[0])
-            scales = of_a[slice(*rows), slice(*cols)].contiguous(), of_b[slice(*up)].contiguous()
-            operands = a[top:below, first:last], b[first:last], into[top:below]
-            how = {"accumulate": sums and (adds or first > 0)}
-            parts.append(partial(multiply_scaled, *operands, scales, recipe, **how))
-
-        def run() -> None:
-            for part in parts:
-                part()
-            if rounding:
-                out.copy_(into)
-
-        return run
+        name, dtype = ("sums", torch.float32) if wide else ("out", getattr(torch, self.scaling.out))
+        scales = factors(self.scaling.rules, self.device, m, n, k)
+        how = {"accumulate": wide}
+        into = self.matrix(name, m, n, dtype)
+        return partial(multiply_scaled, a, b, into, scales, self.scaling.recipe, **how)

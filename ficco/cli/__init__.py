@@ -26,7 +26,7 @@ from ficco.version import version
 PROGRAM = "ficco"
 
 #: Commands that need the extra ``bench`` whatever they are asked for; others need it for pictures.
-WITH_EXTRA = ("demo", "bench", "characterize", "simulate", "plot", "tune")
+WITH_EXTRA = ("demo", "bench", "simulate", "plot", "tune")
 
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
@@ -37,7 +37,6 @@ READER_LEFT = 141
 COMMANDS = {
     "demo": "run every schedule and operator here, compare them with the plain product, draw them",
     "bench": "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
-    "characterize": "measure what cutting and overlapping cost: decomposition and contention loss",
     "explain": "say which schedule a call would take, why, and what is predicted of the others",
     "plan": "print or draw what a schedule does for given sizes; needs no GPU",
     "simulate": "predict schedules on a described machine; needs no GPU",

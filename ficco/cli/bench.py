@@ -47,7 +47,7 @@ START_S = 180.0
 OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 
 #: Options that a replay has, named as in ``ReplaySettings``.
-PLAYED = ("rank", "machine", "link_gb_s", "latency_us", "gap_us", "products")
+PLAYED = ("rank", "machine", "products")
 
 
 def options(parser: Any) -> None:
@@ -116,13 +116,6 @@ def options(parser: Any) -> None:
     played.add_argument(
         "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
     )
-    for name, unit, text in (
-        ("link-gb-s", "GB/S", "rate of a copy"),
-        ("latency-us", "US", "latency of one"),
-        ("gap-us", "US", "time between two"),
-    ):
-        text += ", in place of the machine's"
-        played.add_argument(f"--{name}", type=float, metavar=unit, help=text)
     played.add_argument(
         "--products",
         **FLAG,
@@ -193,7 +186,7 @@ def _check_replay(arguments: argparse.Namespace) -> None:
     if world is None:
         for name in PLAYED:
             if (given := getattr(arguments, name)) is not None and given is not False:
-                raise ValueError(f"--{name.replace('_', '-')}: required with --replay")
+                raise ValueError(f"--{name}: required with --replay")
         return
     for name in ("ranks", "layers", "timelines"):
         if getattr(arguments, name):
@@ -212,16 +205,15 @@ def _check_replay(arguments: argparse.Namespace) -> None:
 # What every measurement does.
 
 
-def place(arguments: argparse.Namespace, least: int = 1) -> tuple[str, int]:
-    """The device and the number of ranks of a measurement, at least so many.
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
 
     Raises:
         ValueError: they are not here, or options do not fit together.
     """
     device = arguments.device or launch.default_device()
-    ranks = launch.check_ranks(arguments.ranks, device, least)
-    if arguments.seconds is not None:
-        launch.check_seconds(arguments.seconds)
+    ranks = launch.check_ranks(arguments.ranks, device)
+    launch.check_seconds(arguments.seconds)
     if arguments.rounds < 1:
         raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
     if arguments.set and arguments.shapes:

@@ -40,8 +40,7 @@ def options(parser: Any) -> None:
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
-    parser.add_argument("--search", **FLAG, help="look beyond the named schedules")
-    text = "instead: what each problem takes that a program noted with FICCO_LOG_PROBLEMS=FILE"
+    text = "instead: what each problem takes that a program noted with options(log_problems=FILE)"
     parser.add_argument("--from-log", **FILE, help=text)
     parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
     parser.add_argument(
@@ -64,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"--measure: required an operator of products, got {asked_of.operator}; "
             "`ficco bench --attention` and `ficco bench --experts` time the others"
         )
-    how["search"] = arguments.search
     decision = family_of(asked_of).decide(asked_of, arguments.schedule, **how)
     measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
     if arguments.json:
@@ -92,7 +90,7 @@ def _from_log(arguments: argparse.Namespace) -> int:
     decisions = []
     for one in problems:
         asked = site(arguments.machine, one.local_world, captured=arguments.captured)
-        how: Any = {"machine": asked.machine, "mode": asked.mode, "search": arguments.search}
+        how: Any = {"machine": asked.machine, "mode": asked.mode}
         decisions.append(decide(one, arguments.schedule, **how))
     if arguments.json:
         print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))

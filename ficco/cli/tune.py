@@ -45,7 +45,7 @@ def options(parser: Any) -> None:
     )
     text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
     what.add_argument("--shapes", **CSV, help=text)
-    text = "time all candidates for the calls of a program that ran with FICCO_LOG_PROBLEMS=FILE"
+    text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
     what.add_argument("--from-log", **FILE, help=text)
     what.add_argument("--check", **FLAG, help="compare a few points with the file; change nothing")
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
@@ -137,7 +137,7 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
                 f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
-                "none; run the program with FICCO_LOG_PROBLEMS on as many ranks"
+                "none; run the program with options(log_problems=...) on as many ranks"
             )
         problems += logged
     return list(dict.fromkeys(problems))

@@ -4,8 +4,6 @@ from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Decision, decide
 from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, rule
-from ficco.heuristics.saved import Saved
-from ficco.heuristics.search import search
 from ficco.heuristics.table import Candidate
 from ficco.heuristics.where import Where, problem_of_sizes, where
 
@@ -14,7 +12,6 @@ __all__ = [
     "Decision",
     "Losses",
     "Observation",
-    "Saved",
     "Where",
     "candidates",
     "decide",
@@ -22,6 +19,5 @@ __all__ = [
     "losses",
     "problem_of_sizes",
     "rule",
-    "search",
     "where",
 ]

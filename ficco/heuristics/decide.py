@@ -34,8 +34,6 @@ from ficco.heuristics.model import (
     shortlist,
 )
 from ficco.heuristics.rule import rule
-from ficco.heuristics.saved import Saved
-from ficco.heuristics.search import search as search_further
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.plan import Planned
@@ -72,7 +70,6 @@ class _Query(NamedTuple):
     problem: Problem
     machine: Machine
     mode: str
-    search: bool
     offers: tuple[str, ...]
     predict: Predict
 
@@ -85,8 +82,7 @@ class Decision:
         schedule: the choice.
         source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
-        problem, machine, mode, search, offers: what it was decided for; machine None if it is
-            unknown.
+        problem, machine, mode, offers: what it was decided for; machine None if it is unknown.
     """
 
     schedule: Schedule
@@ -95,7 +91,6 @@ class Decision:
     problem: Planned | None = field(default=None, repr=False, compare=False)
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
-    search: bool = field(default=False, repr=False, compare=False)
     offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
     _predict: Predict = field(default=simulated, repr=False, compare=False)
 
@@ -139,10 +134,9 @@ class Decision:
 
     @property
     def others(self) -> tuple[Schedule, ...]:
-        """The schedules that were compared, those of a search included, the one that loses least
-        first; for unequal rows followed by those that were compared as if rows were equal. Empty
-        where the machine's figures do not allow it. Those of the vendor's collective are left
-        out."""
+        """The schedules that were compared, the one that loses least first; for unequal rows
+        followed by those that were compared as if rows were equal. Empty where the machine's
+        figures do not allow it. Those of the vendor's collective are left out."""
         if (query := self._query(self.mode)) is None:
             return ()
         compared = [_compared(query), _compared(query._replace(problem=query.problem.evened))]
@@ -160,7 +154,7 @@ class Decision:
         machine = described(machine, problem.local_world)
         if machine is None or lacking(machine, mode, problem.hosts):
             return None
-        return _Query(problem, machine, mode, self.search, self.offers, self._predict)
+        return _Query(problem, machine, mode, self.offers, self._predict)
 
     def table(self, measured: Measured | None = None, width: int | None = None) -> str:
         """The candidates as text, the chosen one marked with a star.
@@ -178,9 +172,7 @@ def decide(
     *,
     machine: Machine | None = None,
     mode: str = "eager",
-    search: bool = False,
     offers: tuple[str, ...] = ALL_OFFERS,
-    saved: Saved | None = None,
     predict: Predict = simulated,
 ) -> Decision:
     """Choose the schedule.
@@ -191,9 +183,7 @@ def decide(
         machine: what is known of this kind of host; None if nobody described it.
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
             a graph; ``"idle"``, carried out by the caller itself (the CPU engine).
-        search: look beyond the named schedules.
         offers: what the engine offers, as far as the machine's figures say how fast.
-        saved: decisions of earlier processes on this machine.
         predict: seconds of a problem under a schedule on a machine in a mode.
 
     Raises:
@@ -208,7 +198,7 @@ def decide(
     def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
         if isinstance(schedule, str):
             schedule = Schedule.parse(schedule)
-        return Decision(schedule, source, reason, problem, machine, mode, search, offers, predict)
+        return Decision(schedule, source, reason, problem, machine, mode, offers, predict)
 
     otherwise = FALLBACK[mode]
     if problem.transposed:  # which no collective serves
@@ -236,16 +226,11 @@ def decide(
         return decision(otherwise, "fallback", f"{why}; {REMEDY}")
     missing = lacking(known, mode, problem.hosts)
     if not missing:
-        key = f"{problem} {mode} search={search:d} by {' and '.join(offers)}"
-        choice = saved.get(key) if saved else None
-        if choice is None:
-            choice = _modelled(_Query(problem, known, mode, search, offers, predict))
-            if block := known.unmeasured(problem.scaling):
-                lacks = f"{known.name} lacks {block}, products are predicted by gemm; {REMEDY}"
-                choice = choice[0], f"{choice[1]} ({lacks})"
-            if saved:
-                saved.put(key, *choice)
-        return decision(choice[0], "model", choice[1])
+        chosen, reason = _modelled(_Query(problem, known, mode, offers, predict))
+        if block := known.unmeasured(problem.scaling):
+            lacks = f"{known.name} lacks {block}, products are predicted by gemm; {REMEDY}"
+            reason = f"{reason} ({lacks})"
+        return decision(chosen, "model", reason)
     lacks = f"machine {machine.name} lacks {', '.join(missing)}"
     if known.thresholds is not None:
         name, reason = rule(problem, known.thresholds)
@@ -290,9 +275,9 @@ def _tuned(
 
 @lru_cache(maxsize=16)
 def _compared(query: _Query) -> tuple[Prediction, ...]:
-    """What is predicted of the schedules that the model compares: named ones, and what a search
-    finds beyond them; where rows are not equal, those that would be the best if they were."""
-    problem, machine, mode, search, offers, predict = query
+    """Predictions of the schedules that the model compares: all candidates or, where rows are not
+    equal, those that would be the best if they were."""
+    problem, machine, mode, offers, predict = query
     modes = MODES[mode]
     named = [
         one for one in candidates(problem, machine, offers) if predictable(one, problem, machine)
@@ -300,13 +285,9 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
     sizes = [size for row in problem.blocks for size in row] or problem.rows
     alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
     most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
-    if not problem.equal and (search or len(named) > most):
+    if not problem.equal and len(named) > most:
         named = shortlist(_compared(query._replace(problem=problem.evened)), modes, most)
-        search = False
-    compared = predictions(problem, named, machine, modes, predict)
-    if search:
-        compared += search_further(problem, compared, machine, mode, predict)
-    return compared
+    return predictions(problem, named, machine, modes, predict)
 
 
 @lru_cache(maxsize=4096)

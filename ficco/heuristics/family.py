@@ -82,16 +82,13 @@ class Family:
         *,
         machine: Machine | None = None,
         mode: str = "eager",
-        search: bool = False,
     ) -> Decision:
         """The schedule that was asked for; for ``"auto"`` the fastest on the machine as simulated,
         with the host ahead unless the mode is ``"idle"``.
 
         Raises:
-            ValueError: this is no schedule, or ``search`` is asked for.
+            ValueError: this is no schedule.
         """
-        if search:
-            raise ValueError(f"search: required False for {problem.operator}, got True; leave it")
         if not isinstance(wanted, (str, Schedule)):
             raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
         mode = "idle" if mode == "idle" else "queued"

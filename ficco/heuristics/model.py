@@ -89,17 +89,10 @@ def predictions(
     )
 
 
-def worst_ratio(
-    baseline: Sequence[Prediction], modes: Sequence[str]
-) -> Callable[[Prediction], float]:
-    """A function of a prediction: its seconds over the least of the baseline, in its worse mode."""
-    best = {m: min(one.seconds[m] for one in baseline) for m in modes}
-    return lambda one: max(one.seconds[m] / best[m] for m in modes)
-
-
 def by_loss(predicted: Sequence[Prediction], modes: Sequence[str]) -> list[Prediction]:
     """Predictions in the order of what they lose against the best in their worse mode."""
-    return sorted(predicted, key=worst_ratio(predicted, modes))
+    best = {m: min(one.seconds[m] for one in predicted) for m in modes}
+    return sorted(predicted, key=lambda one: max(one.seconds[m] / best[m] for m in modes))
 
 
 def shortlist(predicted: Sequence[Prediction], modes: Sequence[str], most: int) -> list[Schedule]:

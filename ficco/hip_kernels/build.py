@@ -21,10 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import BackendError
-from ficco.heuristics.saved import cache_dir
+from ficco.machine.find import home
 from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
+
+#: The folder of files that ficco can make again, in place of the usual one.
+FOLDER_VARIABLE = "FICCO_CACHE_DIR"
 
 #: The header of a file in the cache; the SHA-256 of the rest follows.
 MAGIC = b"ficco kernels 1\n"
@@ -70,6 +73,12 @@ def source() -> str:
     return kernels.replace(include, (HERE / "device.h").read_text().replace("#pragma once\n", ""))
 
 
+def _cache_dir() -> Path:
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
+
+
 def compiled(target: Target, folder: Path | None = None, text: str | None = None) -> bytes:
     """The kernels for a target: from the cache, or from the first compiler that can do it.
 
@@ -80,7 +89,7 @@ def compiled(target: Target, folder: Path | None = None, text: str | None = None
     Raises:
         BackendError: no compiler is installed, or none could compile them.
     """
-    folder = folder or cache_dir() / "kernels"
+    folder = folder or _cache_dir() / "kernels"
     text = text or source()
     failure = None
     missing = []

@@ -7,15 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write(path: Path, text: str, *, durable: bool = True) -> None:
+def write(path: Path, text: str) -> None:
     """Write a file, and the folders that it lies in: a reader sees the old text or the new one.
 
-    A process that dies while it writes leaves a hidden file in the folder.
-
-    Args:
-        path: the file.
-        text: all of it.
-        durable: the new text survives a loss of power from here on.
+    The new text survives a loss of power from here on. A process that dies while it writes leaves a
+    hidden file in the folder.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full. The old file is as it was.
@@ -25,18 +21,16 @@ def write(path: Path, text: str, *, durable: bool = True) -> None:
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
-    if durable:
-        with suppress(OSError):  # the name, too, where folders can be synced
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+    with suppress(OSError):  # the name, too, where folders can be synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -151,7 +151,7 @@ def _begin(
     if mode == "eager" and schedule == "auto" and engine.capturing():
         mode = "queued"
     of_a, of_b = (a.shape, a.dtype, a.device, a.layout), (b.shape, b.dtype, b.device, b.layout)
-    asked = options.workspace_bytes, options.machine, options.search
+    asked = options.workspace_bytes, options.machine
     place = source and (source[0].serial, source[1])
     of_scales = scales and scales.key(b)
     key = (
@@ -193,9 +193,7 @@ def _cached_call(
         schedule,
         machine=known.machine,
         mode=mode,
-        search=options.search,
         offers=engine.capabilities().offers,
-        saved=known.saved,
     )
     chosen = decision.schedule
     if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +14,6 @@ from ficco.errors import ConfigError
 from ficco.heuristics import Decision
 from ficco.problem import Problem
 from ficco.scaling import Scaling
-
-#: Names the file if :attr:`ficco.Options.log_problems` does not.
-VARIABLE = "FICCO_LOG_PROBLEMS"
-#: Turns the log on where :attr:`ficco.Options.log` does not.
-LOG_VARIABLE = "FICCO_LOG"
 
 LOGGER = logging.getLogger("ficco")
 
@@ -32,7 +26,6 @@ def note(path: str | None, problem: Problem, rank: int) -> None:
 
     Warns if the file cannot be written; the call itself goes on.
     """
-    path = path or os.environ.get(VARIABLE)
     if not path or rank or (path, problem) in _noted:
         return
     _noted.add((path, problem))
@@ -70,7 +63,7 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             logged[Problem(str(data["operator"]), *sizes, **more)] = None
         except (ValueError, KeyError, TypeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {error}"
-            wanted = f"required a problem as {VARIABLE} writes it: {why}"
+            wanted = f"required a problem as options(log_problems=...) writes it: {why}"
             raise ConfigError(str(path), f"line {number}", wanted) from None
     return [one for one in logged if one.flops and world in (None, one.world)]
 
@@ -85,12 +78,12 @@ def say(
     """Log what a problem takes that this process sees for the first time; rank 0 speaks for all.
 
     ``taken`` is the schedule of its plan, which may be another than the one decided on where that
-    cannot be had. If the log is turned on by option or variable, the line is on the standard error
+    cannot be had. If the log is turned on by the option, the line is on the standard error
     unless the program has handlers of its own.
     """
     if rank:
         return
-    if on or os.environ.get(LOG_VARIABLE, "0") not in ("", "0"):
+    if on:
         if not LOGGER.hasHandlers():
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))

@@ -26,7 +26,6 @@ from ficco.specification import Buffer
 __all__ = [
     "OPS",
     "Applied",
-    "AsymmetryError",
     "Attending",
     "Buffer",
     "LibraryCall",
@@ -41,7 +40,6 @@ __all__ = [
     "Transfer",
     "aligned",
     "check",
-    "check_symmetric",
     "in_parts",
     "product_rows",
     "render",
@@ -50,12 +48,12 @@ __all__ = [
 ]
 
 if typing.TYPE_CHECKING:
-    from ficco.plan.proof import AsymmetryError, PlanError, check, check_symmetric
+    from ficco.plan.proof import PlanError, check
 else:
 
     def __getattr__(name: str) -> object:
         """Load the proof on first use: few processes that import ficco need it."""
-        if name not in ("AsymmetryError", "PlanError", "check", "check_symmetric"):
+        if name not in ("PlanError", "check"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import ficco.plan.proof as proof
 

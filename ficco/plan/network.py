@@ -30,18 +30,12 @@ def networked(plans: Sequence[Plan]) -> list[Plan]:
     if sent != received:
         ends = next(pair for pair in {**sent, **received} if sent.get(pair) != received.get(pair))
         raise ValueError(f"rank {ends[0]} sends other pieces than rank {ends[1]} receives")
-    return _rewritten(plans, sent)
-
-
-def one_side(plan: Plan) -> Plan:
-    """The same of one Plan by itself. What it sends is a copy, too, which its receiver carries
-    out: it says what is sent.
-
-    Raises:
-        ValueError: a move has a wrong end.
-    """
-    sent, received = _moves([plan])
-    return _rewritten([plan], {**sent, **received}, sends=True)[0]
+    if not sent:
+        return list(plans)
+    words = _Words([plans[0].words] * plans[0].problem.world, sent)
+    taken = [_without(plan, words) for plan in plans]
+    most = max(words.next.values())
+    return [replace(plan, words=most) for plan in taken]
 
 
 def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
@@ -63,15 +57,6 @@ def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
     return sent, received
 
 
-def _rewritten(plans: Sequence[Plan], moves: Moves, sends: bool = False) -> list[Plan]:
-    if not moves:
-        return list(plans)
-    words = _Words([plans[0].words] * plans[0].problem.world, moves)
-    taken = [_without(plan, words, sends) for plan in plans]
-    most = max(words.next.values())
-    return [replace(plan, words=most) for plan in taken]
-
-
 class _Words:
     """The signals of all moves: that one is there, and that it was taken. By receiver and sender
     of a signal, they have numbers after those of the Plan."""
@@ -89,7 +74,7 @@ class _Words:
         return [Signal(kind, poster, waiter, i, first + i) for i in range(count)]
 
 
-def _without(plan: Plan, words: _Words, sends: bool) -> Plan:
+def _without(plan: Plan, words: _Words) -> Plan:
     steps: list[Step] = []
     became: list[int] = []
     turns: dict[tuple[int, int], int] = {}
@@ -100,15 +85,13 @@ def _without(plan: Plan, words: _Words, sends: bool) -> Plan:
         if step.op != "network":
             steps.append(step._replace(after=after))
         else:
-            steps += _written(
-                plan.rank, len(steps), step._replace(after=after), words, turns, sends
-            )
+            steps += _written(plan.rank, len(steps), step._replace(after=after), words, turns)
         became.append(len(steps) - 1)
     return replace(plan, steps=tuple(steps))
 
 
 def _written(
-    rank: int, at: int, step: Step, words: _Words, turns: dict[tuple[int, int], int], sends: bool
+    rank: int, at: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]
 ) -> list[Step]:
     """The steps that stand for one, of which the first has the number ``at``."""
     there, taken, copies, thanks = [], [], [], []
@@ -122,7 +105,6 @@ def _written(
         if rank == ends[0]:
             there.append(come)
             taken.append(gone)
-            copies += [copy] * sends
         else:
             waits = (come,)
             copies.append(copy._replace(waits=waits, clears=waits))

@@ -49,12 +49,10 @@ def plans(
     schedule: Schedule,
     staging_bytes: int | None = None,
     packs_columns: bool = False,
-    ranks: Sequence[int] | None = None,
 ) -> list[Plan]:
-    """The Plans of some ranks, of all by default."""
+    """The Plans of all ranks."""
     with paused():
-        ranks = range(problem.world) if ranks is None else ranks
-        return _plans(problem, schedule, ranks, staging_bytes, packs_columns)
+        return _plans(problem, schedule, range(problem.world), staging_bytes, packs_columns)
 
 
 def refusal(problem: Problem, schedule: Schedule) -> str:

@@ -47,12 +47,11 @@ from ficco.plan.proof.accesses import Footprint
 from ficco.plan.proof.calls import call_claims
 from ficco.plan.proof.execution import execute, settle
 from ficco.plan.proof.memory import memory_claims
-from ficco.plan.proof.rules import AsymmetryError, PlanError
+from ficco.plan.proof.rules import PlanError
 from ficco.plan.proof.signals import SignalColumns
 from ficco.plan.proof.steps import Steps
-from ficco.plan.proof.symmetry import check_symmetric
 
-__all__ = ["AsymmetryError", "PlanError", "check", "check_symmetric"]
+__all__ = ["PlanError", "check"]
 
 
 def check(plans: Sequence[Plan]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Regi
 from ficco.plan.network import MOVER
 from ficco.plan.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
 from ficco.plan.proof.rules import PlanError, Who, demand
-from ficco.plan.proof.signals import SignalUses
+from ficco.plan.proof.signals import SignalColumns
 from ficco.plan.proof.steps import Steps
 from ficco.specification import Attention, Contraction, Exchange
 
@@ -90,10 +90,6 @@ class _Route:
         return way, known
 
 
-#: Those of the last few exchanges: Plans of one Problem may be read one by one.
-_route = lru_cache(maxsize=4)(_Route)
-
-
 class Footprint:
     """What the steps of all ranks read and write.
 
@@ -112,7 +108,7 @@ class Footprint:
             say whose products they move.
     """
 
-    def __init__(self, steps: Steps, signals: SignalUses) -> None:
+    def __init__(self, steps: Steps, signals: SignalColumns) -> None:
         self.steps, self.signals = steps, signals
         self.asked, self.world = steps.asked, steps.world
         self.buffers = BufferColumns(steps)
@@ -131,7 +127,7 @@ class Footprint:
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
         self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
-        self.cuts()
+        self._cuts()
 
     def by_access(self, access: Ints) -> Who:
         """Names accesses."""
@@ -149,7 +145,7 @@ class Footprint:
     def _matrices(self) -> None:
         matrix, world = self.buffers.matrix, self.world
         exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
-        self.route = {number: _route(one, world) for number, one in exchanges.items()}
+        self.route = {number: _Route(one, world) for number, one in exchanges.items()}
         self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
         self.senders = {n: one.senders for n, one in exchanges.items() if one.senders}
         for number, exchange in exchanges.items():
@@ -190,7 +186,7 @@ class Footprint:
         inside &= (regions.col >= 0) & (regions.col <= regions.col_stop)
         demand(inside, who, "leaves the buffer")
 
-    def cuts(self) -> None:
+    def _cuts(self) -> None:
         """Packed columns are accessed as they were packed: in other cuts, other bytes are meant."""
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)

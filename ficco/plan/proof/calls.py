@@ -28,7 +28,6 @@ def call_claims(
         touched.append((uses.step[here], signals.word_of[uses.word[here]]))
     step, home = map(np.concatenate, zip(*touched, strict=True))
     near = host[steps.rank[step]] == host[home]  # to other hosts both sides take part
-    near &= np.isin(home, steps.homes)
     home, first, last = _touches(steps, step[near], home[near])
     if not steps.words:
         demand(home < 0, steps.by_step(first), "shares memory without a signal")
@@ -39,9 +38,9 @@ def call_claims(
     posts[at], waits[at] = signals.poster[signals.released], signals.waiter[signals.released]
     hand_over = posts.max(axis=0)
     other = (host[:, None] == host) & ~np.eye(steps.world, dtype=bool)
-    whole = ((posts == hand_over) & (posts >= 0) | ~other).all(axis=0)[steps.homes]
+    whole = ((posts == hand_over) & (posts >= 0) | ~other).all(axis=0)
     why = "does not hand its slot to every peer in one step"
-    demand(whole, lambda index: f"rank {steps.homes[index]}", why)
+    demand(whole, lambda index: f"rank {index}", why)
     why = "may still use a slot when its rank hands it on"
     kept = last[other.any(axis=0)[home]]  # there is a peer to hand it to
     handed_on = Claim(kept, hand_over[home[other.any(axis=0)[home]]], steps.by_step(kept), why)

@@ -237,7 +237,7 @@ def _covered(footprint: Footprint, home: Ints, area: Ints) -> None:
     written = np.zeros(len(steps.buffers) * steps.world, np.int64)
     np.add.at(written, home, area)
     for number, buffer in enumerate(steps.buffers):
-        for rank in steps.homes if buffer.memory == "result" else ():
+        for rank in range(steps.world) if buffer.memory == "result" else ():
             rows, cols = steps.shape(buffer, rank)
             count = int(written[number * steps.world + rank])
             if count != rows * cols:

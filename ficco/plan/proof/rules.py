@@ -15,10 +15,6 @@ class PlanError(AssertionError):
     """A Plan breaks a rule. That is a bug of ficco, never an error of its caller."""
 
 
-class AsymmetryError(PlanError):
-    """Plans are not the same for all ranks, so that a proof for one says nothing of others."""
-
-
 class Claim(NamedTuple):
     """Pairs of steps of which the first ends before the second starts, in every interleaving."""
 

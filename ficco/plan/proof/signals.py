@@ -25,19 +25,26 @@ class Uses(NamedTuple):
         return f"signal {self.signals[index].name}"
 
 
-class SignalUses:
-    """The signals that steps use.
+class SignalColumns:
+    """The signals of all ranks, and which steps use their words.
 
     Attributes:
         signal: the fields of all distinct signals as columns.
         word_of, word_at: by number of each used word, its rank, and its index among that rank's
             words.
         posts, waits, clears: what uses the words.
+        poster, waiter, clearer: by word, the step that does so.
+        released: by word, whether it hands a slot over.
     """
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
-        self.posts, self.waits, self.clears = self._uses()
+        uses = self.posts, self.waits, self.clears = self._uses()
+        self.poster, self.waiter, self.clearer = map(self._step_by_word, uses)
+        self.released = self.word_at < steps.world
+        self._paired()
+        self._same()
+        self._at_home()
 
     def _uses(self) -> tuple[Uses, Uses, Uses]:
         """All posts, all waits and all clears."""
@@ -59,24 +66,6 @@ class SignalUses:
         of_uses = (np.split(column, ends[:-1]) for column in (which, word))
         posts, waits, clears = map(Uses, signals, users, *of_uses)
         return posts, waits, clears
-
-
-class SignalColumns(SignalUses):
-    """The signals of all ranks, and which steps use their words.
-
-    Attributes:
-        poster, waiter, clearer: by word, the step that does so.
-        released: by word, whether it hands a slot over.
-    """
-
-    def __init__(self, steps: Steps) -> None:
-        super().__init__(steps)
-        uses = self.posts, self.waits, self.clears
-        self.poster, self.waiter, self.clearer = map(self._step_by_word, uses)
-        self.released = self.word_at < steps.world
-        self._paired()
-        self._same()
-        self._at_home()
 
     def _step_by_word(self, uses: Uses) -> Ints:
         """The step that uses each word, -1 if none does."""

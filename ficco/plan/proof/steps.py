@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ficco.plan.model import Plan, Step
-from ficco.plan.network import MOVER, networked, one_side
+from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.plan.proof.columns import Ints, ints, unzipped
 from ficco.plan.proof.rules import PlanError, Who
@@ -36,8 +36,6 @@ class Steps:
     """The steps of all ranks, numbered consecutively rank by rank.
 
     Attributes:
-        ranks: those whose Plans these are: all, or one by itself (``alone``).
-        homes: those of whose memory and signals all uses are known.
         all: the steps.
         of: their fields as columns.
         start: by rank, the number of its first step; and the end.
@@ -51,7 +49,7 @@ class Steps:
         buffers: those of all ranks, in one order.
     """
 
-    def __init__(self, plans: Sequence[Plan], alone: bool = False) -> None:
+    def __init__(self, plans: Sequence[Plan]) -> None:
         if not plans:
             raise PlanError("no plans")
         self._lanes(plans)
@@ -64,25 +62,23 @@ class Steps:
             raise PlanError(f"there is no earlier step, or no buffer, {error}") from None
         self.own_words = plans[0].words
         try:
-            plans = [one_side(plan) for plan in plans] if alone else networked(plans)
+            plans = networked(plans)
         except ValueError as error:
             raise PlanError(str(error)) from None
         self.plans = plans
         self.asked = plans[0].problem.specification
-        self.world = plans[0].problem.world if alone else len(plans)
-        self.ranks: Sequence[int] = [plans[0].rank] if alone else range(self.world)
-        self.homes = self.ranks
+        self.world = len(plans)
         self.words = plans[0].words
         self.host = np.arange(self.world) // max(self.world // plans[0].problem.hosts, 1)
         self.buffers: list[Buffer] = []
         self.all: list[Step] = list(chain.from_iterable(plan.steps for plan in plans))
         sizes = [len(plan.steps) for plan in plans]
         self.start = np.cumsum([0, *sizes])
-        self.rank = np.repeat(self.ranks, sizes)
+        self.rank = np.repeat(np.arange(self.world), sizes)
         self.of = unzipped(self.all, Step)
         self.lanes: list[tuple[int, str]] = []
         lane_of: list[int] = []
-        for rank, (first, last) in zip(self.ranks, pairwise(self.start.tolist()), strict=True):
+        for rank, (first, last) in enumerate(pairwise(self.start.tolist())):
             lanes = self.of.lane[first:last]
             number = {lane: len(self.lanes) + i for i, lane in enumerate(dict.fromkeys(lanes))}
             self.lanes += [(rank, lane) for lane in number]
@@ -93,7 +89,7 @@ class Steps:
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
-        index, this = step - int(self.start[self.ranks.index(rank)]), self.all[step]
+        index, this = step - int(self.start[rank]), self.all[step]
         return f"rank {rank} step {index} ({this.op} {this.label!r} on {this.lane})"
 
     def by_step(self, step: Ints) -> Who:
@@ -111,7 +107,7 @@ class Steps:
             raise PlanError(f"{self.world} plans for {first.problem.world} ranks")
         shared = attrgetter("problem", "schedule", "words", "offsets")
         by_name: dict[str, Buffer] = {}
-        for rank, plan in zip(self.ranks, self.plans, strict=True):
+        for rank, plan in enumerate(self.plans):
             if plan.rank != rank or shared(plan) != shared(first):
                 raise PlanError(f"rank {rank} holds a plan of something else")
             for buffer in plan.buffers:
@@ -123,7 +119,7 @@ class Steps:
         theirs = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
         if theirs != [*self.asked.operands, *self.asked.results]:
             raise PlanError("the operands and results are not those that are specified")
-        for rank, plan in zip(self.ranks, self.plans, strict=True):
+        for rank, plan in enumerate(self.plans):
             if not plan.buffer.keys() >= {buffer.name for buffer in theirs}:
                 raise PlanError(f"rank {rank} lacks operands or results")
         for buffer in self.buffers:
@@ -172,10 +168,8 @@ class Steps:
                     )
 
     def shape(self, buffer: Buffer, rank: int) -> tuple[int, int]:
-        """Rows and columns of a buffer; none where the rank's plan does not list it. A plan by
-        itself stands for those of all ranks."""
-        plan = self.plans[rank % len(self.plans)]
-        return buffer.shapes[rank] if buffer.name in plan.buffer else (0, 0)
+        """Rows and columns of a buffer; none where the rank's plan does not list it."""
+        return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
     def _shapes(self) -> None:
         """A step holds what its operation requires, and nothing else."""

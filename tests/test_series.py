@@ -1,0 +1,154 @@
+"""Calls that are timed during others, and products that are measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import ficco
+from ficco.bench.inputs import GAIN
+from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
+from ficco.options import current
+from ficco.scaling import SCALED, operands_of
+
+CPU = torch.device("cpu")
+
+
+# What is measured during what.
+
+
+@pytest.mark.parametrize(
+    ("front", "back", "count"), [(4.0, 4.0, 2), (4.0, 1.0, 8), (1.0, 9.0, 1), (9.0, 0.01, 0)]
+)
+def test_what_runs_behind_goes_on_longer_than_what_is_in_front(
+    front: float, back: float, count: int
+) -> None:
+    assert calls_to_cover([front], [back]) == (count or MOST_IN_BACKGROUND)
+
+
+def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
+    done, running = [], threading.Event()
+
+    def back() -> None:
+        running.set()
+        time.sleep(0.02)
+        done.append(1)
+
+    def front() -> int:
+        assert running.wait(5)
+        return len(done)
+
+    runner = contended(front, back, 3, CPU)
+    with runner.context():
+        assert runner.run() < 3
+    assert len(done) == 3, "nothing runs on once its context is left"
+
+
+def test_what_is_behind_has_the_options_in_force() -> None:
+    limits: list[float] = []
+    runner = contended(lambda: None, lambda: limits.append(current().timeout_s), 1, CPU)
+    with ficco.options(timeout_s=7), runner.context():
+        runner.run()
+    assert limits == [7.0]
+
+
+def test_an_error_behind_is_not_lost() -> None:
+    def fail() -> None:
+        raise OSError("in the background")
+
+    runner = contended(lambda: None, fail, 1, CPU)
+    with pytest.raises(OSError, match="in the background"), runner.context():
+        runner.run()
+
+
+class FakeStream:
+    """Stands for streams and events; ``now`` is the stream in force."""
+
+    now = "main"
+
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
+
+    def record(self) -> None:
+        log.append(f"fork of {FakeStream.now}")
+
+    def wait_event(self, event: FakeStream) -> None:
+        log.append(f"{self.name} waits")
+
+    def __enter__(self) -> None:
+        FakeStream.now = self.name
+
+    def __exit__(self, *error: object) -> None:
+        FakeStream.now = "main"
+
+
+log: list[str] = []
+
+
+def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    log.clear()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    runner = contended(
+        lambda: log.append(f"front on {FakeStream.now}"),
+        lambda: log.append(f"back on {FakeStream.now}"),
+        3,
+        torch.device("cuda"),
+    )
+    runner.run()
+    assert log == [
+        "fork of main",
+        "side waits",
+        "back on side",
+        "front on main",
+        "back on side",
+        "back on side",
+    ]
+
+
+class FakeGroup:
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def test_products_are_those_of_their_operands() -> None:
+    made: Any = MeasuredCalls(FakeGroup(), CPU, torch.float32)
+    a, b = made.matrix("a", 7, 12), made.matrix("b", 12, 5)
+    made.matmul(7, 5, 12)()
+    torch.testing.assert_close(made.matrix("out", 7, 5), a @ b)
+    sums = made.matrix("sums", 7, 5)
+    sums.fill_(8.0)
+    made.matmul(7, 5, 12, wide=True)()  # is added to
+    torch.testing.assert_close(sums - 8, a @ b)
+    made.matmul(3, 5, 12, batch=2)()
+    tall = made.matrix("a", 6, 12) @ b
+    torch.testing.assert_close(made.matrix("out", 6, 5), tall)
+    a3 = made.matrix("a", 6, 12).view(2, 3, 12)
+    for turned in (False, True):
+        made.matmul(3, 5, 12, batch=2, apart=True, turned=turned)()
+        every = made.matrix("b", 24, 5)
+        b3 = every.view(2, 5, 12).mT if turned else every.view(2, 12, 5)
+        torch.testing.assert_close(made.matrix("out", 6, 5), (a3 @ b3).view(6, 5))
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_products_are_those_of_their_operands(kind: str) -> None:
+    name, scaling = operands_of(kind)
+    made = MeasuredCalls(FakeGroup(), CPU, getattr(torch, name), scaling)
+    made.matmul(24, 32, 512)()
+    whole = made.matrix("out", 24, 32, torch.bfloat16).clone()
+    assert whole.isfinite().all() and whole.any(1).all()
+    a, b = made.matrix("a", 24, 512).float(), made.matrix("b", 32, 512).float().t()
+    torch.testing.assert_close(whole, (a @ b / GAIN**2).bfloat16(), rtol=1e-2, atol=1e-2)
+    sums = made.matrix("sums", 24, 32, torch.float32)
+    sums.fill_(8.0)
+    made.matmul(24, 32, 512, wide=True)()  # is added to
+    torch.testing.assert_close(sums - 8, whole.float(), rtol=1e-2, atol=1e-2)
