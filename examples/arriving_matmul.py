@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.launch import launch
+from ficco.tools.launch import launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # read when a kernel is defined

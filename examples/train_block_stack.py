@@ -29,7 +29,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ficco.nn
-from ficco.launch import launch
+from ficco.tools.launch import launch
 
 STYLES = {"ficco": ficco.nn, "torch": torch.distributed.tensor.parallel}
 

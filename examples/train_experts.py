@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ficco
-from ficco.launch import launch
 from ficco.nn import sum_gradient
+from ficco.tools.launch import launch
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 import sys
 
-from ficco.cli import main
+from ficco.tools.cli import main
 
 sys.exit(main())

@@ -48,8 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
-    """Start the server of ranks, where a test could have ficco.launch start it with less."""
-    if "ficco.launch" in sys.modules:
+    """Start the server of ranks, where a test could have ficco.tools.launch start it with less."""
+    if "ficco.tools.launch" in sys.modules:
         ranks.start_server()
 
 

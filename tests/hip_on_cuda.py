@@ -80,8 +80,8 @@ def about(at: Any) -> dict[str, str]:
     from cases import equal, exact
     from hip import HIP_VERSION_TUPLE
 
-    from ficco import doctor
-    from ficco.bench.frames import commit
+    from ficco.tools import doctor
+    from ficco.tools.bench.frames import commit
 
     step(at, "first call")
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)
@@ -266,7 +266,7 @@ class Timed:
 
 def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
     """All engines in shuffled order in every round."""
-    from ficco.bench.measure import Barrier, DeviceClock
+    from ficco.tools.bench.measure import Barrier, DeviceClock
 
     barrier = Barrier(dist.group.WORLD, PATIENCE_S)
     clock = DeviceClock(dist.group.WORLD, barrier)
@@ -284,8 +284,8 @@ def bench(at: Any, seconds: float, shapes: int) -> list[Timed]:
 def _shape(
     at: Any, shape: tuple[int, int, int], seconds: float, barrier: Any, clock: Any
 ) -> Iterator[Timed]:
-    from ficco.bench.measure import MODES, Item, Runner, capture, rounds
-    from ficco.bench.series import slowest
+    from ficco.tools.bench.measure import MODES, Item, Runner, capture, rounds
+    from ficco.tools.bench.series import slowest
 
     m, n, k = shape
     generator = torch.Generator(at.device).manual_seed(at.rank)

@@ -219,7 +219,7 @@ def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
 
 
 def start_server() -> None:
-    """Start the process that ranks are forks of, those of :func:`ficco.launch.launch` too."""
+    """Start the process that ranks are forks of, those of :func:`ficco.tools.launch.launch` too."""
     forkserver.ensure_running()
 
 

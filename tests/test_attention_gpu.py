@@ -13,7 +13,7 @@ from ranks import Rank, ranks, run, wider
 from test_attention import AttentionCase, attended, cases, differentiated, not_finite
 
 import ficco
-from ficco.bench.attention import nothing_merged
+from ficco.tools.bench.attention import nothing_merged
 
 pytestmark = pytest.mark.multigpu
 

@@ -21,11 +21,29 @@ import ranks
 import torch
 
 import ficco
-from ficco import cli, families
+from ficco import families
 from ficco.accelerator import gpu
-from ficco.bench import attention, cases, experts, layers, measure, report, stats, tables, ways
-from ficco.bench.calls import FUSED, Runner, build, caller, expected, step_bytes, unavailable
-from ficco.bench.candidates import (
+from ficco.errors import ConfigError
+from ficco.families import movements
+from ficco.heuristics import candidates, problem_of_sizes
+from ficco.problem import OPERATORS, Problem
+from ficco.scaling import SCALED
+from ficco.schedules import NAMED, Schedule, plans
+from ficco.timeline import Timeline, loads
+from ficco.tools import cli
+from ficco.tools.bench import (
+    attention,
+    cases,
+    experts,
+    layers,
+    measure,
+    report,
+    stats,
+    tables,
+    ways,
+)
+from ficco.tools.bench.calls import FUSED, Runner, build, caller, expected, step_bytes, unavailable
+from ficco.tools.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
@@ -37,22 +55,15 @@ from ficco.bench.candidates import (
     parse,
     refused,
 )
-from ficco.bench.cases import OPERATOR, Case
-from ficco.bench.frames import BENCH, LAYERS
-from ficco.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
-from ficco.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
-from ficco.bench.run import BenchSettings, bench
-from ficco.bench.series import Stopwatch, slowest
-from ficco.bench.traces import trace_all
-from ficco.bench.verify import Checked, Verifier, accuracy
-from ficco.cli import bench as command
-from ficco.errors import ConfigError
-from ficco.families import movements
-from ficco.heuristics import candidates, problem_of_sizes
-from ficco.problem import OPERATORS, Problem
-from ficco.scaling import SCALED
-from ficco.schedules import NAMED, Schedule, plans
-from ficco.timeline import Timeline, loads
+from ficco.tools.bench.cases import OPERATOR, Case
+from ficco.tools.bench.frames import BENCH, LAYERS
+from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
+from ficco.tools.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
+from ficco.tools.bench.run import BenchSettings, bench
+from ficco.tools.bench.series import Stopwatch, slowest
+from ficco.tools.bench.traces import trace_all
+from ficco.tools.bench.verify import Checked, Verifier, accuracy
+from ficco.tools.cli import bench as command
 
 # Figures.
 
@@ -617,7 +628,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
         if len(replays) <= stale_after:
             result.copy_(operands.reference())
 
-    monkeypatch.setattr("ficco.bench.verify.capture", lambda runner, pool: (replay, result))
+    monkeypatch.setattr("ficco.tools.bench.verify.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     checked = Checked(parse("growing"), Runner(operands.reference))
     verifier = Verifier(_OneRank())  # type: ignore[arg-type]
@@ -974,7 +985,7 @@ def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
 def test_a_schedule_that_no_operator_takes_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     words = ["bench", "--device", "cpu", "--ranks", "2", "--schedules", name]
     assert cli.run(words) == 2
     said = f"--schedules: schedule {name}: {name.partition(':')[0]} is for"

@@ -21,27 +21,27 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco import cli, doctor
-from ficco.bench import demo, ways
-from ficco.bench.calls import Runner
-from ficco.bench.candidates import BenchCandidate, parse
-from ficco.bench.cases import Case
-from ficco.bench.demo import verdict
-from ficco.bench.draw import draw, trace
-from ficco.bench.frames import BENCH
-from ficco.bench.traces import machine_of, measured
-from ficco.cli import bench as bench_command
-from ficco.cli.demo import DEMO_S
 from ficco.dma.engine import Span
 from ficco.errors import ConfigError, InvalidArgument
 from ficco.heuristics import decide
-from ficco.launch import START_S, RankFailed, check_ranks, launch, own_rank
 from ficco.machine import find
 from ficco.plan import Plan
 from ficco.problem import OPERATORS, Problem
 from ficco.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.timeline import loads
+from ficco.tools import cli, doctor
+from ficco.tools.bench import demo, ways
+from ficco.tools.bench.calls import Runner
+from ficco.tools.bench.candidates import BenchCandidate, parse
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.demo import verdict
+from ficco.tools.bench.draw import draw, trace
+from ficco.tools.bench.frames import BENCH
+from ficco.tools.bench.traces import machine_of, measured
+from ficco.tools.cli import bench as bench_command
+from ficco.tools.cli.demo import DEMO_S
+from ficco.tools.launch import START_S, RankFailed, check_ranks, launch, own_rank
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
 
@@ -57,7 +57,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder; a command that starts ranks fails the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
 
 
 @pytest.mark.usefixtures("no_ranks")
@@ -86,7 +86,9 @@ def test_what_is_measured_to_explain_has_the_time_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = []
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, timeout_s, **__: limits.append(timeout_s))
+    monkeypatch.setattr(
+        "ficco.tools.launch.launch", lambda *_, timeout_s, **__: limits.append(timeout_s)
+    )
     assert cli.run(["explain", *SIZES, "--measure", "--seconds", "3600"]) == 0
     assert limits[0] > 3600
 
@@ -99,7 +101,7 @@ def test_explain_says_what_could_not_be_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [_row("growing", "wrong", "3 elements"), _row("serial", "skipped", "no memory")]
-    monkeypatch.setattr("ficco.launch.launch", lambda *_, **__: BENCH.frame(rows))
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: BENCH.frame(rows))
     asked = ["explain", *SIZES, "--measure"]
     assert cli.run(asked) == 1
     assert "wrong: growing: 3 elements\nskipped: serial: no mem" in capsys.readouterr().err
@@ -581,8 +583,8 @@ def test_the_demo_takes_gpus_where_there_are_any(
     monkeypatch: pytest.MonkeyPatch, options: list[str], device: str
 ) -> None:
     taken = []
-    monkeypatch.setattr("ficco.launch.default_device", lambda: "cuda")
-    monkeypatch.setattr("ficco.launch.launch", lambda *args, **how: taken.append((args, how)))
+    monkeypatch.setattr("ficco.tools.launch.default_device", lambda: "cuda")
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *args, **how: taken.append((args, how)))
     assert cli.run(["demo", *options]) == 0
     (((_, _, named, _), how),) = taken
     assert named == how["device"] == device
@@ -723,8 +725,8 @@ def _deaf(folder: str) -> None:
 def test_ranks_that_do_not_end_are_waited_for_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ficco.launch.TERMINATE_S", 1.0)
-    monkeypatch.setattr("ficco.launch._collect", lambda *_: _wait_for(tmp_path, 3))
+    monkeypatch.setattr("ficco.tools.launch.TERMINATE_S", 1.0)
+    monkeypatch.setattr("ficco.tools.launch._collect", lambda *_: _wait_for(tmp_path, 3))
     with pytest.raises(ZeroDivisionError):
         launch(_deaf, 3, str(tmp_path))
     began = float((tmp_path / "began").read_text())

@@ -21,7 +21,7 @@ from ranks import Failure, Rank, caught, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
-from ficco import cli, warn
+from ficco import warn
 from ficco.heuristics import decide, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
@@ -42,6 +42,7 @@ from ficco.machine import (
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal
 from ficco.simulate import predict
+from ficco.tools import cli
 from ficco.workspace import workspaces
 
 #: A machine of which nothing but the thresholds of the rule is known.

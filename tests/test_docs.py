@@ -15,9 +15,9 @@ import pytest
 
 import ficco
 from docs.make import machine_fields, reproduced
-from ficco import cli
 from ficco.machine import configs
 from ficco.machine.text import parse
+from ficco.tools import cli
 
 ROOT = Path(ficco.__file__).resolve().parents[1]
 PACKAGE = ROOT / "ficco"

@@ -1466,7 +1466,7 @@ def test_cpu_tensors_need_a_double() -> None:
 def test_doctor_without_rocm(wheel: bool) -> None:
     found = {"wheel": str(hip_ranks.wheel("10"))} if wheel else {}
     found["ROCM_PATH"] = "/nowhere"
-    done = python("import ficco.doctor as d; print(d.report()['engines'])", **found)
+    done = python("import ficco.tools.doctor as d; print(d.report()['engines'])", **found)
     assert done.returncode == 0, done.stderr
     text = "libamdhip64.so cannot be opened" if wheel else "this torch is built without ROCm"
     assert text in done.stdout

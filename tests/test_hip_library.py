@@ -24,7 +24,7 @@ from ranks import Failure, Rank, caught
 import ficco
 from ficco.dma import products
 from ficco.hip_kernels.launch import NAMES, REDUCTIONS
-from ficco.tune import communication
+from ficco.tools.tune import communication
 
 #: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
 #: lie apart.
@@ -302,8 +302,9 @@ def test_the_double_has_the_kernels_of_the_source_alone(series: str) -> None:
 
 def _streams_of_a_probe(at: Rank) -> list[int]:
     """Priorities of the streams by which sharing is tried."""
-    from ficco.dma import hip_api, probe
+    from ficco.dma import hip_api
     from ficco.dma.driver import URGENT
+    from ficco.tools import probe
 
     made, right = [], hip_api.make_stream
     hip_api.make_stream = lambda priority: made.append(priority) or right(priority)

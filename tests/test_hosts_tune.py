@@ -11,15 +11,15 @@ import torch.distributed as dist
 from ranks import Rank, run
 from test_hosts import host_of
 
-from ficco.bench.candidates import choose
-from ficco.bench.cases import Case
-from ficco.bench.frames import BENCH
-from ficco.bench.measure import Barrier
-from ficco.bench.run import BenchSettings, bench
 from ficco.dma.hosts import hosts_of
 from ficco.machine import load
-from ficco.tune import fits
-from ficco.tune import run as tuning
+from ficco.tools.bench.candidates import choose
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import BENCH
+from ficco.tools.bench.measure import Barrier
+from ficco.tools.bench.run import BenchSettings, bench
+from ficco.tools.tune import fits
+from ficco.tools.tune import run as tuning
 
 
 def test_rows_of_messages_tell_latency_and_rate() -> None:

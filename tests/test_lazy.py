@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ficco
-from ficco import cli
+from ficco.tools import cli
 
 ROOT = Path(ficco.__file__).parents[1]
 
@@ -32,7 +32,7 @@ def heavy(*words: str, code: int) -> set[str]:
     done = python("-X", "importtime", "-m", "ficco", *words)
     assert done.returncode == code, done.stderr
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
-    assert "ficco.cli" in imported
+    assert "ficco.tools.cli" in imported
     return imported & HEAVY
 
 
@@ -45,7 +45,7 @@ def test_help_and_refused_options_import_no_torch(command: str) -> None:
 
 def test_a_command_says_of_itself_what_the_help_says() -> None:
     for name, text in cli.COMMANDS.items():
-        said = " ".join((import_module(f"ficco.cli.{name}").__doc__ or "").split())
+        said = " ".join((import_module(f"ficco.tools.cli.{name}").__doc__ or "").split())
         assert said == f"``ficco {name}``: {text}."
 
 

@@ -39,8 +39,8 @@ from ficco.machine import (
     user_dir,
 )
 from ficco.machine import text as as_yaml
-from ficco.machine.fit import ENOUGH, Sample, errors, fit
 from ficco.machine.model import OneOf, Points, Quantity
+from ficco.tools.fit import ENOUGH, Sample, errors, fit
 
 MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
 SMALL = Machine(

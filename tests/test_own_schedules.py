@@ -16,13 +16,13 @@ from cases import Case, call, exact, make
 from ranks import Failure, Rank, caught, ranks, run
 
 import ficco
-from ficco import cli
 from ficco.heuristics import candidates, decide
 from ficco.machine import find
 from ficco.plan import Plan, render
 from ficco.problem import Problem
 from ficco.schedules import Schedule, own, plan, space
 from ficco.simulate import predict
+from ficco.tools import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-schedules.md"
 HALVES, USE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)

@@ -84,7 +84,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
             assert f"ficco/{path.relative_to(ROOT).as_posix()}" in names
     assert "ficco/configs/scenarios.csv" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert "ficco = ficco.cli:main" in entry
+    assert "ficco = ficco.tools.cli:main" in entry
     assert re.search(r"^Requires-Dist: torch", metadata, re.M)
     assert re.search(r"^Requires-Python: .*3\.10", metadata, re.M)
     for extra in ("bench", "cuda", "hip", "dev"):
@@ -233,9 +233,9 @@ HEAVY = (
     "cuda",
     "hip",
     "pytest",
-    "ficco.cli",
-    "ficco.doctor",
-    "ficco.bench",
+    "ficco.tools.cli",
+    "ficco.tools.doctor",
+    "ficco.tools.bench",
     "ficco.dma.cuda_driver",
     "ficco.dma.gpu",
     "ficco.dma.hip_api",
@@ -316,7 +316,10 @@ def test_what_needs_no_extra_works_without_it(
 
 def test_the_selftest_needs_no_extra() -> None:
     """Nor does anything that it imports: this interpreter is a new one."""
-    names = [f"ficco.selftest.{path.stem}" for path in (ROOT / "ficco/selftest").glob("[!_]*.py")]
+    names = [
+        f"ficco.tools.selftest.{path.stem}"
+        for path in (ROOT / "ficco/tools/selftest").glob("[!_]*.py")
+    ]
     assert names
     python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 

@@ -14,15 +14,15 @@ import pandas as pd
 import pytest
 
 from docs.make import hosts_layers, paper, readme, regret, rule_table
-from ficco.bench import plots, report, stats
-from ficco.bench.cases import OPERATOR, Case, scenarios
-from ficco.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records
-from ficco.bench.simulated import BOUNDS
-from ficco.bench.stats import balance, lines, modes
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problem import Problem
+from ficco.tools.bench import plots, report, stats
+from ficco.tools.bench.cases import OPERATOR, Case, scenarios
+from ficco.tools.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records
+from ficco.tools.bench.simulated import BOUNDS
+from ficco.tools.bench.stats import balance, lines, modes
 from ficco.version import version
 
 ROOT = Path(__file__).parent.parent

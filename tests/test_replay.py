@@ -23,24 +23,6 @@ from links import link
 from ranks import Rank
 
 import ficco
-from ficco.bench import attention, experts, measure, plots, replay, replay_run, ways
-from ficco.bench.calls import caller
-from ficco.bench.candidates import choose
-from ficco.bench.cases import Case
-from ficco.bench.frames import BENCH, REPLAY, read_description, records
-from ficco.bench.replay import (
-    ROOM,
-    TICKS,
-    Courier,
-    Pace,
-    Paces,
-    Piece,
-    ReplayEngine,
-    Timetable,
-    arrivals,
-)
-from ficco.bench.replay_run import ReplayOperands, proven
-from ficco.bench.report import report, show_best
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
@@ -51,7 +33,25 @@ from ficco.machine import find, save
 from ficco.machine.flat import flat
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
-from ficco.tune import products
+from ficco.tools.bench import attention, experts, measure, plots, replay, replay_run, ways
+from ficco.tools.bench.calls import caller
+from ficco.tools.bench.candidates import choose
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import BENCH, REPLAY, read_description, records
+from ficco.tools.bench.replay import (
+    ROOM,
+    TICKS,
+    Courier,
+    Pace,
+    Paces,
+    Piece,
+    ReplayEngine,
+    Timetable,
+    arrivals,
+)
+from ficco.tools.bench.replay_run import ReplayOperands, proven
+from ficco.tools.bench.report import report, show_best
+from ficco.tools.tune import products
 from ficco.workspace import Workspace, adopt
 
 CPU = torch.device("cpu")

@@ -16,13 +16,13 @@ from ranks import Rank
 from test_replay import served
 
 import ficco
-from ficco.bench import replay
-from ficco.bench.calls import Runner, call
-from ficco.bench.measure import Item
-from ficco.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
 from ficco.machine import find, save
 from ficco.problem import OPERATORS, Problem
 from ficco.schedules import Schedule
+from ficco.tools.bench import replay
+from ficco.tools.bench.calls import Runner, call
+from ficco.tools.bench.measure import Item
+from ficco.tools.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
 from ficco.workspace import workspace_of
 
 pytestmark = pytest.mark.gpu

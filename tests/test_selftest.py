@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch_kernels import TorchKernels
 
 import ficco
-from ficco import cli, selftest
-from ficco.dma import cpu, probe
+from ficco.dma import cpu
 from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import NAMES, Kernels, Script, Signals
-from ficco.launch import launch
 from ficco.machine import Fingerprint
-from ficco.selftest.rank import CheckFailed, NotOffered, Rank, SelftestSettings
-from ficco.selftest.run import CheckResult, report
+from ficco.tools import cli, probe, selftest
+from ficco.tools.launch import launch
+from ficco.tools.selftest.rank import CheckFailed, NotOffered, Rank, SelftestSettings
+from ficco.tools.selftest.run import CheckResult, report
 
 FAST = SelftestSettings(
     iterations=8,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ficco
-from ficco.bench.inputs import GAIN
-from ficco.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 from ficco.options import current
 from ficco.scaling import SCALED, operands_of
+from ficco.tools.bench.inputs import GAIN
+from ficco.tools.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ficco import cli
-from ficco.bench import draw as drawing
-from ficco.bench.draw import draw, trace
 from ficco.errors import ConfigError
 from ficco.machine import (
     Collective,
@@ -34,6 +31,9 @@ from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
 from ficco.simulate.events import DRIFT, UNFILLED
 from ficco.timeline import Bar, Timeline, dumps, loads, work
+from ficco.tools import cli
+from ficco.tools.bench import draw as drawing
+from ficco.tools.bench.draw import draw, trace
 
 GIVEN = Provenance("assumed")
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from ficco.bench.cases import SETS
 from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.candidates import TILED_ROWS, predictable
 from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
 from ficco.machine import Gemm, Machine, Provenance, find
-from ficco.machine.fit import Sample, errors, fit
 from ficco.ops.fit import first_fit
 from ficco.plan import Plan, Step, check
 from ficco.problem import OPERATORS, Problem
@@ -25,8 +23,10 @@ from ficco.schedules import Schedule, plans
 from ficco.simulate import predict
 from ficco.simulate.events import LIVE, Simulation
 from ficco.tiled.worklist import H100, Work, best
-from ficco.tune.effort import GPU
-from ficco.tune.products import TILES
+from ficco.tools.bench.cases import SETS
+from ficco.tools.fit import Sample, errors, fit
+from ficco.tools.tune.effort import GPU
+from ficco.tools.tune.products import TILES
 
 PROCESSORS = 132
 #: Rates of a card that does not heat up, as Machine.tiled describes it.

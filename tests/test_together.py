@@ -19,9 +19,9 @@ from ficco.problem import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import predict, simulate
-from ficco.tune import fits
-from ficco.tune.communication import launches
-from ficco.tune.effort import GPU
+from ficco.tools.tune import fits
+from ficco.tools.tune.communication import launches
+from ficco.tools.tune.effort import GPU
 
 
 def runs(name: str, problem: Problem = PROBLEM, rank: int = 1) -> list[tuple[str, ...]]:

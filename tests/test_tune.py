@@ -21,11 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-import ficco.cli
-from ficco.bench import series
-from ficco.bench.calls import Runner
-from ficco.bench.cases import Case
-from ficco.bench.series import Stopwatch
+import ficco.tools.cli
 from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
@@ -54,10 +50,14 @@ from ficco.ops import problem_log
 from ficco.problem import Problem
 from ficco.scaling import Scaling
 from ficco.schedules import Schedule, plan
-from ficco.tune import attention, calls, check, communication, effort, fits, products
-from ficco.tune import run as tuning
-from ficco.tune.files import Journal, changes, damaged, opened, rounded
-from ficco.tune.site import Site
+from ficco.tools.bench import series
+from ficco.tools.bench.calls import Runner
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.series import Stopwatch
+from ficco.tools.tune import attention, calls, check, communication, effort, fits, products
+from ficco.tools.tune import run as tuning
+from ficco.tools.tune.files import Journal, changes, damaged, opened, rounded
+from ficco.tools.tune.site import Site
 
 US = 1e-6
 
@@ -465,15 +465,15 @@ class Watch:
 
 def test_ranks_that_share_cores_are_timed_by_what_the_cores_do(monkeypatch: Any) -> None:
     spent = iter([0.0, 100.0, 100.0, 103.0, 200.0, 209.0])  # of one rank, in three calls
-    monkeypatch.setattr("ficco.tune.site.time.process_time", lambda: next(spent))
+    monkeypatch.setattr("ficco.tools.tune.site.time.process_time", lambda: next(spent))
     site = Site(Watch(), effort.CPU, None, lambda kind, note: Provenance(kind, note=note))  # type: ignore
-    monkeypatch.setattr("ficco.tune.site.cores", lambda: 2)
+    monkeypatch.setattr("ficco.tools.tune.site.cores", lambda: 2)
     assert site.crowded
     assert site.time("memory", {"x": lambda: None})["x"].tolist() == [9 / 2, 27 / 2]
     assert site.provenance("measured", "x").note.endswith(
         "2 ranks take of the 2 cores that they share"
     )
-    monkeypatch.setattr("ficco.tune.site.cores", lambda: 3)
+    monkeypatch.setattr("ficco.tools.tune.site.cores", lambda: 3)
     assert not site.crowded
     assert site.time("memory", {"x": Runner(lambda: None)})["x"].tolist() == [60.0, 60.0]
     assert site.provenance("measured", "x").note == "x"
@@ -556,7 +556,7 @@ def machine_file(path: Path, **changes: Any) -> Machine:
 
 
 def cli(*arguments: object) -> int:
-    return ficco.cli.run([str(argument) for argument in arguments])
+    return ficco.tools.cli.run([str(argument) for argument in arguments])
 
 
 def test_a_file_of_another_world_is_not_merged(tmp_path: Path, capsys: Any) -> None:

@@ -28,9 +28,6 @@ import pandas as pd
 import torch
 from cuda.bindings import driver
 
-from ficco.bench.frames import describe
-from ficco.bench.report import about_table
-from ficco.bench.tables import cells, markdown
 from ficco.dma.tiles import work_of
 from ficco.hip_kernels.build import compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
@@ -40,6 +37,9 @@ from ficco.schedules import Schedule, plans
 from ficco.tiled.hopper import TARGET, hopper_products, source
 from ficco.tiled.products import TiledProducts, TileTypes
 from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
+from ficco.tools.bench.frames import describe
+from ficco.tools.bench.report import about_table
+from ficco.tools.bench.tables import cells, markdown
 
 SHAPES = (
     (8192, 3584, 4096),

@@ -22,12 +22,12 @@ import torch
 from tiled_bench import SHAPES as SMALL
 from tiled_bench import rounds
 
-from ficco.bench.frames import describe
-from ficco.bench.report import about_table
-from ficco.bench.tables import markdown
 from ficco.tiled.hopper import hopper_products
 from ficco.tiled.products import TileScales, TileTypes
 from ficco.tiled.worklist import Work
+from ficco.tools.bench.frames import describe
+from ficco.tools.bench.report import about_table
+from ficco.tools.bench.tables import markdown
 
 #: The eight shapes of docs/results, and those of the other bench.
 SHAPES = (

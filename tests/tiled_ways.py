@@ -28,10 +28,10 @@ import pandas as pd
 import tiled_bench
 import torch
 
-from ficco.bench.tables import cells, markdown
 from ficco.tiled import hopper
 from ficco.tiled.products import TiledProducts
 from ficco.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
+from ficco.tools.bench.tables import cells, markdown
 
 try:
     import tiled_gluon

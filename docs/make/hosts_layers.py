@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ficco.bench.tables import markdown
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.decide import described
 from ficco.heuristics.losses import bounds
 from ficco.machine import Machine, find
 from ficco.schedules import Schedule
 from ficco.simulate import predict
+from ficco.tools.bench.tables import markdown
 
 MACHINES = ("h100-8", "mi300x-8")
 #: Ranks in all, and the hosts that they are on.

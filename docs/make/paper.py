@@ -13,16 +13,16 @@ from statistics import geometric_mean
 
 import pandas as pd
 
-from ficco.bench.cases import Case, scenarios
-from ficco.bench.draw import BLACK, BLUE, GREEN, LIGHT, picture
-from ficco.bench.frames import append
-from ficco.bench.simulated import simulate_case
-from ficco.bench.tables import markdown
 from ficco.heuristics.candidates import suited
 from ficco.machine import Machine, Provenance, find
 from ficco.problem import Problem
 from ficco.schedules import NAMED
 from ficco.simulate import predict
+from ficco.tools.bench.cases import Case, scenarios
+from ficco.tools.bench.draw import BLACK, BLUE, GREEN, LIGHT, picture
+from ficco.tools.bench.frames import append
+from ficco.tools.bench.simulated import simulate_case
+from ficco.tools.bench.tables import markdown
 
 #: The schedules that the paper studies (section V-B).
 STUDIED_1D = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")

@@ -18,17 +18,17 @@ from statistics import mean, median
 
 import pandas as pd
 
-from ficco.bench.cases import Case
-from ficco.bench.frames import BENCH, commit, read_description
-from ficco.bench.report import MODE_WORDS
-from ficco.bench.stats import by_operator, measured
-from ficco.bench.tables import markdown
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_OFFERS, OFFERS, predictable
 from ficco.machine import Fingerprint, Machine, digest, find, nearest
 from ficco.problem import Problem
 from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import BENCH, commit, read_description
+from ficco.tools.bench.report import MODE_WORDS
+from ficco.tools.bench.stats import by_operator, measured
+from ficco.tools.bench.tables import markdown
 from ficco.version import version
 
 #: Kinds of rows that ``auto`` must be no slower than.

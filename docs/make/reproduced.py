@@ -18,14 +18,14 @@ import pandas as pd
 from docs.make.paper import STUDIED_2D
 from docs.make.readme import put_between
 from docs.make.regret import NEAR, by_plan, plain
-from ficco.bench.cases import Case
-from ficco.bench.frames import BENCH, LOSSES
-from ficco.bench.stats import geomean, measured
-from ficco.bench.tables import markdown
 from ficco.heuristics import rule
 from ficco.machine import find
 from ficco.problem import Problem
 from ficco.schedules import NAMED, Schedule
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import BENCH, LOSSES
+from ficco.tools.bench.stats import geomean, measured
+from ficco.tools.bench.tables import markdown
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "mi300x-simulated.md"

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.make.readme import put_between
-from ficco.bench.cases import Case, scenarios
-from ficco.bench.tables import markdown
 from ficco.heuristics import Observation, fit_thresholds, rule
 from ficco.heuristics.candidates import suited
 from ficco.heuristics.rule import COLUMNS, RATIO, ROWS
@@ -19,6 +17,8 @@ from ficco.machine import Machine, Provenance, Thresholds, find
 from ficco.problem import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
+from ficco.tools.bench.cases import Case, scenarios
+from ficco.tools.bench.tables import markdown
 
 #: The paper's machine.
 MACHINE = "mi300x-8"

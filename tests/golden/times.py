@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ficco.bench.simulated import simulate_problem
 from ficco.families import problem_of
+from ficco.tools.bench.simulated import simulate_problem
 from golden.asks import machine, named
 
 RECORD = Path(__file__).with_name("simulated.json")

@@ -1,0 +1,446 @@
+"""Attention of the demo and of benches: inputs with one right answer, and ways to make it.
+
+What users do today is to gather keys and values, or to exchange heads, by the library's collectives
+and to attend by the library's kernels; or PyTorch's ``context_parallel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.attention import AttentionProblem, HeadsProblem, Rectangle, Segment
+from ficco.dma.attention import Heads, Merge, attention, by_heads, merge
+from ficco.dma.engine import Part
+from ficco.families import problem_of
+from ficco.hip_kernels.launch import Kernels
+from ficco.tools.bench.calls import all_gather
+from ficco.tools.bench.frames import ATTENTION
+from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.ways import COMPUTED, MOVED, Subject, Way
+from ficco.workspace import workspace_of
+
+#: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
+SCALE = 64.0
+#: Values repeat after so many, which all dtypes have.
+VALUES = 251
+
+
+class AttentionOperands(NamedTuple):
+    """A rank's queries, keys and values, and the result that there is.
+
+    Attributes:
+        kv: [S/W, 2, batch, kv_heads, size], of which k and v are views, as those of one projection
+            are; None if they are apart.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    wanted: torch.Tensor
+    kv: torch.Tensor | None = None
+
+    def joined(self) -> AttentionOperands:
+        """The same with k and v as views of one matrix, so that nobody has to pack them."""
+        kv = torch.stack([one.permute(2, 0, 1, 3) for one in (self.k, self.v)], 1)
+        k, v = (by_heads(kv[:, i]) for i in range(2))
+        return AttentionOperands(self.q, k, v, self.wanted, kv)
+
+
+def exact_operands(
+    problem: AttentionProblem, rank: int, iteration: int, device: torch.device
+) -> AttentionOperands:
+    """Every query finds one key: that of half its own position. Positions are spelt in bits, as 1
+    and -1, so that scores are whole numbers and the result is a value, in any dtype."""
+    dtype = getattr(torch, problem.dtype)
+    at = torch.cat([torch.arange(p, p + n) for _, p, n in problem.segments[rank]]).to(device)
+    bits = torch.arange(problem.size, device=device)
+
+    def codes(positions: torch.Tensor, heads: int) -> torch.Tensor:
+        spelt = (positions[:, None] >> bits.clamp(max=62) & 1) * 2 - 1
+        spelt = spelt.where(bits < problem.length.bit_length(), 0).to(dtype)
+        return spelt.expand(problem.batch, heads, -1, -1)
+
+    def values(positions: torch.Tensor, heads: int) -> torch.Tensor:
+        head = torch.arange(heads, device=device)[:, None] // (heads // problem.kv_heads)
+        each = (7 * positions + 3 * head + iteration) % VALUES
+        whole = each.to(dtype)[None, :, :, None]
+        return whole.expand(problem.batch, heads, -1, problem.size).contiguous()
+
+    q, k = codes(at // 2, problem.heads), codes(at, problem.kv_heads)
+    return AttentionOperands(
+        q.contiguous(),
+        k.contiguous(),
+        values(at, problem.kv_heads),
+        values(at // 2, problem.heads),
+    )
+
+
+# By collectives.
+
+
+def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> list[Part]:
+    """What the library's kernels give of each rectangle."""
+    q, k, v = heads
+    return [
+        Part(
+            one.q,
+            one.q_stop,
+            *attention(
+                Heads(
+                    q[:, :, one.q : one.q_stop],
+                    k[:, :, one.k : one.k_stop],
+                    v[:, :, one.k : one.k_stop],
+                ),
+                one,
+                scale,
+            ),
+        )
+        for one in rectangles
+    ]
+
+
+def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
+    """Keys and values of all ranks, as their shards follow each other: [S, 2, batch, heads,
+    size]."""
+    mine = operands.kv if operands.kv is not None else operands.joined().kv
+    assert mine is not None
+    whole = mine.new_empty(problem.length, *mine.shape[1:])
+    all_gather(whole, mine, group=group)
+    return whole
+
+
+def gather_then_attend(
+    problem: AttentionProblem,
+    operands: AttentionOperands,
+    group: ProcessGroup,
+    scale: float,
+    combine: Merge = merge,
+) -> torch.Tensor:
+    """The collective of the group's library for keys and values, then the library's attention."""
+    whole, segments = gather(problem, operands, group), problem.segments
+    firsts = {part.position: rank * problem.rows + part.row for rank, mine in enumerate(segments)
+              for part in mine}  # fmt: skip
+    lengths = {part.position: part.length for mine in segments for part in mine}
+    in_order = [whole[firsts[at] : firsts[at] + lengths[at]] for at in sorted(firsts)]
+    whole = whole if list(firsts) == sorted(firsts) else torch.cat(in_order)
+    heads = Heads(operands.q, *(by_heads(whole[:, i]) for i in range(2)))
+    parts = attended(heads, rectangles_of(problem, group.rank()), scale)
+    out = torch.empty_like(operands.q)
+    combine(out, None, parts)
+    return out
+
+
+def rectangles_of(problem: AttentionProblem, rank: int) -> tuple[Rectangle, ...]:
+    """What a rank's queries attend to of all keys in the order of the sequence."""
+    whole = list(problem.mask.segments([Segment(0, 0, problem.length)]))
+    return problem.mask.rectangles(problem.segments[rank], whole)
+
+
+def exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """[W, ...], of which a rank gets what all have for it, by the library's all-to-all."""
+    moved = torch.empty_like(rows)
+    dist.all_to_all_single(moved, rows, group=group)
+    return moved
+
+
+def to_heads(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """[batch, heads, S/W, size] as [batch, heads/W, S, size]."""
+    apart = tensor.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    return exchanged(apart, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """And back."""
+    apart = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
+    return exchanged(apart, group).transpose(0, 1).flatten(1, 2)
+
+
+@contextmanager
+def nothing_merged() -> Iterator[None]:
+    """Calls of ficco leave parts of attention as they are, to see what merging them adds."""
+    with (
+        mock.patch.object(Kernels, "merge", lambda *_: None),
+        mock.patch("ficco.dma.gpu.merge", lambda *_: None),
+    ):
+        yield
+
+
+# PyTorch's.
+
+
+@contextmanager
+def context_parallel(
+    group: ProcessGroup, device: torch.device, backend: SDPBackend, rotation: str
+) -> Iterator[None]:
+    """PyTorch's attention is that of ranks that share the sequence, head and tail."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel as enabled
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(rotation)
+    mesh = DeviceMesh.from_group(group, device.type)
+    shared = torch.zeros(1, 2 * group.size(), device=device)  # it takes at least one buffer
+    with enabled(mesh, buffers=[shared], buffer_seq_dims=[1]), sdpa_kernel(backend):
+        yield
+
+
+#: Kernels that PyTorch's ``context_parallel`` serves, and ways in which it moves keys.
+BACKENDS = {
+    name.partition("_")[0].lower(): backend
+    for name, backend in SDPBackend.__members__.items()
+    if name.endswith("_ATTENTION") and not name.startswith("EFFICIENT")
+}
+ROTATIONS = {"all-gather": "allgather", "all-to-all": "alltoall"}
+
+
+# A case.
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Attention.
+
+    Attributes:
+        name: how reports call it.
+        sequence: positions of all ranks.
+    """
+
+    name: str
+    operator: str
+    sequence: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    causal: bool = True
+    dtype: str = "bfloat16"
+
+    @property
+    def placement(self) -> str:
+        return "head-tail" if self.operator == GATHERS and self.causal else "ranks"
+
+
+GATHERS, BY_HEADS = "all_gather_attention", "ulysses_attention"
+
+#: Heads of Llama 3 8B.
+SHAPES = {
+    "cuda": tuple(
+        AttentionCase(f"{thousands}k", operator, thousands << 10)
+        for operator in (GATHERS, BY_HEADS)
+        for thousands in (16, 64, 128)
+    ),
+    "cpu": tuple(
+        AttentionCase("256", operator, 256, 8, 4, 16, dtype="float32")
+        for operator in (GATHERS, BY_HEADS)
+    ),
+}
+
+#: The schedules that are benched unless others are named.
+SCHEDULES = {
+    GATHERS: (
+        *("auto", "serial", "growing", "growing:pull", "shard-overlap", "ring"),
+        *("hetero-fused-1d:pieces=2", "growing:compute=2", "growing:tail=4,compute=2"),
+    ),
+    BY_HEADS: (
+        *("auto", "serial", "uniform-fused-1d:pieces=2,compute=2"),
+        *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8)),
+    ),
+}
+
+#: Kernels of libraries' attention, by parts of their names.
+KERNELS = ("flash", "fmha", "sdpa", "attention")
+
+
+class AttentionData:
+    """A case on one rank (:class:`ficco.tools.bench.ways.Workload`)."""
+
+    def __init__(self, case: AttentionCase, watch: Stopwatch) -> None:
+        self.case, self.watch, self.scale = case, watch, 0.0
+        sizes = {name: getattr(case, name) for name in
+                 ("sequence", "heads", "kv_heads", "head_size", "causal", "placement")}  # fmt: skip
+        asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
+        assert isinstance(asked, AttentionProblem)
+        self.asked = asked
+        self.problem = asked if case.operator == GATHERS else HeadsProblem(asked)
+        self.fill(0)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self.case).items() if name != "name"}
+
+    def fill(self, seed: int, exact: bool = False) -> None:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        self.scale = SCALE if exact else self.asked.size**-0.5
+        self.operands = self._exact(seed) if exact else self._random(seed)
+        if self.case.operator == GATHERS:
+            self.operands = self.operands.joined()
+
+    def _exact(self, seed: int) -> AttentionOperands:
+        return exact_operands(self.asked, self.watch.rank, seed, self.watch.device)
+
+    def _random(self, seed: int) -> AttentionOperands:
+        asked, watch = self.asked, self.watch
+        generator = torch.Generator(watch.device)
+        generator.manual_seed(seed * watch.world + watch.rank)
+
+        def normal(heads: int) -> torch.Tensor:
+            shape, dtype = (asked.batch, heads, asked.rows, asked.size), getattr(torch, asked.dtype)
+            return torch.empty(shape, dtype=dtype, device=watch.device).normal_(generator=generator)
+
+        q, k, v = normal(asked.heads), normal(asked.kv_heads), normal(asked.kv_heads)
+        return AttentionOperands(q, k, v, q)
+
+    def right(self, result: torch.Tensor) -> bool:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        return torch.equal(result, self.operands.wanted)
+
+    def ways(self, schedules: Sequence[str]) -> dict[str, Way]:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        ours = {
+            "ficco" if name == "auto" else f"ficco, {name}": Way(
+                partial(self._by_ficco, name),
+                schedule=name,
+                baseline=name == "serial" and not self.watch.meets,
+            )
+            for name in schedules or SCHEDULES[self.case.operator]
+        }
+        alone = {"attention": Way(self._alone(), COMPUTED)}
+        if self.case.operator == BY_HEADS:
+            return {**alone, **self._by_heads(), **ours}
+        if self.watch.on_gpu and "ficco" in ours:
+            call = ours["ficco"].call
+            ours |= {"ficco, nothing merged": Way(call, "unmerged", context=nothing_merged)}
+        return {**alone, **self._gathered(), **ours}
+
+    def _gathered(self) -> dict[str, Way]:
+        asked, group, device = self.asked, self.watch.group, self.watch.device
+
+        def by_collective() -> torch.Tensor:
+            return gather_then_attend(asked, self.operands, group, self.scale, self._merge())
+
+        def by_pytorch() -> torch.Tensor:
+            how: Any = {"is_causal": asked.causal, "scale": self.scale}
+            how["enable_gqa"] = asked.heads != asked.kv_heads
+            result: torch.Tensor = F.scaled_dot_product_attention(*self.operands[:3], **how)
+            return result
+
+        lacks = "" if self.watch.on_gpu else "PyTorch has it on GPUs only"
+        pytorch = {
+            f"context_parallel, {kernels}, {rotation}": Way(
+                by_pytorch,
+                meets=True,
+                context=partial(context_parallel, group, device, backend, ROTATIONS[rotation]),
+                lacks=lacks,
+            )
+            for (kernels, backend), rotation in product(BACKENDS.items(), ROTATIONS)
+        }
+        moved = Way(lambda: gather(asked, self.operands, group), MOVED, meets=True)
+        return {
+            "all-gather": moved,
+            "all-gather, attention": Way(by_collective, baseline=True, meets=True),
+            **pytorch,
+        }
+
+    def _merge(self) -> Merge:
+        """By ficco's kernel, as its own calls do."""
+        engine = workspace_of(self.watch.group, self.watch.device).engine
+        found: Merge = getattr(engine, "merge", merge)
+        return found
+
+    def _by_heads(self) -> dict[str, Way]:
+        asked, group = self.asked, self.watch.group
+
+        def exchanges() -> torch.Tensor:
+            q, _, _ = [to_heads(one, group) for one in self.operands[:3]]
+            return to_positions(q, group)
+
+        def by_collectives() -> torch.Tensor:
+            heads = Heads(*(to_heads(one, group) for one in self.operands[:3]))
+            made, _ = attention(heads, self._whole, self.scale)
+            return to_positions(made, group)
+
+        lacks = f"{asked.kv_heads} heads of keys for {asked.world} ranks" if (
+            asked.kv_heads % asked.world) else ""  # fmt: skip
+        return {
+            "all-to-alls": Way(exchanges, MOVED, meets=True, lacks=lacks),
+            "all-to-alls, attention": Way(by_collectives, baseline=True, meets=True, lacks=lacks),
+        }
+
+    @property
+    def _whole(self) -> Rectangle:
+        length = self.asked.length
+        return Rectangle(0, length, 0, length, None, 0 if self.asked.causal else None)
+
+    def _alone(self) -> Callable[[], Any]:
+        """The library's attention to keys that are all there, without merging."""
+        asked, rank = self.asked, self.watch.rank
+        if self.case.operator == GATHERS:
+            queries, rectangles = asked.heads, rectangles_of(asked, rank)
+            keys, rows = asked.kv_heads, asked.rows
+        else:
+            heads = HeadsProblem(asked)
+            queries, rectangles, rows = heads.heads, (self._whole,), asked.length
+            keys = heads.count("k", rank)
+        like, shape = self.operands.q, (asked.batch, queries, rows, asked.size)
+        q = like.new_empty(shape).normal_()
+        kv = like.new_empty(2, asked.batch, keys, asked.length, asked.size).normal_()
+        return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, asked.size**-0.5)
+
+    def _by_ficco(self, schedule: str) -> torch.Tensor:
+        how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
+        if self.case.operator == GATHERS:
+            how["placement"] = self.case.placement
+        operator: Any = getattr(ficco, self.case.operator)
+        result: torch.Tensor = operator(*self.operands[:3], group=self.watch.group, **how)
+        return result
+
+    def others(self, call: Callable[[], Any]) -> float:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            call()
+            gpu.synchronize()
+        taken = [
+            (one.device_time, any(name in one.name.lower() for name in KERNELS))
+            for one in seen.events() or ()
+            if one.device_type.name == "CUDA" and "mem" not in one.name.lower()[:3]
+        ]
+        total = sum(seconds for seconds, _ in taken)
+        return sum(seconds for seconds, library in taken if not library) / max(total, 1e-9)
+
+
+def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns of the report that say what a case is."""
+    shared = text["heads"] + " (" + text["kv_heads"] + "), " + text["head_size"]
+    return {
+        "operator": text["operator"],
+        "positions": text["sequence"],
+        "heads (of keys), size": shared + text["causal"].map({"1": ", causal"}).fillna(""),
+    }
+
+
+ABOUT = (
+    "Forward passes. Keys and values that are gathered are views of one matrix, as those of one "
+    "projection are, so that nobody has to pack them. `attention` is the library's kernels alone, "
+    "for keys that are all there; `all-gather` and `all-to-alls` are the collectives alone, and "
+    "with attention the baseline: one after the other, by the same kernels as ficco's, and by its "
+    "kernel that merges. `context_parallel` is PyTorch's, by each of its kernels, with keys "
+    "gathered after the first step or sent from rank to rank. `ficco, nothing merged` is `ficco` "
+    "without the kernel that merges: the difference is the time that merging adds."
+)
+
+SUBJECT = Subject("attention", ATTENTION, AttentionData, heads, ABOUT)

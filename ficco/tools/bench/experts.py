@@ -1,0 +1,278 @@
+"""Layers of experts: ficco compared with the collectives and the library's products in turn.
+
+What users do today is an all-to-all, grouped products and an all-to-all back. It is timed with the
+same blocks of a fixed capacity as ficco's, and with exactly the rows that there are, whose numbers
+the host learns first, as torchtitan does it. The routes are such that no token is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ficco
+from ficco.families import problem_of
+from ficco.heuristics.experts import EXPERTS as EXPERTS_FAMILY
+from ficco.ops.expert_rounds import spread as spread_rows
+from ficco.ops.expert_rounds import weighted_sum
+from ficco.plan import Planned
+from ficco.tools.bench.attention import exchanged
+from ficco.tools.bench.frames import EXPERTS
+from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.ways import COMPUTED, MOVED, Subject, Way
+
+#: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how
+#: many they need.
+SPARE = 1.25
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """A layer.
+
+    Attributes:
+        name: how reports call it.
+        experts: number of all experts.
+        tokens: rows of each rank.
+        k: columns of the tokens and of the result.
+        inner: columns between the products, on which there is a gate, too.
+        skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
+            1 / i**skew. Ranks have popular experts by turns.
+    """
+
+    name: str
+    experts: int
+    tokens: int
+    k: int
+    inner: int
+    top_k: int = 2
+    dtype: str = "bfloat16"
+    skew: float = 0.0
+
+
+#: As many narrow experts as DeepSeek-V2-Lite has, Mixtral's, and many wide ones, with fewer tokens
+#: and with more; and routes that are skewed.
+SHAPES = {
+    "cuda": (
+        *(
+            ExpertCase(f"{experts}x{inner}x{tokens}", experts, tokens, 4096, inner)
+            for experts, inner in ((64, 1408), (8, 14336), (64, 14336))
+            for tokens in (4096, 16384)
+        ),
+        ExpertCase("64x1408x4096-skewed", 64, 4096, 4096, 1408, skew=0.5),
+    ),
+    "cpu": (
+        ExpertCase("8x128x256", 8, 256, 64, 128, dtype="float32"),
+        ExpertCase("16x32x64-skewed", 16, 64, 64, 32, dtype="float32", skew=0.5),
+    ),
+}
+
+
+class ExpertData:
+    """What one rank has of a layer (:class:`ficco.tools.bench.ways.Workload`)."""
+
+    def __init__(self, case: ExpertCase, watch: Stopwatch) -> None:
+        self.case, self.watch, self.group, self.device = case, watch, watch.group, watch.device
+        if case.experts % watch.world:
+            raise ValueError(f"{case.experts} experts for {watch.world} ranks")
+        if case.skew and not watch.meets:
+            raise ValueError("skewed routes: required all ranks, which agree on a capacity")
+        dtype, each = getattr(torch, case.dtype), case.experts // watch.world
+        places = torch.arange(case.experts, device=self.device).view(each, watch.world)
+        self.rarity = (places.t().flatten() + 1.0) ** case.skew  # by expert
+        shapes = (
+            (case.tokens, case.k),
+            (each, case.k, 2 * case.inner),
+            (each, case.inner, case.k),
+        )
+        self.tokens, self.up, self.down = (
+            torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes
+        )
+        self.activation, self.capacity = "silu", 0
+        self.fill(0)
+
+    @property
+    def problem(self) -> Planned:
+        sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
+        sizes |= {"h": self.case.inner, "n": self.case.k}
+        return problem_of("experts", self.group.size(), self.case.dtype, sizes)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        sizes = {name: value for name, value in vars(self.case).items() if name != "name"}
+        return {**sizes, "capacity": self.capacity}
+
+    @torch.no_grad()
+    def fill(self, seed: int, exact: bool = False) -> None:
+        """Normal data, or small whole numbers without a smooth function, of which all ways make
+        exactly the same; and routes, as skewed as the case has them. Other ones on every rank."""
+        case, generator = self.case, torch.Generator(self.device)
+        generator.manual_seed(seed * self.group.size() + self.group.rank())
+        self.activation = "relu" if exact else "silu"
+        for tensor, fan in ((self.tokens, 1), (self.up, case.k), (self.down, case.inner)):
+            if exact:
+                tensor.random_(-1, 2, generator=generator)
+            else:
+                tensor.normal_(generator=generator).mul_(fan**-0.5)
+        scores = torch.rand(case.tokens, case.experts, device=self.device, generator=generator)
+        # The largest are a weighted sample without replacement (Efraimidis and Spirakis, 2006).
+        self.weights, self.indices = (scores**self.rarity).topk(case.top_k)
+        if self.watch.meets:
+            self.capacity = ficco.route(self.indices, case.experts, group=self.group).capacity
+        else:
+            self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
+
+    def right(self, result: torch.Tensor) -> bool:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        return torch.equal(result, by_blocks(self))
+
+    def others(self, call: Callable[[], Any]) -> float:
+        """Not told apart."""
+        return math.nan
+
+    def ways(self, schedules: Sequence[str]) -> dict[str, Way]:
+        """See :class:`ficco.tools.bench.ways.Workload`."""
+        ours = {
+            "ficco" if name == "auto" else f"ficco, {name}": Way(
+                partial(by_ficco, self, name),
+                schedule=name,
+                baseline=name == "serial" and not self.watch.meets,
+            )
+            for name in schedules or ("auto", *EXPERTS_FAMILY.compared)
+        }
+        theirs = {way: Way(partial(call, self), baseline=True, meets=True) for way, call in
+                  COLLECTIVES.items()}  # fmt: skip
+        parts = {
+            "products": Way(partial(by_blocks, self, travels=False), COMPUTED),
+            "all-to-alls": Way(partial(exchanges, self), MOVED, meets=True),
+        }
+        exact = Way(partial(by_ficco, self, "auto", exact=True), meets=True)
+        return {**parts, **theirs, **ours, "ficco, exact rows": exact}
+
+    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the second product multiplies."""
+        gate, up = hidden.chunk(2, -1)
+        active: torch.Tensor = getattr(F, self.activation)(gate) * up
+        return active
+
+
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The products of rows with the matrices of their experts, whose last rows are given."""
+    grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    result: torch.Tensor = grouped(rows, weights, offs=ends)
+    return result
+
+
+def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
+    """One after the other, with blocks of a fixed capacity; without ``travels`` blocks stay where
+    they are."""
+    world, each = data.group.size(), data.up.shape[0]
+    how: Any = {"capacity": data.capacity, "group": data.group}
+    slots = ficco.route(data.indices, data.case.experts, **how).slots()
+    rows = data.case.experts * data.capacity
+    sent = spread_rows(data.tokens, slots, rows)
+    moved = exchanged(sent, data.group) if travels else sent
+
+    def turned(blocks: torch.Tensor, first: int, second: int) -> torch.Tensor:
+        shape = first, second, data.capacity, blocks.shape[-1]
+        return blocks.view(shape).transpose(0, 1).contiguous()
+
+    by_expert = turned(moved, world, each).view(each, -1, data.case.k)
+    made = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
+    back, made = made.new_zeros(rows + 1, data.case.k), turned(made, each, world).view(rows, -1)
+    if travels:
+        dist.all_to_all_single(back[:-1], made, group=data.group)
+    else:
+        back[:-1] = made
+    return weighted_sum(back, slots, data.weights, data.tokens.dtype)
+
+
+def exchanges(data: ExpertData) -> torch.Tensor:
+    """The two exchanges of blocks alone."""
+    rows = data.case.experts * data.capacity
+    return exchanged(exchanged(data.tokens.new_empty(rows, data.case.k), data.group), data.group)
+
+
+def by_rows(data: ExpertData) -> torch.Tensor:
+    """One after the other, with the rows that there are."""
+    case, world, each = data.case, data.group.size(), data.up.shape[0]
+    choices = data.indices.reshape(-1)
+    order = choices.argsort(stable=True)
+    counts = torch.zeros_like(choices[:0].new_zeros(case.experts)).scatter_add_(
+        0, choices, torch.ones_like(choices)
+    )
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=data.group)
+    by_source = theirs.view(world, each)
+    sent = counts.view(world, each).sum(1).tolist()  # the host waits for the device
+    received = by_source.sum(1).tolist()
+    rows = data.tokens[order // case.top_k]
+    moved = rows.new_empty(sum(received), case.k)
+    dist.all_to_all_single(moved, rows, received, sent, group=data.group)
+    experts = torch.arange(each, device=rows.device).repeat(world)
+    by_expert = experts.repeat_interleave(theirs, output_size=len(moved)).argsort(stable=True)
+    ends = by_source.sum(0).cumsum(0).to(torch.int32)
+    made = _grouped(data.between(_grouped(moved[by_expert], data.up, ends)), data.down, ends)
+    home = torch.empty_like(made)
+    home[by_expert] = made
+    back = torch.empty_like(rows)
+    dist.all_to_all_single(back, home, sent, received, group=data.group)
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(len(order), device=order.device)
+    slots = slots.view(data.indices.shape)
+    return weighted_sum(back, slots, data.weights, data.tokens.dtype)
+
+
+def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
+    """In blocks, or exactly the rows that there are, for which the host waits."""
+    return ficco.experts(
+        data.tokens,
+        data.indices,
+        data.weights,
+        data.up,
+        data.down,
+        capacity=None if exact else data.capacity,
+        activation=data.activation,
+        group=data.group,
+        schedule=schedule,
+    )
+
+
+#: The first is what the others must agree with.
+COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
+    "collectives, blocks": by_blocks,
+    "collectives, exact rows": by_rows,
+}
+
+
+def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns of the report that say what a case is."""
+    skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
+    return {
+        "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,
+        "tokens a rank": text["tokens"],
+        "k, inner": text["k"] + ", " + text["inner"],
+        "capacity": text["capacity"],
+    }
+
+
+ABOUT = (
+    "Forward passes of a layer of experts with gates, tokens spread evenly; with a *skew* s tokens "
+    "choose the i-th most popular expert with a weight of 1 / i**s. The baseline is the faster of "
+    "two by collectives: all-to-all, products and all-to-all in turn, with the same blocks (`bmm`) "
+    "or with exactly the rows that there are (`grouped_mm`), for which the host waits; in a replay "
+    "it is ficco's `serial`. `ficco, exact rows` is `auto` with such rows. `products` is the first "
+    "without exchanges, `all-to-alls` are the exchanges alone. What stands around the products "
+    "there is PyTorch's: tokens that go to their rows, the function and the sums. Ficco does it in "
+    "fewer passes over memory, so that shares of this ideal can be above 1."
+)
+
+SUBJECT = Subject("experts", EXPERTS, ExpertData, heads, ABOUT)

@@ -1,0 +1,318 @@
+"""Figures as frames: the columns of each kind of CSV file, and how such files are read and written.
+
+A row is what was measured of one thing. A figure that does not exist is NaN, and empty in a file.
+What a run was told, and where it ran, is described in a JSON file next to its CSV file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ficco.errors import ConfigError
+from ficco.tools import doctor
+
+#: By the type of a column: its dtype in a frame, and what it holds where a row says nothing.
+KINDS: dict[type, tuple[str, Any]] = {
+    str: ("object", ""),
+    int: ("int64", 0),
+    float: ("float64", math.nan),
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of one kind of file.
+
+    Attributes:
+        columns: their types, in the order of the file.
+        later: what columns hold in files that are older than the column.
+    """
+
+    columns: Mapping[str, type]
+    later: Mapping[str, Any] = field(default_factory=dict)
+
+    def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+        """A frame of rows, each of which names the columns that it has values for.
+
+        Raises:
+            KeyError: a row names a column that is not in the schema.
+        """
+        empty = {name: KINDS[kind][1] for name, kind in self.columns.items()}
+        filled = [{**empty, **row} for row in rows]
+        if unknown := {name for row in filled for name in row} - empty.keys():
+            raise KeyError(f"required columns of the schema, got {sorted(unknown)}")
+        return pd.DataFrame(filled, columns=list(empty)).astype(
+            {name: KINDS[kind][0] for name, kind in self.columns.items()}
+        )
+
+    def read(self, path: Path) -> pd.DataFrame:
+        """The rows of a CSV file.
+
+        Raises:
+            ConfigError: the file cannot be read, or is not of this kind.
+        """
+        rows = read_text(path, [name for name in self.columns if name not in self.later])
+        for name, kind in self.columns.items():
+            if name in rows:
+                rows[name] = _parsed(path, rows[name], kind)
+            else:
+                rows[name] = self.later[name]
+        return rows[list(self.columns)]
+
+
+def _parsed(path: Path, cells: pd.Series, kind: type) -> pd.Series:
+    """The cells of a column as its type; None stands for what was cut off."""
+    dtype, empty = KINDS[kind]
+    values, wrong = cells, cells.isna()
+    if kind is not str:
+        values = pd.to_numeric(cells.where(cells != ""), errors="coerce")
+        wrong |= values.isna() & ((cells != "") | (kind is int))
+    if kind is int:
+        wrong |= values % 1 != 0
+    if wrong.any():
+        row = int(wrong.to_numpy().argmax())
+        cell = cells.iloc[row]
+        why = f"required a {'whole ' * (kind is int)}number, got {cell!r}"
+        where = f"row {row + 1}, {cells.name}"
+        raise ConfigError(str(path), where, "the row ends before it" if pd.isna(cell) else why)
+    return values.astype(dtype)
+
+
+def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
+    """The cells of a CSV file as text; None where a row ends early.
+
+    Raises:
+        ConfigError: the file cannot be read, is no CSV, or lacks a required column.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
+            # The other engine does not tell a row that was cut off from one with empty cells.
+            cells = pd.read_csv(
+                path, dtype=object, keep_default_na=False, index_col=False, engine="python"
+            )
+    except OSError as error:
+        raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
+    except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
+        raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
+    if missing := [name for name in required if name not in cells]:
+        there = ", ".join(map(str, cells.columns))
+        required_text = f"required columns {', '.join(missing)}, got {there}"
+        raise ConfigError(str(path), "header", required_text)
+    return cells
+
+
+def append(path: Path, rows: pd.DataFrame) -> Path:
+    """Append rows to a CSV file; a new one gets the header, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows.to_csv(
+        path,
+        mode="a",
+        header=not path.exists(),
+        index=False,
+        lineterminator="\n",
+        float_format=lambda value: f"{value:.0f}" if value.is_integer() else f"{value:.6g}",
+    )
+    return path
+
+
+def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows for JSON: what does not exist is None."""
+    plain: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    return plain
+
+
+def _columns(kind: type, names: str) -> dict[str, type]:
+    return dict.fromkeys(names.split(), kind)
+
+
+#: m, n, k: sizes of a product as one rank sees it. world: ranks.
+_PRODUCT = {**_columns(int, "m n k"), "dtype": str, "world": int}
+
+#: status: ``ok``, ``skipped``, ``failed`` or ``wrong``; note says why. rounds: how many there are.
+_STATUS = {"status": str, "note": str, "rounds": int}
+
+#: Milliseconds of the slowest rank: median over the rounds, and quartiles.
+_SPREAD = _columns(float, "ms ms_low ms_high")
+
+#: One candidate on one shape in one mode.
+#:
+#: label: where the shape is from. mode: empty for a shape that was not measured. kind: as in
+#: :mod:`ficco.tools.bench.candidates`. speedup: over the better serial composition. share: of the
+#: ideal. efficiency: overlap efficiency (Flux). vs_pytorch: over the faster path of PyTorch's fused
+#: op. vs_queued: queued time over this one. host_us: microseconds that the host takes to enqueue
+#: one of several calls in a row, on the slowest rank. extra_bytes: peak memory besides operands and
+#: result, on the rank that takes most. error: of operators that sum, error of random sums against
+#: float64 as a share of their root mean square, on the rank where it is largest.
+BENCH = Schema(
+    _columns(str, "operator case label")
+    | _PRODUCT
+    | _columns(str, "mode candidate kind")
+    | _STATUS
+    | _SPREAD
+    | _columns(float, "speedup share efficiency vs_pytorch vs_queued host_us extra_bytes error"),
+    later={"operator": "all_gather_matmul", "error": math.nan},  # the first operator of all
+)
+
+#: The same of a replay. off_us: microseconds between the planned time of a peer's signal and the
+#: time at which it came, of the one that was off most, median over the rounds.
+REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.later, "off_us": math.nan})
+
+#: One way of one layer in one mode; sizes as in :class:`ficco.tools.bench.layers.Layer`.
+#:
+#: speedup, vs_pytorch: over the fastest way by collectives, and over PyTorch's Async TP. error:
+#: largest difference from the step by collectives, as a share of the root mean square.
+LAYERS = Schema(
+    {"layer": str, **_columns(int, "tokens hidden columns inner"), "dtype": str, "world": int}
+    | _columns(str, "mode way")
+    | _STATUS
+    | _SPREAD
+    | _columns(float, "speedup vs_pytorch error extra_bytes")
+)
+
+#: One way to make something (:mod:`ficco.tools.bench.ways`).
+#:
+#: took: what ``auto`` stood for. speedup: over the fastest baseline. share, in_turn: the longer of
+#: the two parts, and their sum, over it. others: what is not a library's in the time of its
+#: kernels.
+_WAY = (
+    _columns(str, "mode way took")
+    | _STATUS
+    | _SPREAD
+    | _columns(float, "speedup share in_turn others")
+)
+_LATER = {"took": "", "share": math.nan, "in_turn": math.nan, "others": math.nan}
+
+#: Of a layer of experts. tokens: of each rank; capacity: rows of each rank for each expert.
+EXPERTS = Schema(
+    {"case": str, **_columns(int, "experts tokens k inner top_k"), "dtype": str, "skew": float}
+    | _columns(int, "world capacity")
+    | _WAY,
+    {**_LATER, "skew": 0.0},
+)
+
+#: Of attention. sequence: positions of all ranks; causal: 0 or 1.
+ATTENTION = Schema(
+    _columns(str, "case operator")
+    | _columns(int, "sequence heads kv_heads head_size causal")
+    | {"dtype": str, "world": int}
+    | _WAY
+)
+
+#: A loss by cutting or contention, as in docs/results; sizes are 0 where only communication is
+#: measured.
+#:
+#: nbytes: of a shard that is communicated. cut: ``rows`` or ``columns`` of A. parts: of the product
+#: or the shard. alone_ms, ms: medians of the whole and of the parts, or without and under
+#: contention. ratio: the loss, the median of the ratios of the rounds. alone_us, us: microseconds
+#: of the rounds, with blanks between them.
+LOSSES = Schema(
+    _columns(str, "loss case")
+    | _PRODUCT
+    | {"nbytes": int, "cut": str, "parts": int, "mover": str, "rounds": int}
+    | _columns(float, "alone_ms ms ratio")
+    | _columns(str, "alone_us us status note")
+)
+
+#: One candidate on one shape, simulated: a schedule, or one of
+#: ``ficco.tools.bench.simulated.BOUNDS``. m, n and k are 0 where the operator has no such sizes;
+#: ``case`` then has all that there are.
+SIMULATED = Schema(
+    _columns(str, "case label")
+    | _PRODUCT
+    | _columns(int, "hosts")
+    | _columns(str, "machine mode candidate")
+    | _columns(float, "ms speedup share"),
+    {"hosts": 1},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What every run is told.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        rounds: most rounds of a shape.
+        seconds: time for everything, shared among the shapes.
+        csv: the file that rows are appended to, shape by shape.
+        command: the command line, for the description of the figures.
+    """
+
+    device: str
+    rounds: int
+    seconds: float
+    csv: Path
+    command: str = ""
+
+    def record(
+        self,
+        schema: Schema,
+        steps: Iterable[Iterable[Mapping[str, Any]]],
+        rank: int,
+        ranks: int,
+        **more: Any,
+    ) -> pd.DataFrame | None:
+        """Write the rows of each step as it ends, next to a description of the run, without which
+        a figure is worth nothing; all rows on rank 0, None elsewhere."""
+        frames = [schema.frame(())]
+        if rank == 0:
+            text = json.dumps(describe(self.device, self.command, ranks) | more, indent=2)
+            self.csv.with_suffix(".json").write_text(text + "\n")
+        for rows in steps:
+            frames.append(schema.frame(rows))
+            if rank == 0:
+                append(self.csv, frames[-1])
+        return pd.concat(frames, ignore_index=True) if rank == 0 else None
+
+
+def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
+    """Where, when and of what a run's figures are."""
+    here = [one["name"] for one in doctor.devices() if one["kind"].startswith(device)]
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": command,
+        "commit": commit(),
+        "device": " and ".join(dict.fromkeys(here)),
+        "ranks": ranks,
+        "versions": {name: value for name, value in doctor.versions().items() if value},
+    }
+
+
+def place(about: Mapping[str, Any]) -> str:
+    """Of what the figures of a description are, in words."""
+    hosts = f" on {about['hosts']} hosts" if about.get("hosts", 1) > 1 else ""
+    return f"{about.get('ranks', '?')} ranks{hosts}, {about.get('device', '')}"
+
+
+def commit() -> str:
+    """The commit of the checkout that ficco is imported from; empty outside of one."""
+    folder = Path(__file__).resolve().parent
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    how: dict[str, Any] = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+    with suppress(OSError, subprocess.SubprocessError):
+        return str(subprocess.check_output(git, **how)).strip()
+    return ""
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The description next to a CSV file; empty if there is none."""
+    file = path.with_suffix(".json")
+    try:
+        description = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as error:
+        raise ConfigError(str(file), "file", f"required JSON: {error}") from None
+    if not isinstance(description, dict):
+        raise ConfigError(str(file), "file", "required a JSON object")
+    return description

@@ -1,0 +1,361 @@
+"""The bench of one rank on one GPU whose peers are played (:mod:`.replay`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.board import Board
+from ficco.dma.buffers import buffers_of
+from ficco.dma.choose import engine_name, make_engine
+from ficco.dma.engine import Program
+from ficco.dma.patience import limit_of
+from ficco.errors import FiccoError
+from ficco.families import family_of
+from ficco.heuristics.arrivals import last_arrival
+from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.ops.operands import Scales, plain_scales
+from ficco.options import current
+from ficco.plan import Planned
+from ficco.problem import Problem
+from ficco.tools.bench.calls import Runner
+from ficco.tools.bench.candidates import COMPARED, BenchCandidate
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import REPLAY
+from ficco.tools.bench.inputs import Draw, Operands, draw_normal
+from ficco.tools.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
+from ficco.tools.bench.replay import Courier, Paces, ReplayEngine, brought, plans_of, portable
+from ficco.tools.bench.run import Bench, BenchRow, BenchSettings, Tick
+from ficco.tools.bench.series import Call, Stopwatch
+from ficco.tools.bench.verify import Checked, Verifier
+from ficco.workspace import SLOTS, Workspace, adopt, workspace_of
+
+#: The candidates that a replay has, by kind; and that for the last arrival.
+KINDS = ("gemm", "ficco", COMPARED.kind)
+ARRIVALS = BenchCandidate("copies", "arrivals")
+
+#: Seconds that a call may wait for the courier.
+TIMEOUT_S = 20.0
+
+LIMITS = (
+    "copies between host and GPU stand in for the link's traffic, nothing cools the caches, and "
+    "peers are as a simulation has them, whatever this rank does"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Who is played, and when rows arrive.
+
+    Attributes:
+        world: ranks of the group that is played.
+        rank: the one that the GPU is.
+        machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
+            Peers are GPUs like this one, if any machine is of such.
+        products: measures what products take here, in place of the machine's, if given.
+    """
+
+    world: int
+    rank: int = 0
+    machine: str | None = None
+    products: Callable[[Stopwatch, Machine], Machine] | None = None
+
+    def watch(self, csv: Path, device: torch.device) -> ReplayWatch:
+        """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine,
+        which is written next to a CSV file."""
+        ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+        watch = ReplayWatch(self, device)
+        path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(watch.machine, path)
+        ficco.set_options(machine=str(path))
+        return watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings(Replayed, BenchSettings):
+    """What is replayed."""
+
+
+def replay(settings: ReplaySettings) -> pd.DataFrame | None:
+    """Measure, in a process group of one rank."""
+    return ReplayBench(settings).run()
+
+
+class ReplayOperands(Operands):
+    """The operands of the rank that is played, and of its peers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = range(self.problem.world)
+        self.peers = {r: Operands(self.problem, r, self.device) for r in ranks if r != self.rank}
+
+    def exact_b(self) -> None:
+        super().exact_b()
+        for peer in self.peers.values():
+            peer.exact_b()
+
+    def _fill(self, iteration: int, draw: Draw, draw_factors: Draw) -> None:
+        super()._fill(iteration, draw, draw_factors)
+        for peer in self.peers.values():
+            peer._fill(iteration, draw, draw_factors)
+
+
+def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
+    """A call to which the courier brings the peers' rows, on memory that holds NaN before."""
+    engine = workspace.engine
+    assert isinstance(engine, ReplayEngine)
+    with ficco.options(replay=False):
+        run()  # its kind, and so its plans, are known from here on
+        program = engine.latest
+        assert program is not None
+        for slot in workspace.slots:
+            if slot.memory is not None:
+                slot.memory.tensor[slot.data :].fill_(0xFF)
+        every = plans_of(program.plan, engine.packs_columns)
+        ranks = sorted({**operands.peers, operands.rank: operands}.items())
+        everyone = [
+            {"a": one.a_LK, "b": one.b_KN, **plain_scales(Scales(**one.scales), every[rank])}
+            for rank, one in ranks
+        ]
+        images = brought(every, engine.courier.machine, everyone, engine.rank)
+        engine.images = portable(buffers_of(program), images)
+        try:
+            result = run()
+            engine.synchronize()
+        finally:
+            engine.images = None
+    return result
+
+
+class ReplayClock(DeviceClock):
+    """Times calls whose peers a courier plays.
+
+    Attributes:
+        last_s: seconds of the last arrival, which is no call.
+        off_s: by mode and candidate, of each timed call the most seconds that an arrival was off.
+    """
+
+    def __init__(self, watch: ReplayWatch) -> None:
+        super().__init__(dist.group.WORLD, watch.barrier)
+        self._watch = watch
+        self._programs: dict[tuple[str, int], Program] = {}
+        self.last_s = 0.0
+        self.off_s: dict[tuple[str, str], list[float]] = {}
+
+    def time(self, item: Item) -> tuple[float, float]:
+        if item.name == ARRIVALS.name:
+            return self.last_s, 0.0
+        engine = self._watch.engine
+        engine.latest = None
+        taken = super().time(item)
+        if engine.latest is not None:
+            self._programs[item.name, id(engine.latest.slot)] = engine.latest
+            off = max(map(abs, engine.courier.errors()), default=0.0)
+            engine.courier.learn()
+            self.off_s.setdefault((item.mode, item.name), []).append(off)
+        return taken
+
+    def forget(self) -> None:
+        """The engine of the calls is gone, and what they used with it."""
+        self._programs.clear()
+
+    def host(self, item: Item) -> float:
+        if item.name == ARRIVALS.name:
+            return math.nan
+        return median(self.time(item)[1] for _ in range(HOST_ROWS))
+
+    def _line_up(self, item: Item) -> None:
+        courier, engine = self._watch.engine.courier, self._watch.engine
+        courier.mode, slot = item.mode, engine.next_slot
+        program = self._programs.get((item.name, id(slot)))
+        prepared = program is not None and program.slot is slot  # and not that of one that is gone
+        courier.prepare(program if prepared else None)
+        if item.mode != "idle":
+            # And enqueue nothing else: the courier may hold a hardware queue up.
+            gpu._sleep(int(item.sleep_s * self._hertz))
+        if prepared and item.mode == "idle":
+            courier.go()  # when the host begins; otherwise what precedes the Plan is before that
+
+
+class ReplayWatch(Stopwatch):
+    """A stopwatch of one rank of a group that is not there otherwise."""
+
+    clock: ReplayClock
+    meets = False
+
+    def __init__(self, settings: Replayed, device: torch.device) -> None:
+        super().__init__(dist.group.WORLD, device)
+        self.rank, self.world = settings.rank, settings.world
+        # Of no backend: nobody communicates in it.
+        self.group = dist.ProcessGroup(dist.HashStore(), self.rank, self.world)
+        host = Fingerprint(gpu.get_device_name(device), self.world)
+        machine = find(settings.machine, host) or nearest(host)
+        if machine is None:
+            raise ValueError(
+                f"machine: required a name or a file, since none is of {host.accelerator}"
+            )
+        if machine.topology is None or machine.copies is None:
+            raise ValueError(
+                f"machine {machine.name}: required the blocks 'topology' and 'copies', which say "
+                "when rows arrive; name another machine"
+            )
+        alike = machine if host.resembles(machine) else nearest(host) or machine
+        self.machine = machine.with_devices_of(alike)
+        self._devices = f"like those of {alike.name}"
+        self._paces: Paces | None = None
+        self.clock = ReplayClock(self)
+        self._begin()
+        if settings.products is not None:
+            self.machine = settings.products(self, self.machine)
+            self._devices = "as fast as this one"
+            self.free()  # the courier goes by the machine
+
+    @property
+    def note(self) -> str:
+        machine = self.machine
+        assert machine.topology is not None and machine.copies is not None
+        rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
+        return (
+            f"replay: one GPU plays rank {self.rank} of {self.world}; rows of others arrive as on "
+            f"{machine.name} at {rate:.0f} GB/s and {latency:.0f} us, from GPUs {self._devices}; "
+            f"`copies` is the last arrival. Limits: {LIMITS}"
+        )
+
+    def arrivals(self, problem: Planned) -> str:
+        moved = family_of(problem).received(problem, self.rank)
+        self.clock.last_s = last_arrival(moved, self.machine)
+        return ARRIVALS.name
+
+    def fill(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        for slot in workspace_of(self.group, self.device).slots:
+            assert slot.memory is not None
+            data = slot.memory.tensor[slot.data :]
+            draw_normal(data.view(dtype))  # products are faster on zeros
+
+    @property
+    def engine(self) -> ReplayEngine:
+        """That of the workspace in use."""
+        engine = workspace_of(self.group, self.device).engine
+        assert isinstance(engine, ReplayEngine)
+        return engine
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def together(
+        self, action: Call, *, fatal: tuple[type[Exception], ...] = (), named: bool = False
+    ) -> tuple[Any, str]:
+        """Nothing is fatal: nobody else waits, and what comes next has an engine of its own."""
+        return super().together(action, named=named)
+
+    def free(self) -> None:
+        self.clock.forget()
+        super().free()
+        self._begin()
+
+    def close(self) -> None:
+        ficco.close(self.group)
+        super().close()
+
+    def _begin(self) -> None:
+        """Make an engine whose peers are played."""
+        options = current()
+        limit = options.timeout_s or limit_of(self.group, self.device)
+        made = (self.group, self.device, options.signals, limit)
+        name = engine_name(self.device, options.engine)
+        engine: Any = make_engine(name, *made, kind=ReplayEngine)
+        engine.courier = Courier(engine, self.machine, self._paces)
+        if self._paces is None:
+            self._paces = engine.courier.measure()
+        adopt(self.group, self.device, Board(dist.group.WORLD, limit), engine)
+
+
+class ReplayVerifier(Verifier):
+    """Proves calls right for which the courier brings the rows of the peers."""
+
+    def free_bytes(self) -> int:
+        """What one rank may take, where all ranks' operands have to be here."""
+        return super().free_bytes() // self.watch.world
+
+    def _prove(
+        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
+    ) -> tuple[bool, int]:
+        if runner.expected == "result":
+            assert isinstance(operands, ReplayOperands)
+            workspace = workspace_of(self.watch.group, self.watch.device)
+            right, _ = super()._prove(runner, operands, partial(proven, call, operands, workspace))
+            return right, peak_bytes(runner.run, self.watch.device)[1]
+        return super()._prove(runner, operands, call)
+
+
+class ReplayBench(Bench):
+    """A bench of one rank, whose peers are played."""
+
+    schema = REPLAY
+    settings: ReplaySettings
+    watch: ReplayWatch
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        chosen = tuple(one for one in settings.candidates if one.kind in KINDS)
+        super().__init__(replace(settings, candidates=chosen))
+        self.rank = 0  # of the process, which writes
+        self.verifier = ReplayVerifier(self.watch)
+
+    def run(self) -> pd.DataFrame | None:
+        self.console.print(self._description()["note"], highlight=False)
+        return super().run()
+
+    def _stopwatch(self) -> Stopwatch:
+        return self.settings.watch(self.settings.csv, self.device)
+
+    def _description(self) -> dict[str, Any]:
+        return {"note": self.watch.note}
+
+    def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
+        try:
+            return super()._case(case, number, left, cases)
+        except FiccoError as error:
+            self.watch.free()
+            return [{**self._shape(case), "status": "failed", "note": str(error).splitlines()[0]}]
+
+    def _operands(self, problem: Problem) -> Operands:
+        self.watch.arrivals(problem)
+        return ReplayOperands(problem, self.settings.rank, self.device)
+
+    def _verify(
+        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
+    ) -> list[Checked]:
+        checked = super()._verify(candidates, operands, tick)
+        assert isinstance(operands, ReplayOperands)
+        operands.peers.clear()
+        for runner in [one.runner for one in checked if one.runner and one.candidate.ours]:
+            for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
+                runner.run()
+        gpu.synchronize()
+        self.watch.fill(operands.a_LK.dtype)
+        return [*checked, Checked(ARRIVALS, Runner(torch.Tensor, "whole"))]
+
+    def _errors(self, checked: list[Checked], operands: Operands) -> None:
+        """Nobody has sums that could be wrong."""
+
+    def _rows(
+        self, case: Case, checked: list[Checked], items: list[Item], done: int
+    ) -> list[BenchRow]:
+        rows, off_s = super()._rows(case, checked, items, done), self.watch.clock.off_s
+        for row in rows:
+            if times := off_s.get((row["mode"], row["candidate"])):
+                row["off_us"] = median(times[-done:]) * 1e6
+        off_s.clear()
+        return rows

@@ -1,0 +1,320 @@
+"""What is said of a bench's rows: a report in Markdown, and tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ficco.problem import OPERATORS
+from ficco.tools.bench import stats
+from ficco.tools.bench.candidates import moved_bytes
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import place
+from ficco.tools.bench.stats import (
+    RATIOS,
+    by_operator,
+    left_out,
+    lines,
+    measured,
+    modes,
+    shape_text,
+)
+from ficco.tools.bench.tables import cells, markdown, show
+from ficco.tools.bench.verify import ERROR_ROWS
+
+MODE_WORDS = {
+    "queued": "the host runs ahead of the GPU, as in a training step",
+    "idle": "the GPU waits for the host, as in a decode step",
+    "graph": "replayed from a graph, behind a queue",
+}
+
+HOW = (
+    "All candidates of a shape run in shuffled order in every round, so that a GPU that gets hot "
+    "slows down all of them alike. A round's time is that of its slowest rank. Milliseconds are "
+    "medians over rounds; shares and ratios are medians of the ratios of each round, not ratios of "
+    "these medians, so that what slows down a whole round does not count. "
+    "ideal = the longer of one whole library GEMM alone and the faster of the vendor's collective "
+    "and the copy engines alone. serial = the better of that collective and the copy engines, with "
+    "the GEMM behind. overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
+    "Every result was compared exactly before it was timed."
+)
+
+SUMS = (
+    " Where products are summed over ranks, the memory traffic of the sum is not in the ideal: "
+    "copies are those of the blocks alone, of an all-reduce there and back."
+)
+
+#: Milliseconds of a product that is not short.
+LONG_MS = 0.09
+
+HINDSIGHT = (
+    "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
+    "call takes with nothing else set."
+)
+
+
+def report(rows: pd.DataFrame, about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
+    """A bench as Markdown."""
+    several = rows["operator"].nunique() > 1
+    summed = any(OPERATORS[operator].sums for operator in rows["operator"].unique())
+    parts = [f"# {name}", about_table(about), HOW + SUMS * summed, _punctual(rows)]
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    for operator, mine in by_operator(rows):
+        for mode in modes(mine):
+            heading = f"{operator}, {mode}" if several else mode.capitalize()
+            parts += [f"## {heading}: {MODE_WORDS[mode]}", _bounds(mine, mode), _tiled(mine, mode)]
+        if costs := _costs(mine):
+            parts += ["## Host cost and memory" + f" of {operator}" * several, costs]
+        if accuracy := _accuracy(mine):
+            parts += ["## Accuracy" + f" of {operator}" * several, accuracy]
+    if missing := left_out(rows):
+        parts += ["## Not measured", "\n".join(f"- {text}" for text in missing)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def about_table(about: dict[str, Any]) -> str:
+    """The description of a run."""
+    if not about:
+        return ""
+    versions = about.get("versions", {})
+    said = [
+        ("machine", place(about)),
+        ("date", about.get("date", "")),
+        ("software", ", ".join(f"{name} {value}" for name, value in versions.items())),
+        ("commit", about.get("commit", "")),
+        ("command", f"`{about.get('command', '')}`"),
+        ("calls in a graph", str(about.get("calls_in_graph", ""))),
+        ("note", about.get("note", "")),
+    ]
+    return markdown(("", ""), [(name, value) for name, value in said if value])
+
+
+def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{}") -> pd.DataFrame:
+    """A table of text with two rows more: the geometric mean and the least of some columns."""
+    ends = pd.DataFrame("", ["geometric mean", "worst"], table.columns, dtype=object)
+    for head, values in ratios.items():
+        ends[head] = cells(pd.Series([stats.geomean(values), values.min()], ends.index))
+    ends[table.columns[0]] = ends.index.map(bold.format)
+    return pd.concat([table, ends], ignore_index=True)
+
+
+def _bounds(rows: pd.DataFrame, mode: str) -> str:
+    shapes = lines(rows, mode)
+    figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
+    timed = {
+        "GEMM": "gemm",
+        "collective": "collective",
+        "copies": "copies",
+        "serial": "serial",
+        "PyTorch": "pytorch",
+        **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
+        "ficco": "best",
+    }
+    # The name of a column is its heading, but for the second of two alike.
+    table = pd.DataFrame({"shape": shape_text(shapes)})
+    for head, role in timed.items():
+        table[head] = cells(shapes[role, "ms"], ".3f")
+    table["schedule"] = shapes["best", "candidate"].fillna("")
+    ratios = {head: shapes["best", name] for name, head in figures.items()}
+    table = table.assign(**{head: cells(values) for head, values in ratios.items()})
+    table["overlap"] = cells(shapes["best", "efficiency"])
+    heads = list(table)
+    if shapes["auto", "ms"].notna().any():
+        table["auto"] = cells(shapes["auto", "ms"], ".3f")
+        heads.append("auto: ms")
+        for name in ("speedup", "vs_pytorch"):
+            ratios[f"auto: {name}"] = shapes["auto", name]
+            table[f"auto: {name}"] = cells(shapes["auto", name])
+            heads.append(RATIOS[name])
+    first = f"Milliseconds; ({_sizes(rows['operator'].iloc[0])}). {HINDSIGHT}"
+    return f"{first}\n\n{markdown(heads, with_means(table, ratios, '**{}**'))}"
+
+
+def _punctual(rows: pd.DataFrame) -> str:
+    """How far the signals of a replay are off."""
+    if "off_us" not in rows or rows["off_us"].isna().all():
+        return ""
+    off, worst = rows["off_us"], rows.loc[rows["off_us"].idxmax()]
+    shares = off / rows["ms"] / 1e3
+    return (
+        "Signals of peers are replayed. The one of a call that is furthest from its planned time "
+        f"is off by {off.median():.1f} us, median over calls ({shares.median():.1%} of their "
+        f"time); at worst by {worst['off_us']:.1f} us: `{worst['candidate']}` on "
+        f"{worst['operator']} {worst['case']}, {worst['mode']}."
+    )
+
+
+def _tiled(rows: pd.DataFrame, mode: str) -> str:
+    """One product whose tiles wait compared with the library's products."""
+    shapes = lines(rows, mode)
+    if shapes["tiled", "ms"].isna().all():
+        return ""
+    ideal = cells(shapes["ideal", "ms"], ".3f")
+    table, ratios = pd.DataFrame({"shape": shape_text(shapes), "ideal": ideal}), {}
+    for role in ("serial", "library", "tiled", "auto"):
+        if role in ("library", "tiled"):
+            table[role] = shapes[role, "candidate"].fillna("")
+        if role == "auto":
+            note = shapes[role, "note"].astype(object).fillna("").astype(str)
+            table[role] = note.str.extract(r"^is (\S+)", expand=False)
+        table[f"{role}: ms"] = cells(shapes[role, "ms"], ".3f")
+        ratios[f"{role}: of ideal"] = shapes[role, "share"]
+        table[f"{role}: of ideal"] = cells(shapes[role, "share"])
+    gain = ratios["tiled x library"] = shapes["library", "ms"] / shapes["tiled", "ms"]
+    table = table.assign(**{"tiled x library": cells(gain)}).fillna("")
+    long = shapes["gemm", "ms"] >= LONG_MS
+    means = [f"{head} {stats.geomean(values[long]):.3f}" for head, values in ratios.items()]
+    return (
+        "One product whose tiles wait (`tiled`) compared with the fastest schedule of library "
+        "products.\n\n"
+        + markdown(list(table), with_means(table, ratios, "**{}**"))
+        + f"\n\nGeometric means over the {int(long.sum())} shapes whose GEMM takes at least "
+        f"{LONG_MS * 1e3:.0f} us: {', '.join(means)}."
+    )
+
+
+def _sizes(operator: str) -> str:
+    """What the three sizes of a shape are."""
+    kind = OPERATORS[operator]
+    if kind.blocks:
+        return "rows per rank, n, k"
+    return "m, n, k per rank" if kind.scatters else "m, n per rank, k"
+
+
+def _costs(rows: pd.DataFrame) -> str:
+    """Host microseconds and memory by candidate, over the shapes."""
+
+    def moved_by(row: pd.Series) -> int:
+        case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
+        return moved_bytes(case.problem(row["world"]))
+
+    there = measured(rows)
+    each = [moved_by(row) for _, row in there.iterrows()]
+    moved = pd.Series(each, index=there.index, dtype=float)
+    there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
+    by_name = there.groupby("candidate", sort=False)
+    host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
+    hosts = host.unstack().reindex(there["candidate"].unique())
+    known = [mode for mode in modes(rows) if mode in hosts]
+    table = hosts[known].assign(memory=by_name["memory"].max()).dropna(how="all")
+    if table.empty:
+        return ""
+    text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
+    what = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
+    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {what}")
+    return (
+        "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
+        "the shapes. "
+        "Memory beside operands and result, on the rank that takes most, over the bytes of the "
+        f"{what}; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        "for the one before, and one where its memory is capped."
+        f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
+    )
+
+
+#: Candidates whose names do not say what they are.
+NAMES = {
+    "serial-collective": "the library's collective and the product one after the other, without "
+    "ficco",
+    "serial:collective": "the same as a schedule of ficco's",
+    "ficco-rccl": "the paper's name for pieces that the library's collectives carry, without ficco",
+}
+
+
+def _named(names: Iterable[str]) -> str:
+    """What those of these candidates are that need it said."""
+    said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
+    return f" {'; '.join(said)}." if said else ""
+
+
+def _accuracy(rows: pd.DataFrame) -> str:
+    """Errors of sums on random data: ficco's compared with those of serial."""
+    there = measured(rows)
+    there = there.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
+    errors = there.pivot(index="case", columns="candidate", values="error")
+    ours = errors[there["candidate"][there["kind"] == "ficco"].unique()].dropna(how="all")
+    serial = there[there["candidate"] == stats.SERIALS[0]].set_index("case", drop=False)
+    serial = serial[serial.index.isin(ours.index)]
+    if serial.empty:
+        return ""
+    ours = ours.loc[serial.index]
+    ratios = ours.max(axis=1) / serial["error"]
+    columns = {
+        "serial": serial["error"],
+        "PyTorch": errors.reindex(columns=stats.PYTORCH[:1]).loc[serial.index, stats.PYTORCH[0]],
+        "ficco, least": ours.min(axis=1),
+        "ficco, largest": ours.max(axis=1),
+    }
+    table = pd.DataFrame({head: cells(values, ".3e") for head, values in columns.items()})
+    table.insert(0, "", shape_text(pd.concat({"shape": serial}, axis=1)))
+    table = table.assign(of="`" + ours.idxmax(axis=1) + "`", ratio=cells(ratios, ".3f"))
+    larger = int((ratios > 1).sum())
+    return (
+        "Random operands, as they are timed. Root mean square of the difference from products and "
+        f"sums in float64, over that of these, in {ERROR_ROWS} rows of each rank, on the rank "
+        "where it is largest. serial is the GEMM with the vendor's collective behind. "
+        f"ficco's largest error is no larger than serial's on {len(ratios) - larger} of "
+        f"{len(ratios)} shapes; at most it is {ratios.max():.3f} times serial's."
+        f"\n\n{markdown([*table.columns[:-1], 'largest / serial'], table)}"
+    )
+
+
+# For a terminal.
+
+#: Figures of the table of a shape in each mode: heading, column, format.
+BY_MODE = (
+    ("ms", "ms", ".3f"),
+    ("ideal", "share", ".2f"),
+    ("host us", "host_us", ".0f"),
+    ("off us", "off_us", ".1f"),
+)
+
+
+def show_shape(rows: pd.DataFrame) -> None:
+    """Print one shape's rows: a table, fastest first, and what was left out."""
+    first = rows.iloc[0]
+    operator = "" if first["operator"] == "all_gather_matmul" else f"{first['operator']} "
+    sizes = f"m={first['m']} n={first['n']} k={first['k']} {first['dtype']}"
+    title = f"{operator}{first['case']}: {sizes}, {first['world']} ranks"
+    title += f"; {first['label']}" * bool(first["label"])
+    there = measured(rows)
+    if there.empty:
+        print(f"{title}: {first['status']}: {first['note']}")
+        return
+    modes_there = there["mode"].unique()
+    turn = there["mode"].map({mode: number for number, mode in enumerate(modes_there)})
+    names = there.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
+    seen = there.drop_duplicates("candidate").set_index("candidate").loc[names]
+    notes = zip(names, seen["note"], strict=True)
+    table = pd.DataFrame({"candidate": [f"{n} ({note})" if note else n for n, note in notes]})
+    figures = there.pivot(index="candidate", columns="mode").reindex(names)
+    for mode in modes_there:
+        for heading, column, form in BY_MODE:
+            if (column, mode) in figures and figures[column, mode].notna().any():
+                table[f"{mode}\n{heading}"] = cells(figures[column, mode], form).to_numpy()
+    if seen["extra_bytes"].notna().any():
+        table["extra MiB"] = cells(seen["extra_bytes"] / 2**20, ".1f").to_numpy()
+    bold = [number for number, name in enumerate(names) if name == stats.IDEAL]
+    show(title, table, bold=bold, width=140)
+    for text in left_out(rows):
+        print(f"  {text}")
+
+
+def show_best(rows: pd.DataFrame) -> None:
+    """Print what the best schedule reaches on each shape, a table per operator and mode."""
+    for operator, mine in by_operator(rows):
+        for mode in modes(mine):
+            shapes = lines(mine, mode)
+            shapes = shapes[shapes["best", "ms"].notna()]
+            if shapes.empty:
+                continue
+            best = shapes["best"]
+            ratios = {head: best[name] for name, head in RATIOS.items()}
+            table = pd.DataFrame({"shape": shapes["shape", "case"], "ms": cells(best["ms"], ".3f")})
+            table = table.assign(**{head: cells(values) for head, values in ratios.items()})
+            table = with_means(table.assign(schedule=best["candidate"]), ratios)
+            title, last = f"{operator}: best schedule per shape, {mode}", len(table) - 1
+            show(title, table, left=(0, table.shape[1] - 1), bold=(last - 1, last))

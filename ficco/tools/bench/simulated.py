@@ -1,0 +1,139 @@
+"""Shapes on a machine, simulated, and decisions for people: examples, Table I, and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ficco.families import family_of
+from ficco.heuristics import Decision, candidates, decide
+from ficco.heuristics.candidates import is_serial
+from ficco.heuristics.decide import described
+from ficco.machine import Machine
+from ficco.problem import Problem
+from ficco.schedules import Schedule
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
+from ficco.tools.bench.frames import SIMULATED
+from ficco.tools.bench.tables import show
+
+#: What every shape is held against: bounds, not schedules.
+BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
+
+
+def simulate_case(
+    case: Case, machine: Machine, world: int, mode: str, schedules: Sequence[Schedule] | None = None
+) -> pd.DataFrame:
+    """:func:`simulate_problem` of a shape."""
+    problem = case.problem(world)
+    return simulate_problem(problem, shape_of(case, problem), machine, mode, schedules)
+
+
+def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
+    """What a row says of a shape."""
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
+
+
+def simulate_problem(
+    problem: Any,
+    shape: Mapping[str, Any],
+    machine: Machine,
+    mode: str,
+    schedules: Sequence[Schedule] | None = None,
+) -> pd.DataFrame:
+    """The bounds of a problem, then every schedule, as ``ficco.tools.bench.frames.SIMULATED``.
+
+    As in measured reports, ideal is the longer of what is computed, in one whole, and the faster of
+    the vendor's collective and the copies; serial is the better of the two followed by that.
+    """
+    family = family_of(problem)
+    bounds, usual = family.bounds(problem, machine, mode), family.schedules(problem, machine)
+    serials = [family.seconds(problem, one, machine, mode) for one in usual if is_serial(one)]
+    bounds["ideal"] = family.ideal(problem, machine, mode)
+    seconds = {name: bounds[name] for name in BOUNDS if name in bounds}
+    for schedule in schedules or usual:
+        seconds[str(schedule)] = family.seconds(problem, schedule, machine, mode)
+    where = {"world": problem.world, "hosts": problem.hosts}
+    where |= {"machine": machine.name, "mode": mode}
+    return SIMULATED.frame(
+        {
+            **shape,
+            **where,
+            "candidate": name,
+            "ms": taken * 1e3,
+            "speedup": min(serials) / taken if taken else 1.0,
+            "share": bounds["ideal"] / taken if taken else 1.0,
+        }
+        for name, taken in seconds.items()
+    )
+
+
+def show_table_i(machine: Machine, cases: Sequence[Case]) -> None:
+    """Print the paper's Table I on a machine, simulated: speed-ups over the better serial
+    composition."""
+    body = []
+    for case in cases:
+        if case.skip:
+            continue
+        schedules = candidates(case.problem(machine.ranks), machine)
+        rows = simulate_case(case, machine, machine.ranks, "queued", schedules)
+        by_name = rows.set_index("candidate")
+        others = by_name.drop([*BOUNDS, "shard-overlap"], errors="ignore")
+        serial_ms = (by_name["ms"] * by_name["speedup"]).iloc[0]
+        best = others["speedup"].idxmax()
+        names = ("shard-overlap", best, "ideal")
+        speedups = [f"{by_name['speedup'][name]:.2f}" for name in names]
+        body.append((case.name, f"{serial_ms:.3g} ms", *speedups, best))
+    heads = ["", "serial", "Async TP", "FiCCO", "ideal", "fastest schedule"]
+    title = f"Table I of the paper, simulated on {machine.name}: times as fast as serial"
+    show(title, pd.DataFrame(body, columns=heads), left=(0, 5), width=100)
+
+
+#: A product of each kind: copies take longer, products take longer, the host takes longest.
+EXAMPLES = ((32768, 2048, 8192), (8192, 7168, 8192), (1024, 512, 4096))
+
+
+def examples(machine: Machine) -> Iterator[str]:
+    """Decisions on a machine, in words."""
+    for m, n, k in EXAMPLES:
+        rows = (m // machine.ranks,) * machine.ranks
+        problem = Problem("all_gather_matmul", rows, n, k, "bfloat16")
+        decision = decide(problem, machine=machine)
+        yield f"{problem}\n  {decision.schedule}\n  {decision.why}"
+
+
+def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: Path) -> Path:
+    """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
+    if not decision.candidates or decision.problem is None or decision.machine is None:
+        raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
+    shown = decision.candidates[::-1]
+    series = {
+        "predicted, queued": [one.queued for one in shown],
+        "predicted, idle": [one.idle for one in shown],
+        "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
+        "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
+    }
+    there = {name: values for name, values in series.items() if any(values)}
+    colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
+    height = 0.8 / len(there)
+    machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
+    assert machine is not None  # or nothing could have been predicted
+    bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
+    title = f"{decision.problem} on {decision.machine.name}"
+    with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
+        axes = figure.subplots()
+        for i, (name, values) in enumerate(there.items()):
+            places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
+            widths = [(value or 0.0) * 1e3 for value in values]
+            axes.barh(places, widths, height=height, color=colours[name], label=name)
+        axes.axvline(bound, color=BLACK, linewidth=1, linestyle="--", label="ideal")
+        chosen = str(decision.schedule)
+        names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]
+        axes.set_yticks(range(len(shown)), names)
+        axes.set_xlabel("ms")
+        axes.legend(loc="upper right")
+    return path

@@ -1,0 +1,429 @@
+"""``ficco bench``: time operators by schedules, the serial composition and PyTorch's fused ops,
+paired.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ficco.problem import OPERATORS
+from ficco.scaling import SCALED
+from ficco.tools import launch
+from ficco.tools.bench import cases
+from ficco.tools.bench.cases import OPTIONAL, Case
+from ficco.tools.cli.site import (
+    CSV,
+    FLAG,
+    NAMES,
+    add_dtypes,
+    add_files,
+    add_ranks,
+    add_rounds,
+    command,
+    refuse_others,
+    shapes,
+    writable,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ficco.tools.bench.candidates import BenchCandidate
+
+
+#: Seconds that starting the ranks, drawing and one shape's verification may take on top.
+START_S = 180.0
+
+#: Operators of ``--attention``.
+OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
+
+#: Options that a replay has, named as in ``ReplaySettings``.
+PLAYED = ("rank", "machine", "products")
+
+
+def options(parser: Any) -> None:
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--operator",
+        **NAMES,
+        choices=[*OPERATORS, *OF_ATTENTION],
+        help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
+        f"or those of the set); with --attention {' or '.join(OF_ATTENTION)} (default: both)",
+    )
+    what.add_argument(
+        "--set",
+        **NAMES,
+        choices=list(cases.SETS),
+        help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
+        "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+    )
+    what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
+    add_dtypes(what)
+    what.add_argument("--only", **NAMES, help="only the shapes with these names")
+    what.add_argument(
+        "--schedules",
+        **NAMES,
+        help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
+        "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
+        "that auto compares, candidates=3 for the three of library products that are predicted to "
+        "be fastest (default: a list)",
+    )
+    what.add_argument(
+        "--without",
+        nargs="+",
+        choices=OPTIONAL,
+        default=[],
+        help="baselines to leave out; PyTorch's native path has been seen to hang",
+    )
+    what.add_argument(
+        "--layers",
+        **FLAG,
+        help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
+        "weights sharded",
+    )
+    what.add_argument(
+        "--experts",
+        **FLAG,
+        help="instead of products: layers of experts, with some of their experts on every rank",
+    )
+    what.add_argument(
+        "--attention",
+        **FLAG,
+        help="instead of products: attention over a sequence that the ranks share, keys gathered "
+        "and by heads",
+    )
+    what.add_argument(
+        "--mode",
+        help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
+        "all that the ranks have)",
+    )
+    played = parser.add_argument_group(
+        "on one GPU, where rows of peers arrive when a link would bring them"
+    )
+    played.add_argument(
+        "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
+    )
+    played.add_argument("--rank", type=int, help="be this one (default: 0)")
+    played.add_argument(
+        "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
+    )
+    played.add_argument(
+        "--products",
+        **FLAG,
+        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
+        "peers send",
+    )
+    how = parser.add_argument_group("how")
+    add_ranks(how)
+    add_rounds(how)
+    how.add_argument(
+        "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
+    )
+    how.add_argument(
+        "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
+    )
+    result = parser.add_argument_group("output")
+    add_files(result, "ficco-bench", "set")
+    result.add_argument("--timelines", **FLAG, help="trace and draw the first shape")
+    result.add_argument("--json", **FLAG, help="print the rows as JSON")
+    later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
+    later.add_argument("--plot", **CSV, help="draw its pictures")
+    later.add_argument("--report", **CSV, help="write its report next to it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.plot or arguments.report:
+        refuse_others(arguments, options, "plot", "report")
+        for path in _pictures(arguments.plot) if arguments.plot else ():
+            print(f"wrote {path}")
+        if arguments.report:
+            print(f"wrote {_report(arguments.report)}")
+        return 0
+    from ficco.tools.bench.frames import read_description, records
+    from ficco.tools.bench.report import show_best
+
+    _check_replay(arguments)
+    device, ranks = place(arguments)
+    others = [name for name in ("layers", "experts", "attention") if getattr(arguments, name)]
+    if len(others) > 1:
+        raise ValueError(f"--{others[0]}: required without --{others[1]}; ask for one of them")
+    for name in arguments.operator or ():
+        if (name in OF_ATTENTION) != (others == ["attention"]):
+            how = "with" if name in OF_ATTENTION else "without"
+            raise ValueError(f"--operator: {name} is required {how} --attention")
+    told_by = _layers if others == ["layers"] else _ways if others else _products
+    what, measure, kind, more, write = told_by(arguments, device)
+    settings = kind(**more, **run_settings(arguments, what, device, ranks))
+
+    def finish(rows: pd.DataFrame) -> list[Path]:
+        if write is not None:
+            text = write(rows, read_description(settings.csv), settings.csv.stem)
+            print(json.dumps(records(rows)) if arguments.json else text)
+            path = settings.csv.with_suffix(".md")
+            path.write_text(text)
+            return [path]
+        if arguments.json:
+            print(json.dumps(records(rows)))
+        else:
+            show_best(rows)
+        return [*_pictures(settings.csv), _report(settings.csv)]
+
+    return measured(measure, arguments, settings, arguments.seconds + START_S, finish)
+
+
+def _check_replay(arguments: argparse.Namespace) -> None:
+    """Refuse what a replay cannot have, and what is for a replay where there is none."""
+    world, rank = arguments.replay, arguments.rank or 0
+    if world is None:
+        for name in PLAYED:
+            if (given := getattr(arguments, name)) is not None and given is not False:
+                raise ValueError(f"--{name}: required with --replay")
+        return
+    for name in ("ranks", "layers", "timelines"):
+        if getattr(arguments, name):
+            raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
+    if (arguments.device or launch.default_device()) != "cuda":
+        raise ValueError("--replay: required a GPU, whose copy engines are its clock")
+    if not 0 <= rank < world or world < 2:
+        raise ValueError(f"--replay: required one of at least 2 ranks, got {rank} of {world}")
+    if "graph" in (arguments.mode or ""):
+        raise ValueError("--mode: required queued or idle for --replay, got graph")
+    arguments.ranks = 1
+    # All there are: in one that it shares, the stream that plays the peers would hold up a lane.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+# What every measurement does.
+
+
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
+
+    Raises:
+        ValueError: they are not here, or options do not fit together.
+    """
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device)
+    launch.check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    return device, ranks
+
+
+def run_settings(
+    arguments: argparse.Namespace, what: str, device: str, ranks: int
+) -> dict[str, Any]:
+    """What every measurement of something is told:
+    :class:`ficco.tools.bench.frames.RunSettings`."""
+    return {
+        "device": device,
+        "rounds": arguments.rounds,
+        "seconds": arguments.seconds,
+        "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        "command": command(),
+    }
+
+
+def named(what: str, device: str, ranks: int) -> str:
+    """The name of the files of a run: what, the machine and the day."""
+    from ficco.tools import doctor
+
+    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
+    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def fresh(folder: Path, name: str) -> Path:
+    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
+    path = writable(folder) / f"{name}.csv"
+    number = 1
+    while path.exists() and launch.own_rank() == 0:
+        number += 1
+        path = path.with_name(f"{name}-{number}.csv")
+    return path
+
+
+def measured(
+    measure: Callable[[Any], pd.DataFrame | None],
+    arguments: argparse.Namespace,
+    settings: Any,
+    timeout_s: float,
+    finish: Callable[[pd.DataFrame], Iterable[Path]],
+) -> int:
+    """Measure on ranks, and say what was wrong or failed; the exit code. ``finish`` writes what
+    follows from the rows, and gives its files."""
+    how: Any = {"device": settings.device, "timeout_s": timeout_s}
+    rows = launch.launch(measure, arguments.ranks, settings, **how)
+    if rows is None:  # under torchrun, a rank other than 0
+        return 0
+    for path in (settings.csv, *finish(rows)):
+        print(f"wrote {path}", file=sys.stderr)
+    bad = rows[rows["status"].isin(("wrong", "failed"))]
+    for row in bad.to_dict("records"):
+        what = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
+        print(f"{row['status']}: {' on '.join(what)}: {row['note']}", file=sys.stderr)
+    return 1 if len(bad) else 0
+
+
+# What is measured.
+
+
+#: Its name, the function of the ranks, the type of its settings, these, and what writes a report,
+#: if not that of products.
+Told = tuple[str, Any, Any, dict[str, Any], Any]
+
+
+def _products(arguments: argparse.Namespace, device: str) -> Told:
+    from ficco.tools.bench.candidates import choose
+    from ficco.tools.bench.measure import modes_of
+    from ficco.tools.bench.run import BenchSettings, bench
+
+    found, what = chosen(arguments, device)
+    candidates = choose(arguments.schedules, arguments.without, device)
+    if arguments.schedules:
+        _servable(candidates, found)
+    told: dict[str, Any] = {
+        "cases": tuple(found),
+        "candidates": candidates,
+        "modes": modes_of(device, arguments.mode),
+        "timelines": arguments.timelines,
+        "quiet": arguments.json,
+        "seed": arguments.seed,
+    }
+    if arguments.replay is None:
+        return what, bench, BenchSettings, told, None
+    from ficco.machine import SCALED_PRODUCTS
+    from ficco.tools.bench.replay_run import ReplaySettings, replay
+
+    recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+    told |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
+    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
+    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told, None
+
+
+def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
+    """Of :class:`ficco.tools.bench.replay_run.Replayed`; ``blocks``: of products beside plain
+    ones."""
+    from ficco.tools.tune.products import refitted
+
+    told = {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
+    measure = partial(refitted, more=tuple(sorted(blocks)))
+    return told | {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
+
+
+def _layers(arguments: argparse.Namespace, device: str) -> Told:
+    from ficco.tools.bench import layers
+
+    modes = _no_products(
+        arguments, device, "layers", "only", "operator", "schedules", "timelines", "json"
+    )
+    told = {"layers": layers.SHAPES[device], "modes": modes}
+    return "layers", layers.layers, layers.LayerSettings, told, layers.report
+
+
+def _ways(arguments: argparse.Namespace, device: str) -> Told:
+    from ficco.schedules import Schedule
+    from ficco.tools.bench import attention, experts, ways
+
+    what, refused = ("experts", ["operator"]) if arguments.experts else ("attention", [])
+    room: Any = {"experts": experts, "attention": attention}[what]
+    modes = _no_products(arguments, device, what, *refused)
+    found = [
+        one
+        for one in room.SHAPES[device]
+        if not arguments.operator or one.operator in arguments.operator
+    ]
+    told: dict[str, Any] = {"subject": room.SUBJECT, "modes": modes}
+    told |= {"cases": tuple(_only(arguments, found)), "timelines": arguments.timelines}
+    told["schedules"] = tuple(
+        one if one == "auto" else str(Schedule.parse(one)) for one in arguments.schedules or ()
+    )
+    if arguments.replay is not None:
+        from ficco.tools.bench.replay_run import Replayed
+
+        blocks = ("experts",) if arguments.experts else ()
+        told["replayed"] = Replayed(**_played(arguments, blocks))
+        what = f"replay-{arguments.replay}-{what}"
+    return what, ways.time_ways, ways.WaySettings, told, partial(ways.report, room.SUBJECT)
+
+
+def _no_products(
+    arguments: argparse.Namespace, device: str, what: str, *more: str
+) -> tuple[str, ...]:
+    """The modes of a measurement that takes no option of those for products, nor some more."""
+    from ficco.tools.bench.measure import modes_of
+
+    for name in ("set", "shapes", "dtype", *more):
+        if getattr(arguments, name):
+            raise ValueError(f"--{what}: required without --{name}, which is for products")
+    return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
+
+
+def _only(arguments: argparse.Namespace, found: Sequence[Any]) -> list[Any]:
+    """Those that ``--only`` names, of shapes; all without it."""
+    there = dict.fromkeys(case.name for case in found)
+    for name in arguments.only or ():
+        if name not in there:
+            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
+    return [case for case in found if not arguments.only or case.name in arguments.only]
+
+
+def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
+    """The shapes of the command line, and what they are called.
+
+    Raises:
+        ValueError: there is no shape of a name that was asked for.
+    """
+    operators = arguments.operator
+    if arguments.shapes or arguments.set:
+        what, found = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        if operators:
+            found = [case.on(operator) for operator in operators for case in found]
+    else:  # each operator has its own
+        wanted = operators or [cases.OPERATOR]
+        pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
+        what = list(dict.fromkeys(name for _, name in pairs))
+        found = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+    kept = cases.of_dtypes(_only(arguments, found), arguments.dtype or ())
+    return kept, "-".join([*what, *(arguments.dtype or ())])
+
+
+def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
+    """Refuse a schedule that none of the operators can take."""
+    from ficco.tools.bench.candidates import refused
+
+    kinds = {(case.operator, case.dtype): case for case in shapes}
+    by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
+    for candidate in candidates:
+        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        if reasons and all(reasons):
+            raise ValueError(f"--schedules: {reasons[0]}")
+
+
+def _pictures(csv: Path) -> list[Path]:
+    from ficco.tools.bench import plots
+    from ficco.tools.bench.frames import REPLAY  # whose columns are those of all benches and more
+
+    return plots.draw_next_to(csv, REPLAY.read(csv))
+
+
+def _report(csv: Path) -> Path:
+    from ficco.tools.bench.frames import REPLAY, read_description
+    from ficco.tools.bench.report import report
+
+    pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
+    path = csv.with_suffix(".md")
+    path.write_text(report(REPLAY.read(csv), read_description(csv), csv.stem, pictures))
+    return path

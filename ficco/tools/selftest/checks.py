@@ -1,0 +1,429 @@
+"""The checks of what engines assume, each by calls whose results are known."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.heuristics import problem_of_sizes
+from ficco.problem import OPERATORS, Problem
+from ficco.schedules import NAMED, Schedule
+from ficco.tools import probe
+from ficco.tools.bench.calls import call
+from ficco.tools.bench.calls import variable as environment
+from ficco.tools.bench.candidates import of_problem, parse
+from ficco.tools.bench.cases import OPERATOR as GATHER
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.inputs import Operands, exact_calls
+from ficco.tools.selftest.rank import NotOffered, Passed, Rank
+from ficco.tools.selftest.speed import all_at_once, gb_per_s
+
+# Calls with integers whose results are known exactly, and what was wrong with them.
+
+#: Wrong calls that are named; the others are counted.
+NAMED_CALLS = 4
+
+#: Rows per rank, k and n.
+Shape = tuple[int, int, int]
+
+
+def operands_of(at: Rank, where: Shape | Problem, operator: str = GATHER) -> Operands:
+    """Operands of a problem, or with so many rows per rank, or per pair of ranks."""
+    if not isinstance(where, Problem):
+        rows, k, n = where
+        case = Case("", rows * at.world, n, k, at.settings.dtype, operator=operator)
+        where = case.problem(at.world)
+    operands = Operands(where, at.rank, at.device)
+    operands.exact_b()
+    return operands
+
+
+def uneven_operands(at: Rank, operator: str) -> Operands:
+    """Operands of which some ranks, or pairs of ranks, have no rows."""
+    rows, k, n = odd(at.settings.small)
+    ranks = range(at.world)
+    table = [[rows * ((i + 2 * j) % 3) for j in ranks] for i in ranks]
+    sizes = (n, k, at.settings.dtype)
+    if OPERATORS[operator].blocks:
+        return operands_of(at, Problem.of_blocks(operator, table, *sizes))
+    if OPERATORS[operator].returns:  # the operator itself decides who sums what
+        return operands_of(at, problem_of_sizes(operator, sum(table[0]) + 1, *sizes, at.world))
+    return operands_of(at, Problem(operator, tuple(table[0]), *sizes))
+
+
+def odd(shape: Shape) -> Shape:
+    """Sizes that nothing divides."""
+    rows, k, n = shape
+    return rows - 7, k - 3, n - 1
+
+
+def exact(
+    at: Rank, group: ProcessGroup, schedules: Iterable[str], where: Operands | Shape, count: int
+) -> list[str]:
+    """Calls of schedules with changing integers, and what was wrong with them; on operands, or on
+    those of an all-gather of so many rows per rank."""
+    operands = where if isinstance(where, Operands) else operands_of(at, where)
+    make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
+    return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
+
+
+def compared(
+    at: Rank,
+    group: ProcessGroup,
+    calls: Mapping[str, Callable[[], torch.Tensor]],
+    operands: Operands,
+    count: int,
+) -> list[str]:
+    """Calls that read these operands, enqueued without a wait, and what was wrong with them."""
+    compare = partial(wrong_rows, operands=operands)
+    made = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
+    at.iteration += len(made)
+    ficco.synchronize(group)
+    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(made, 1)]
+    lines = [
+        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements"
+        + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
+        for name, number, many in wrong
+        if any(many)
+    ]
+    if len(lines) > NAMED_CALLS:
+        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(made)} calls"]
+    return lines
+
+
+def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Wrong elements in the rows that each rank gave or has summed, on the device; one number where
+    every row is of all ranks, or of this one."""
+    problem, rank = operands.problem, operands.rank
+    wrong = (result != operands.reference()).sum(1)
+    kind = problem.kind
+    if kind.inner or (kind.sums and not kind.returns):
+        return wrong.sum()[None]
+    of = [
+        problem.rows[peer] if kind.sums else problem.block(peer, rank)
+        for peer in range(problem.world)
+    ]
+    return torch.stack([part.sum() for part in wrong.split(of)])
+
+
+def proven(
+    at: Rank,
+    group: ProcessGroup,
+    schedules: Sequence[str],
+    *cases: tuple[Operands | Shape, int],
+) -> int:
+    """So many calls of each schedule in each case, all right on all ranks; their number."""
+    at.conclude(
+        line for where, count in cases for line in exact(at, group, schedules, where, count)
+    )
+    return len(schedules) * sum(count for _, count in cases)
+
+
+def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], what: str) -> Passed:
+    """Small and large calls of some schedules."""
+    small, large, repeat = at.settings.small, at.settings.large, at.settings.repeat
+    calls = proven(at, group, schedules, (small, repeat), (odd(small), repeat), (large, 1))
+    return Passed(f"{calls} calls exact{what}")
+
+
+# The checks.
+
+#: Seconds beyond the timeout within which a peer that stays away is noticed: the look of the
+#: watchdog, and freeing the streams.
+SLACK_S = 6.0
+
+
+def device(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["serial"], (at.settings.small, 1))
+    engine = at.engine(group)
+    mine = {
+        "device": engine.fingerprint().accelerator,
+        **asdict(engine.capabilities()),
+        "attributes": probe.attributes(at.device),
+    }
+    problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
+    if at.device.type == "cuda":
+        here = gpu.current_device()
+        problems += [
+            f"device {here} cannot access the memory of device {peer}"
+            for peer in at.gather(here)
+            if peer != here and not gpu.can_device_access_peer(here, peer)
+        ]
+    at.conclude(problems)
+    details = "\n".join(f"{name}: {value}" for name, value in mine.items())
+    return Passed(f"{mine['engine']} engine on {at.world} x {mine['device']}", details)
+
+
+#: Schedules that copy whole rows, and columns, in both directions.
+MOVED = """
+    shard-overlap shard-overlap:pull hetero-fused-2d:pieces=3 hetero-fused-2d:pieces=3,pull
+""".split()
+
+
+def memory(at: Rank, group: ProcessGroup) -> Passed:
+    rows, k, _ = at.settings.large
+    count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
+
+    def pattern(rank: int, turn: int) -> torch.Tensor:
+        """24-bit numbers, which float32 holds."""
+        mixed = (count + 1) * (2654435761 + 2 * rank) + 40503 * turn
+        return ((mixed >> 3) % (1 << 24)).to(torch.float32).view(rows, k)
+
+    b = torch.zeros(k, 1, device=at.device)[:, :0]
+    plain = torch.empty(rows, k, device=at.device)
+    shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
+    problems = []
+    for where, shard in (("its own memory", plain), ("symmetric memory", shared)):
+        for schedule in MOVED:
+            for turn in (1, 2):
+                shard.copy_(pattern(at.rank, turn))
+                _, gathered = ficco.all_gather_matmul(
+                    shard, b, group=group, schedule=schedule, return_gathered=True
+                )
+                ficco.synchronize(group)
+                for rank, part in enumerate(gathered.view(at.world, rows, k)):
+                    if wrong := int((part != pattern(rank, turn)).sum()):
+                        problems.append(
+                            f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
+                            f"{rank} wrote arrived wrong"
+                        )
+    at.conclude(problems)
+    nbytes = rows * k * 4
+    return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+
+
+def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
+    names = ["growing", "shrinking:pull", "hetero-fused-1d:pieces=2"]
+    with ficco.options(signals=way):
+        try:
+            problems = exact(at, group, names, at.settings.small, at.settings.repeat)
+        except BackendError as error:
+            raise NotOffered(f"{error}") from error
+        post = at.engine(group).capabilities().post
+    at.conclude(problems)
+    if way != "auto" and "asked for" not in post:
+        raise NotOffered(f"this engine has one way: {post}")
+    return Passed(post)
+
+
+#: Schedules whose products come right after a signal, by pushed and by pulled pieces.
+ORDERED = """
+    growing shard-overlap:pull hetero-fused-1d:pieces=4 hetero-unfused-1d:pull
+    uniform-fused-1d:pieces=2,copy=2 hetero-fused-2d:pieces=2
+""".split()
+
+
+def ordering(at: Rank, group: ProcessGroup) -> Passed:
+    settings, problems, calls = at.settings, [], 0
+    for replay in (True, False):
+        with ficco.options(replay=replay):
+            few = max(2, settings.iterations // 8)
+            for shape, count in ((settings.small, settings.iterations), (settings.large, few)):
+                problems += exact(at, group, ORDERED, shape, count)
+                calls += count * len(ORDERED)
+    at.conclude(problems)
+    return Passed(f"{calls} calls with changing data, none stale")
+
+
+def columns(at: Rank, group: ProcessGroup) -> Passed:
+    names = [f"{name}:{knob}" for name in NAMED if "2d" in name for knob in ("pieces=3", "pull")]
+    passed = in_turn(at, group, names, " with pieces of columns")
+    capabilities = at.engine(group).capabilities()
+    by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
+    seen = f"{passed.seen}, {by[0]}" if by else passed.seen
+    if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
+        of_rows = all_at_once(at)
+        of_columns = of_rows.replace("-1d", "-2d")
+        rows, cols = (gb_per_s(at, group, name, at.world - 1) for name in (of_rows, of_columns))
+        seen += f"; {of_columns} takes {rows / cols:.2f} times as long as {of_rows}"
+    if by and "want of a 2D copy" in by[0]:
+        raise NotOffered(seen)
+    return Passed(seen)
+
+
+def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
+    problem = operands_of(at, at.settings.small).problem
+    if why := at.engine(group).refuses(problem, Schedule.parse(name)):
+        raise NotOffered(why)
+    names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
+    return in_turn(at, group, names, ", push and pull, whole and in pieces")
+
+
+#: Schedules of one product whose tiles wait.
+TILES = "tiled tiled:pull tiled:pieces=3,order=piece tiled:pieces=2,tail=2".split()
+
+
+def tiles(at: Rank, group: ProcessGroup) -> Passed:
+    """Rows that wait, and rows that are announced; in a dtype and sizes that every kernel takes,
+    with numbers of rows that nothing divides."""
+    settings = at.settings
+
+    def operands(shape: Shape, operator: str) -> Operands:
+        rows, k, n = shape
+        case = Case("", (rows - 7) * at.world, n, k, "bfloat16", operator=operator)
+        return operands_of(at, case.problem(at.world))
+
+    small = operands(settings.small, GATHER)
+    if why := at.engine(group).refuses(small.problem, Schedule.parse("tiled")):
+        raise NotOffered(why)
+    calls = proven(at, group, TILES, (small, settings.repeat))
+    calls += proven(at, group, TILES[-1:], (operands(settings.large, GATHER), 1))
+    scattered = operands(settings.small, "matmul_reduce_scatter")
+    calls += proven(at, group, TILES, (scattered, settings.repeat))
+    return Passed(f"{calls} calls exact, gathers and sums")
+
+
+#: Schedules of each operator in its check: every named one, and knobs of each kind.
+VARIED = (
+    [*NAMED]
+    + """
+    serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
+    hetero-fused-1d:pieces=3,copy=2,compute=2 hetero-fused-2d:pieces=3,pull
+    shard-overlap:beta hetero-fused-1d:pieces=3,beta ring:pieces=3
+""".split()
+)
+
+
+def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
+    settings = at.settings
+    uneven = uneven_operands(at, operator)
+    engine = at.engine(group)
+    names = [one.schedule for one in of_problem(map(parse, VARIED), uneven.problem, engine)]
+    few, (rows, k, n) = min(settings.repeat, 2), settings.large
+    if OPERATORS[operator].scatters:  # what travels is wide
+        n, k = k, n
+    small = operands_of(at, settings.small, operator)
+    large = operands_of(at, (max(rows // at.world, 1), k, n), operator)
+    calls = proven(at, group, names, (small, settings.repeat), (large, few), (uneven, few))
+    calls += proven(at, group, ORDERED, (large, max(2, settings.iterations // 8)))
+    return Passed(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
+
+
+def collective(at: Rank, group: ProcessGroup) -> Passed:
+    return in_turn(at, group, ["serial:collective"], f" by {dist.get_backend(group)}")
+
+
+def mover(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["serial"], (at.settings.small, 1))
+    engine = at.engine(group)
+    if "kernel" not in engine.capabilities().movers:
+        raise NotOffered("the engine has no such mover: no compiler for ficco's kernels is here")
+    at.settle()  # the kernels are compiled by now, which took each rank its time
+    names = ["growing:kernel", "hetero-fused-1d:pieces=3,pull,kernel", "uniform-fused-2d:kernel"]
+    return in_turn(at, group, names, " with copies by the kernel")
+
+
+def graph(at: Rank, group: ProcessGroup) -> Passed:
+    proven(at, group, ["growing"], (at.settings.small, 1))
+    if at.device.type == "cpu" or not at.engine(group).capabilities().capture:
+        raise NotOffered("this engine does not serve captured calls")
+    # The last has a lane for every peer, so that many branches begin at one place.
+    names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4", all_at_once(at)), 10
+    problems = []
+    for name in names:
+        operands = operands_of(at, at.settings.small)
+        operands.exact(0)
+        at.settle()
+        graph, a, b = gpu.CUDAGraph(), operands.a_LK, operands.b_KN
+        with gpu.graph(graph, capture_error_mode="thread_local"):
+            product = ficco.all_gather_matmul(a, b, group=group, schedule=name)
+        replays = {f"{name}, replayed": partial(_replayed, graph, product)}
+        problems += compared(at, group, replays, operands, count)
+        at.settle()
+        del graph, product, replays
+    at.conclude(problems)
+    return Passed(f"{len(names) * count} replays of {len(names)} graphs exact")
+
+
+def _replayed(graph: Any, product: torch.Tensor) -> torch.Tensor:
+    graph.replay()
+    return product
+
+
+def timeout(at: Rank, group: ProcessGroup) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer to wait for")
+    proven(at, group, ["growing"], (at.settings.small, 2))
+    at.settle()
+    absent, limit = at.world - 1, at.settings.timeout_s / 2
+    problems, waited = [], 0.0
+    if at.rank != absent:
+        operands = operands_of(at, at.settings.small)
+        operands.exact(1)
+        began = time.monotonic()
+        try:
+            # Every peer has a lane that waits for it, so that there may be no queue left.
+            with ficco.options(timeout_s=limit, on_timeout="raise"):
+                call(operands.problem, operands.a_LK, operands.b_KN, group, all_at_once(at))
+                ficco.synchronize(group)
+            problems.append(f"a call ended although rank {absent} made none")
+        except (SignalTimeout, PeerFailed):  # of this rank, or of one that gave up first
+            waited = time.monotonic() - began
+            if not limit * 0.9 <= waited <= limit + SLACK_S:
+                problems.append(f"the error came after {waited:.1f} s, {limit:.1f} s were set")
+    longest = max(at.gather(waited))
+    at.conclude(problems)
+    at.settle()
+    ficco.close(group)
+    other = dist.new_group(list(range(at.world)))
+    proven(at, other, ["growing"], (at.settings.small, 2))
+    at.settle()
+    ficco.close(other)
+    at.settle()
+    dist.destroy_process_group(other)
+    limits = f"{longest:.1f} s of {limit:.1f} s set"
+    return Passed(f"SignalTimeout after {limits}; other groups are well")
+
+
+#: What says how the end of a pulled copy is told, and how columns travel.
+OF_PULLED, OF_COLUMNS = "events", "columns"
+
+
+def way(at: Rank, group: ProcessGroup, variable: str, what: str, value: str) -> Passed:
+    """One of the ways that an engine can be told to go, timed by what it is about."""
+    schedule, pull = all_at_once(at), what == OF_PULLED
+    schedule = schedule.replace("-1d", "-2d" if what == OF_COLUMNS else "-1d") + ",pull" * pull
+    count = max(2, at.settings.iterations // 8)
+    # A pulled copy whose end is told late delays only the products of its own call.
+    n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
+    try:
+        with environment(variable, f"{what}={value}"):
+            calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
+            rate = gb_per_s(at, group, schedule, at.world - 1, n)
+    except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
+        raise
+    except RuntimeError as error:  # of the engine, or of PyTorch's memory
+        raise NotOffered(f"{type(error).__name__}: {error}") from error
+    capabilities = at.engine(group).capabilities()
+    details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
+    seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
+    return Passed(seen + f" with products of {n} columns" * pull, details)
+
+
+def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Passed:
+    values = at.gather(probe.attribute(engine, name, at.device, at.rank))
+    if not all(values):
+        raise NotOffered(f"0 on ranks {[rank for rank, value in enumerate(values) if not value]}")
+    return Passed(", ".join(map(str, dict.fromkeys(values))))
+
+
+def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has nobody to share with")
+    seen = probe.share(kind, at.device, at.rank, at.gather)
+    for rank, (refused, _) in enumerate(at.gather(seen)):
+        if refused:
+            raise NotOffered(f"rank {rank}: {refused[0]}")
+    at.conclude(seen.wrong)
+    return Passed("every rank read what its peers wrote in theirs, and what one wrote in its own")

@@ -1,0 +1,341 @@
+"""The checks on real ranks, and on new ones where those cannot go on."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.dma.choose import engine_name
+from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.options import current
+from ficco.tools import doctor, probe
+from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
+from ficco.tools.selftest.rank import CheckFailed, NotOffered, PeerLeft, Rank, SelftestSettings
+from ficco.tools.selftest.table import CHECKS, COLLECTIVE, WAYS, Check
+
+#: Seconds that ranks may take to start, with everything that a first use of a library takes.
+START_S = 60.0
+#: What a rank may say of a check, the weightiest last. "left", its peers were gone, and "late", it
+#: waited in vain, follow from what befell another rank.
+ORDER = ("ok", "left", "late", "not offered", "failed")
+#: Lines of what a rank printed that go to the report.
+LOG_LINES = 60
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What came out of a check: ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
+
+    check: str
+    verdict: str
+    seen: str
+    instead: str = ""
+    seconds: float = 0.0
+    details: str = ""
+
+
+class _RankJournal:
+    """What a rank begins, sees and ends, a JSON object per line; ``log``: where its output goes."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self.path, self.log = (Path(folder) / f"rank{rank}.{kind}" for kind in ("jsonl", "log"))
+
+    def note(self, check: str, event: str, **more: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"check": check, "event": event, **more}) + "\n")
+
+    def read(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The events of each check."""
+        events: dict[str, dict[str, dict[str, Any]]] = {}
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # the rank died while it wrote
+                    event = json.loads(line)
+                    events.setdefault(event["check"], {})[event["event"]] = event
+        return events
+
+
+def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, folder: str) -> None:
+    """Run checks on this rank, one after the other."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    journal = _RankJournal(folder, rank)
+    screen = os.fdopen(os.dup(2), "w")
+    output = os.open(journal.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
+    patience = timedelta(seconds=3 * settings.limit_s)
+    talk = dist.new_group(list(range(world)), backend="gloo", timeout=patience)
+    at = Rank(rank, world, local_device(device), settings, talk)
+    _warm(at)
+    at.settle()
+    every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
+    for check in (every[name] for name in names):
+        if rank == 0:
+            print(f"selftest: {check.name}", file=screen, flush=True)
+        at.iteration = 10_000 * list(every).index(check.name)
+        # In place of the time that launch() set: where a check hangs, the rank ends.
+        faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
+        journal.note(check.name, "begin")
+        with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
+            _attempt(at, check, journal)
+        journal.note(check.name, "end")
+    faulthandler.dump_traceback_later(settings.limit_s, exit=True)
+
+
+def _warm(at: Rank) -> None:
+    """What the first use of libraries takes is no peer's delay."""
+    dtype = getattr(torch, at.settings.dtype)
+    for kind in (dtype, torch.float32):
+        a = torch.ones(2, 64, 64, dtype=kind, device=at.device)
+        torch.bmm(a, a), torch.mm(a[0], a[1]), torch.addmm(a[0], a[0], a[1])
+        torch.baddbmm(a, a, a), a.random_(-3, 4), (a != a.clone()).sum()
+    with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # its check will tell
+        probe.own_kernels(at.device)
+
+
+def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
+    """Run one check in a group of its own; note what came out. Raises where this rank cannot go
+    on."""
+    began = time.monotonic()
+
+    def note(verdict: str, seen: str, details: str = "") -> None:
+        said = {"verdict": verdict, "seen": seen, "details": details}
+        journal.note(check.name, "outcome", **said, seconds=time.monotonic() - began)
+
+    group = dist.new_group(list(range(at.world)))
+    try:
+        passed = check.run(at, group)
+        note("ok", passed.seen, passed.details)
+    except CheckFailed as error:
+        note("failed", str(error))
+    except (NotOffered, NotImplementedError) as error:
+        trace = "".join(traceback.format_exception(error))
+        note("not offered", str(error), getattr(error, "details", "") or trace)
+        if error.__cause__ is not None:  # who knows where the peers are
+            raise
+    except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
+        note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
+    except PeerLeft as error:
+        note("left", str(error))
+    except Exception as error:
+        note("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
+        raise
+    at.leave(group)
+
+
+# Where the command was given.
+
+
+@dataclass
+class Selftest:
+    """A run of all checks.
+
+    Attributes:
+        results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
+        logs: what ranks printed, by launch and rank.
+        starts: how often new ranks were started: for the checks, for those that have ranks to
+            themselves, and after one from which ranks could not go on.
+    """
+
+    device: str
+    ranks: int
+    settings: SelftestSettings
+    results: list[CheckResult] = field(default_factory=list)
+    logs: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> int:
+        return sum(result.verdict == "failed" for result in self.results)
+
+
+def selftest(
+    device: str, ranks: int | None = None, settings: SelftestSettings | None = None
+) -> Selftest:
+    """Run all checks on ranks of this machine, a GPU each, or two on CPUs; goes on after those that
+    fail.
+
+    Raises:
+        ValueError: that many ranks cannot run here.
+    """
+    if under_torchrun():
+        raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
+    ranks = 2 if ranks is None and device == "cpu" else check_ranks(ranks, device)
+    run = Selftest(device, ranks, settings or SelftestSettings.of(device))
+    began = time.monotonic()
+    engine = engine_name(torch.device(device), current().engine)
+    checks = (*(check.on(engine) for check in CHECKS), *WAYS[engine])
+    left = list(checks)
+    results: dict[str, CheckResult] = {}
+    while left:
+        batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
+        new = _launched(run, batch)
+        results |= new
+        if not any(check.name in new for check in batch):  # they do not even start
+            why = f"not run: {new['start of ranks'].seen if new else 'nothing was noted'}"
+            results |= {one.name: CheckResult(one.name, "failed", why, one.instead) for one in left}
+        left = [check for check in left if check.name not in results]
+    names = [check.name for check in checks]
+    run.results = [results[name] for name in names]
+    run.results += [result for name, result in results.items() if name not in names]
+    run.seconds = time.monotonic() - began
+    return run
+
+
+def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
+    """Run checks on new ranks; the results of those that they began."""
+    settings, error = run.settings, None
+    run.starts += 1
+    with tempfile.TemporaryDirectory(prefix="ficco-selftest-") as folder:
+        names = [check.name for check in batch]
+        limit = START_S + sum(check.limits for check in batch) * settings.limit_s
+        try:
+            args = (names, settings, run.device, folder)
+            launch(_on_a_rank, run.ranks, *args, device=run.device, timeout_s=limit)
+        except RankFailed as failure:
+            error = failure
+        ranks = [_RankJournal(folder, rank) for rank in range(run.ranks)]
+        journals = [journal.read() for journal in ranks]
+        for rank, journal in enumerate(ranks):
+            if error is not None and journal.log.exists():
+                lines = journal.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+                run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
+    results = {}
+    for check in batch:
+        events = [journal.get(check.name, {}) for journal in journals]
+        if any(events):
+            results[check.name] = _result(check, events, error, settings)
+    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in results)
+    if error is not None and not broken:
+        name = "end of ranks" if results else "start of ranks"
+        results[name] = CheckResult(name, "failed", str(error), COLLECTIVE, details=error.details)
+    return results
+
+
+def _result(
+    check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: SelftestSettings
+) -> CheckResult:
+    """The verdict on a check, from what each rank noted of it."""
+    outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
+    unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
+    worst = max(
+        outcomes.values(), key=lambda one: ORDER.index(one["verdict"]), default={"verdict": "ok"}
+    )
+    seconds = max((one["seconds"] for one in outcomes.values()), default=0.0)
+    if unfinished and worst["verdict"] in ("ok", "left", "late") and error is not None:
+        stuck = [rank for rank in unfinished if rank not in outcomes]
+        limit = check.limits * settings.limit_s
+        seen = f"{error}; ranks {stuck or unfinished} did not finish (limit {limit:.0f} s)"
+        details = [error.details]
+        verdict = "failed"
+    else:
+        verdict = "failed" if worst["verdict"] in ("left", "late") else worst["verdict"]
+        alike = [rank for rank, one in outcomes.items() if one["seen"] == worst["seen"]]
+        everywhere = verdict == "ok" or len(alike) == len(events)
+        seen = worst["seen"] if everywhere else f"rank {alike[0]}: {worst['seen']}"
+        details = []
+    for rank, one in outcomes.items():
+        if one["details"] and (one["verdict"] != "ok" or rank == 0):
+            details.append(f"rank {rank}:\n{one['details']}")
+    instead = "" if verdict == "ok" else check.instead
+    return CheckResult(
+        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details))
+    )
+
+
+# What people and machines read of a self-test.
+
+#: Characters of what was seen in a check that tables show.
+SHOWN = 300
+
+
+def as_json(run: Selftest, path: Path) -> str:
+    """The results, and where the report is."""
+    fields = {name: getattr(run, name) for name in ("device", "ranks", "failed", "starts")}
+    results = [asdict(result) for result in run.results]
+    return json.dumps(
+        {**fields, "seconds": round(run.seconds, 1), "report": str(path), "results": results}
+    )
+
+
+def show(run: Selftest, path: Path) -> None:
+    """Print the results."""
+    print(f"Self-test of {run.ranks} ranks on {run.device}")
+    for result in run.results:
+        print(f"{result.verdict:11} {result.check}: {result.seen[:SHOWN]}")
+        if result.instead:
+            print(f"{'':11}   used instead: {result.instead}")
+    print(_summary(run))
+    print(f"The report is in {path}; attach it to a bug report.")
+
+
+def _summary(run: Selftest) -> str:
+    verdicts = [result.verdict for result in run.results]
+    counts = [f"{verdicts.count(one)} {one}" for one in ("ok", "not offered", "failed")]
+    return f"{', '.join(counts)}; {run.seconds:.0f} s."
+
+
+def about() -> dict[str, Any]:
+    """What ``ficco doctor`` says, in a process of its own: this one leaves the devices to ranks,
+    and a device that hangs must not keep the report from being written."""
+    command = [sys.executable, "-m", "ficco", "doctor", "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
+        said: dict[str, Any] = json.loads(done.stdout)
+        return said
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"versions": f"ficco doctor cannot tell: {error}"}
+
+
+def report(run: Selftest, about: dict[str, Any]) -> str:
+    """All that was found, in Markdown; ``about`` is what :func:`about` found."""
+    verdicts = [result.verdict for result in run.results]
+    later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None
+    after = "" if later is None else f"; {later} checks came after the first that failed"
+    lines = [
+        "# ficco self-test\n",
+        f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}",
+        f"New ranks were started {run.starts} times{after}.\n",
+        "| check | verdict | what was seen | used instead | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for result in run.results:
+        cells = (result.check, result.verdict, result.seen[:SHOWN], result.instead)
+        text = " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+        lines.append(f"| {text} | {result.seconds:.1f} |")
+    variables = "\n".join(f"{name}={value}" for name, value in doctor.environment().items())
+    blocks = {
+        "Settings": "\n".join(f"{k}: {v}" for k, v in asdict(run.settings).items()),
+        **{
+            part.capitalize(): json.dumps(about.get(part), indent=1)
+            for part in ("versions", "devices", "links", "engines", "use")
+        },
+        "Environment": variables or "none of the variables that matter is set",
+        **{
+            f"{one.check}: {one.verdict}": "\n".join(filter(None, (one.seen, one.details)))
+            for one in run.results
+            if one.details or one.verdict == "failed"
+        },
+        **{f"Output of {name}": log for name, log in run.logs.items() if log},
+    }
+    for title, text in blocks.items():
+        lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
+    return "\n".join(lines)

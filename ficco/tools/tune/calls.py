@@ -1,0 +1,194 @@
+"""What whole calls take: of the host to enqueue them, the thresholds of the rule, and the fastest
+schedules of given problems, each proven right and then timed in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from ficco.heuristics.candidates import SERIALS, candidates
+from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
+from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
+from ficco.plan import Plan
+from ficco.problem import Problem
+from ficco.schedules import Schedule, plan
+from ficco.tools.bench.candidates import parse
+from ficco.tools.bench.cases import MEMORY_SHARE, Case
+from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.series import Times
+from ficco.tools.bench.verify import Verifier
+from ficco.tools.tune import fits
+from ficco.tools.tune.site import Site
+from ficco.workspace import workspace_of
+
+#: Schedules with different numbers of products, copies and signals.
+ENQUEUED = """
+    serial shard-overlap shard-overlap:pull growing hetero-unfused-1d:pieces=4
+    hetero-unfused-1d:pieces=8 hetero-unfused-1d:pieces=8,pull hetero-fused-1d:pieces=4
+    hetero-fused-1d:pieces=8 uniform-fused-1d:pieces=4
+""".split()
+#: Products in a row whose host time is taken at once.
+PRODUCTS = 8
+#: Calls before host time is taken: an engine may record the first few.
+WARM_CALLS = 12
+#: Most rounds in which host time is taken, and the share of its seconds in mode "idle".
+HOST_ROUNDS, HOST_SHARE = 200, 0.6
+
+
+def host(site: Site) -> Host:
+    parts, on_gpu = site.parts(), site.watch.on_gpu
+    rows, n, k = site.effort.tiny
+    problem = Problem("all_gather_matmul", (rows,) * site.world, n, k, site.effort.dtype)
+    a, b = parts.matrix("a", rows, k), parts.matrix("b", k, n)
+    calls = site.gathers(a, b, (*ENQUEUED, "serial:collective"))
+    if not on_gpu:
+        product = parts.matmul(rows, n, k)
+        calls["products"] = lambda: [product() for _ in range(PRODUCTS)]
+        calls["collective"] = parts.collective(rows * k * a.element_size())
+    for call in calls.values():
+        for _ in range(WARM_CALLS):
+            call()
+    taken = _later(site, calls)
+    times = []
+    if not on_gpu:  # tells a product's time from that of its call
+        times += [fits.Enqueued(taken["products"], 0, PRODUCTS, 0, 0)] * 3
+    for name in ENQUEUED:
+        numbers = counts(plan(problem, Schedule.parse(name), site.watch.rank))
+        times.append(fits.Enqueued(taken[name], 1, *numbers))
+    each = fits.host(site.watch.gather(times)[0])
+    # A CPU carries out the collective itself, too, whose own time is in its own block.
+    exchange = taken.get("collective", 0.0)
+    collective_call = max(taken["serial:collective"] - exchange - each["matmul"], 0.0)
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; " + (
+        "how much later warm calls, which the engine replays, end on an idle GPU"
+        if on_gpu
+        else "on a CPU a call is carried out by its host"
+    )
+    source = site.provenance("fitted", note)
+    return Host(collective_call=collective_call, provenance=source, **each)
+
+
+def counts(whole: Plan) -> tuple[int, int, int]:
+    """Products, copies and batches of signals that a host enqueues for a plan, as a simulation
+    in mode "idle" counts them: a placement or a sum counts as a product."""
+    steps = whole.steps
+    matmuls = sum(len(step.products) + (step.op in ("place", "reduce")) for step in steps)
+    signals = sum(bool(step.waits or step.after) + bool(step.posts) for step in steps)
+    return matmuls, sum(step.op == "copy" for step in steps), signals
+
+
+def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
+    """Seconds by which calls end later where a device waits for its host.
+
+    This is not the host's own time to enqueue them, which is longer with calls in flight; and it is
+    without what a GPU takes to begin.
+    """
+    idle = site.time("host", calls, mode="idle", share=HOST_SHARE, most=HOST_ROUNDS)
+    if not site.watch.on_gpu:
+        return _medians(idle)
+    queued = site.time("host", calls, mode="queued", share=1 - HOST_SHARE, most=HOST_ROUNDS)
+    behind = _medians(queued)
+    return {name: max(late - behind[name], 0.0) for name, late in _medians(idle).items()}
+
+
+def _medians(series: Mapping[str, Times]) -> dict[str, float]:
+    return {name: median(times) for name, times in series.items()}
+
+
+def thresholds(site: Site) -> Thresholds:
+    site.needs_peers()
+    observed = []
+    for m, n, k in site.effort.rule:
+        rows = (m // site.world,) * site.world
+        problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
+        operands = Operands(problem, site.watch.rank, site.watch.device)
+        operands.random(0)
+        calls = site.gathers(operands.a_LK, operands.b_KN, ROWS)
+        series = site.time("thresholds", calls, share=1 / len(site.effort.rule))
+        observed.append(Observation(problem, _medians(series)))
+        site.watch.release()
+    fitted = fit_thresholds(observed)
+    return replace(fitted, provenance=site.provenance("fitted", fitted.provenance.note))
+
+
+def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
+    """Measure all candidates of a problem: its entry, and what was not measured, with the reason.
+    The same on all ranks.
+
+    Raises:
+        ValueError: the problem does not fit, or no serial schedule could be timed.
+        ArithmeticError: a candidate's result was wrong.
+    """
+    watch = site.watch
+    verifier = Verifier(watch)
+    sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
+    case = Case("", *sizes, operator=problem.operator)
+    need, free = case.memory(problem.world), verifier.free_bytes()
+    if need > MEMORY_SHARE * free:
+        raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
+    offers = workspace_of(watch.group, watch.device).engine.capabilities().offers
+    operands = Operands(problem, watch.rank, watch.device)
+    operands.exact_b()
+    checked = []
+    for name in map(str, candidates(problem, site.machine, offers)):
+        site.tick(f"verify {name}")
+        checked.append(verifier.eager(parse(name), operands))
+    if wrong := [f"{one.name}: {one.note}" for one in checked if one.status == "wrong"]:
+        raise ArithmeticError("; ".join(wrong))
+    verifier.renew(operands, symmetric=False)
+    operands.random(0)
+    calls = {one.name: one.runner for one in checked if one.runner is not None}
+    modes = ("queued", "idle") if watch.on_gpu else ("idle",)
+    seconds, least = site.effort.shape_seconds / len(modes), site.effort.least
+    times = {}
+    for mode in modes:
+        series = watch.time(calls, seconds=seconds, mode=mode, least=least, tick=site.tick)
+        times[mode] = _medians(series)
+    left_out = {one.name: one.note for one in checked if one.runner is None}
+    return entry(problem, times, site), left_out
+
+
+def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site) -> Tuned:
+    """The entry from seconds by mode and schedule; a CPU has the one mode for both."""
+    by_mode = (times.get("queued", times["idle"]), times["idle"])
+    if not all({*SERIALS} & {*seconds} for seconds in by_mode):
+        raise ValueError(f"{problem}: required a serial schedule to compare with, none was timed")
+    queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
+    serial = [min(by[name] for name in SERIALS if name in by) for by in by_mode]
+    names = ("operator", "rows", "n", "k", "blocks")
+    return Tuned(
+        dtype=problem.kind_of_operands,
+        **{name: getattr(problem, name) for name in names},
+        queued=queued,
+        idle=idle,
+        seconds=(by_mode[0][queued], by_mode[1][idle]),
+        serial=(serial[0], serial[1]),
+        provenance=site.source("measured", f"the fastest of {len(by_mode[1])} candidates"),
+    )
+
+
+def with_entry(machine: Machine, new: Tuned) -> Machine:
+    """The machine with an entry, in place of an older one of the same problem."""
+    others = [one for one in machine.tuned if tuned_key(one) != tuned_key(new)]
+    return replace(machine, tuned=(*others, new))
+
+
+def name_of(problem: Problem) -> str:
+    """The name of a problem as a step of a run."""
+    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
+    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.kind_of_operands}"
+
+
+def from_cases(
+    cases: Iterable[Case], world: int, device: str, operators: Sequence[str] = ()
+) -> list[Problem]:
+    """The problems of shapes for so many ranks, of their own operator or of all that are given; a
+    CPU takes half precision as float32."""
+    problems = [
+        case.on(name).problem(world) for case in cases for name in operators or (case.operator,)
+    ]
+    if device == "cpu":
+        problems = [replace(one, dtype="float32") if one.itemsize == 2 else one for one in problems]
+    return list(dict.fromkeys(problems))

@@ -1,0 +1,266 @@
+"""What a rank's own work takes: products, one by one and in rows that heat up the device, and
+copies within its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from ficco.accelerator import gpu
+from ficco.heuristics import problem_of_sizes
+from ficco.machine import (
+    SCALED_PRODUCTS,
+    Fingerprint,
+    Gemm,
+    Machine,
+    Memory,
+    Provenance,
+    nearest,
+)
+from ficco.scaling import MULTIPLE, SCALED
+from ficco.schedules import Schedule
+from ficco.tools.bench.series import MeasuredCalls, Stopwatch
+from ficco.tools.fit import Sample, errors, fit
+from ficco.tools.tune import fits
+from ficco.tools.tune.effort import EFFORTS, Shape
+from ficco.tools.tune.site import Site
+from ficco.workspace import workspace_of
+
+#: The call by which an engine is asked whether its library has a recipe.
+GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")
+#: Share of the seconds for products in which rows heat up the device.
+HEAT_SHARE = 0.1
+#: Columns of what the product whose tiles wait can address are multiples of this.
+TMA = 8
+#: Rows and columns of its tiles (ficco/tiled/worklist.py); two blocks of 128 rows can share loads.
+TILES = (128, 256), (128, 160, 192, 224, 256)
+#: Seconds for each kind of product where the rest of a machine is not measured.
+REFIT_S = 5.0
+#: As many rounds as fit into the seconds.
+MANY = 1 << 20
+
+
+def gemm(site: Site) -> Gemm:
+    rows = row_times(site, site.effort.heating, site.effort.rows)
+    heat = fits.heat(rows)
+    shapes = site.effort.gemms
+    measured = samples(site, shapes, row_of, heat)
+    known = known_gemm(site)
+    peak = known.peak if known is not None and site.watch.on_gpu else None  # of the data sheet
+    longest = max(one.seconds for one in rows)
+    note = "burst and sustained: " if heat.limited else "no power limit in "
+    note += f"{len(rows)} rows of products of up to {longest * 1e3:.3g} ms, "
+    note += f"errors {heat.error:.1%}"
+    return fitted(site, measured, heat, note, peak=peak, known=known)
+
+
+def scaled(site: Site, recipe: str) -> Gemm | None:
+    """The library's products of float8 operands by a recipe, where it has them and the effort gives
+    them time."""
+    there = scaled_site(site, recipe)
+    if there is None:
+        return None
+    gemm = site.machine.gemm
+    heat = fits.heat_of(gemm) if gemm else fits.COLD
+    measured = samples(there, there.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
+    return fitted(there, measured, heat, "burst and sustained as of gemm")
+
+
+def scaled_site(site: Site, recipe: str) -> Site | None:
+    """The same with float8 operands by a recipe, and the products that these can have; None where
+    the library has none, or the effort gives them no time."""
+    if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
+        return None
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    of_problem = partial(problem_of_sizes, GATHERS, 512, 512, 512, world=site.world)
+    names = [name for name in SCALED if name.endswith(f"-{recipe}")]
+    served = [one for one in names if not engine.refuses(of_problem(dtype=one), SERIAL)]
+    if not served:
+        return None
+    rules = SCALED[served[0]][1].rules
+    shapes = tuple(
+        shape
+        for shape in site.effort.gemms
+        if shape.batch == 1
+        and not (shape.m % rules.rows or shape.n % MULTIPLE or shape.k % MULTIPLE)
+    )
+    return replace(site, effort=replace(site.effort, dtype=served[0], gemms=shapes))
+
+
+def tiled(site: Site) -> Gemm | None:
+    """The product whose tiles wait, with nothing to wait for."""
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    gemm = site.machine.gemm
+    if not engine.capabilities().tiles or gemm is None:
+        return None
+
+    def row(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
+        return repeated(engine.tiled_product(*parts.operands(*shape[:3])), count)
+
+    shapes = [one for one in site.effort.gemms if one.plain and not (one.n % TMA or one.k % TMA)]
+    heat = fits.heat_of(gemm)
+    measured = samples(site, shapes, row, heat)
+    known = {"tiles": TILES, "peak": gemm.peak}
+    return fitted(site, measured, heat, "burst and sustained as of gemm", **known)
+
+
+def experts(site: Site) -> Gemm:
+    """Batches of products with a matrix each."""
+    known = site.machine.gemm
+    heat = fits.heat_of(known) if known else fits.COLD
+    measured = samples(site, site.effort.experts, row_of, heat, step="experts")
+    peak = known.peak if known is not None and site.watch.on_gpu else None
+    return fitted(site, measured, heat, "burst and sustained as of gemm", peak=peak, known=known)
+
+
+def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
+    """The model of products that take so long, from what is ``known`` of them."""
+    model = fit(measured, units=units(site), **known)
+    error = errors(model, measured)
+    errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
+    note = f"{len(measured)} products of {site.effort.dtype}, errors {errs}; {note}"
+    source = site.provenance("fitted", note)
+    return replace(model, burst=heat.burst, sustained=heat.sustained, provenance=source)
+
+
+#: Measures a block of products that a machine need not have.
+MORE: dict[str, Callable[[Site], Gemm | None]] = {
+    **{block: partial(scaled, recipe=recipe) for recipe, block in SCALED_PRODUCTS.items()},
+    "experts": experts,
+}
+
+
+def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Machine:
+    """A machine with products as they are on this device, measured for a few seconds, some blocks
+    of :data:`MORE` included."""
+    quick = EFFORTS[watch.device.type, True]
+    times = dict.fromkeys(("gemm", *more), REFIT_S)
+    effort = replace(quick, seconds={**quick.seconds, **times})
+
+    def source(kind: str, note: str) -> Provenance:
+        return Provenance(kind, f"{datetime.now(timezone.utc):%Y-%m-%d}", note=note)
+
+    site = Site(watch, effort, machine, source)
+    site.machine = replace(machine, gemm=gemm(site))
+    measured: dict[str, Any] = {block: MORE[block](site) for block in more}
+    return replace(site.machine, tiled=tiled(site), **measured)
+
+
+Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
+
+
+def samples(
+    site: Site,
+    shapes: Sequence[Shape],
+    row: Row,
+    heat: fits.Heat = fits.COLD,
+    step: str = "gemm",
+) -> list[Sample]:
+    """Seconds of products, timed several in a row, without the pace of the device's temperature
+    and without what ``heat`` adds to a row."""
+    parts = site.parts()
+    order = sorted(shapes, key=lambda s: s.batch * s.m * s.k + s.k * s.n, reverse=True)
+    reserve(parts, (*shapes, site.effort.reference))
+    calls = {str(i): row(parts, shape, shape.in_a_row) for i, shape in enumerate(order)}
+    seconds = cold_seconds(site, parts, calls, heat, step)
+    return [
+        Sample(*s[:4], site.itemsize, s.wide, seconds[str(i)] / s.in_a_row, s.rights)
+        for i, s in enumerate(order)
+    ]
+
+
+def cold_seconds(
+    site: Site,
+    parts: MeasuredCalls,
+    calls: dict[str, Callable[[], Any]],
+    heat: fits.Heat,
+    step: str,
+) -> dict[str, float]:
+    """Seconds of calls as :func:`samples` has those of products."""
+    references = [f"reference {i}" for i in range(3)]
+    paced = {name: row_of(parts, site.effort.reference, 1) for name in references}
+    times = site.time(step, calls | paced, share=1.0 - HEAT_SHARE)
+    return {name: heat.cold(taken) for name, taken in fits.steadied(times, references).items()}
+
+
+def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
+    """Grow the memory of all operands before the first is cut from it."""
+    parts.matrix("a", max(s.batch * s.m * s.k for s in shapes), 1)
+    parts.matrix("b", max(s.rights * s.k * s.n for s in shapes), 1)
+    parts.matrix("out", max(s.batch * s.m * s.n for s in shapes), 1)
+
+
+def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
+    """So many products in a row."""
+    how = ("batch", "wide", "apart", "turned")
+    call = parts.matmul(*shape[:3], **{name: getattr(shape, name) for name in how})
+    return repeated(call, count)
+
+
+def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
+
+
+def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[fits.RowTime]:
+    """Seconds of so many products in a row, few and so many that the device heats up.
+
+    Each row is repeated for a while, with pauses as between benchmarked calls: a power limit looks
+    back over many rows, so that shuffled ones would all be as slow as the longest. The second half
+    of the times counts.
+    """
+    parts, measured = site.parts(), []
+    share = HEAT_SHARE / (len(shapes) * len(rows))
+    for shape in shapes:
+        for count in rows:
+            row = row_of(parts, shape, count)
+            times = site.time("gemm", {"row": row}, share=share, most=MANY)["row"]
+            steady = median(times[len(times) // 2 :])
+            measured.append(fits.RowTime(f"{shape.m} x {shape.n} x {shape.k}", count, steady))
+    return measured
+
+
+def known_gemm(site: Site) -> Gemm | None:
+    """The block of the file or, for a GPU, of the nearest machine with this accelerator: it holds
+    the dtypes that are not measured."""
+    machine = site.machine
+    if machine.gemm is not None or not site.watch.on_gpu:
+        return machine.gemm
+    alike = nearest(Fingerprint(machine.accelerator, machine.ranks))
+    return None if alike is None else alike.gemm
+
+
+def units(site: Site) -> int:
+    """Processors that work on a tile each."""
+    if not site.watch.on_gpu:
+        return 1
+    return int(gpu.get_device_properties(site.watch.device).multi_processor_count)
+
+
+def memory(site: Site) -> Memory:
+    calls = {}
+    for size in site.effort.moves:
+        src = torch.zeros(size, dtype=torch.uint8, device=site.watch.device)
+        calls[str(size)] = partial(torch.empty_like(src).copy_, src)
+    times = site.time("memory", calls)
+    pairs = [(2.0 * size, median(times[str(size)])) for size in site.effort.moves]
+    bandwidth, latency = fits.memory(pairs)
+    source = site.provenance("measured", "copies within a rank, bytes read and written")
+    return Memory(capacity(site), bandwidth, source, latency)
+
+
+def capacity(site: Site) -> float:
+    """Bytes of a GPU's memory, or a rank's part of the host's."""
+    if site.watch.on_gpu:
+        return float(gpu.get_device_properties(site.watch.device).total_memory)
+    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // site.world)
