@@ -22,7 +22,7 @@ from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, find
 from ficco.ops import call, operate
 from ficco.plan import check
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
 
 SIZES = range(8704, 16897, 2048)

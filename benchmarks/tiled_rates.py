@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ficco.dma.tiles import work_of
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
 from ficco.tiled.worklist import H100, Cut, TileRates, Tiling, Work, listed
 

@@ -48,7 +48,7 @@ if typing.TYPE_CHECKING:
     from ficco.ops.sdpa import behind_sdpa
     from ficco.ops.symm_mem import behind_symm_mem
     from ficco.ops.ulysses import ulysses_attention
-    from ficco.problem import Problem
+    from ficco.problems.products import Problem
     from ficco.schedules import Schedule
 
 __all__ = [
@@ -107,7 +107,7 @@ _NAMES = {
     "ficco.ops.sdpa": "behind_sdpa",
     "ficco.ops.symm_mem": "behind_symm_mem",
     "ficco.ops.ulysses": "ulysses_attention",
-    "ficco.problem": "Problem",
+    "ficco.problems.products": "Problem",
     "ficco.schedules": "Schedule",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
-from ficco.families import family_of, problem_of, size_of
 from ficco.heuristics import Decision, where
+from ficco.heuristics.families import family_of, problem_of, size_of
 from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.ops.refusals import tells_refusals
-from ficco.problem import MOST
+from ficco.problems.products import MOST
 from ficco.schedules import Schedule
 from ficco.workspace import close as close_workspaces
 from ficco.workspace import workspace_of, workspaces

@@ -33,7 +33,7 @@ from ficco.errors import (
     SignalTimeout,
     reason_of,
 )
-from ficco.problem import digest
+from ficco.problems.products import digest
 
 #: Calls that the board holds for each rank.
 ENTRIES = 256

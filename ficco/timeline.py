@@ -14,7 +14,7 @@ from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.plan import OPS, Attending, Plan, Step, unknown
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
 KINDS = (*OPS, "wait")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ficco.attention import Rectangle
 from ficco.dma import attention as libraries
 from ficco.dma.attention import Heads, Result
+from ficco.problems.mask import Rectangle
 
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 16 << 10
 BOTH = True, False

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from ficco.plan import Plan, Step, Transfer
 from ficco.plan.model import Region
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.specification import Buffer, Contraction, Specification
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherStage, GatherWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
-from ficco.specification import Buffer, Contraction, Specification
 
 
 @dataclass(frozen=True)

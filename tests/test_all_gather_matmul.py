@@ -42,7 +42,7 @@ from ranks import Rank, ranks, run, serves_tiled
 import ficco
 from ficco.dma.cpu import CpuEngine
 from ficco.ops.call import run as ficco_run
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import NAMED, Schedule, refusal
 
 #: The names that a gather takes: on every engine, and where products can wait inside.

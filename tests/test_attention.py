@@ -19,21 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
-from ficco.attention import (
-    GATHERED,
-    PLACEMENTS,
-    AttentionGradient,
-    AttentionProblem,
-    Mask,
-    Rectangle,
-    Segment,
-    attention_plans,
-)
 from ficco.dma.attention import Heads, Result, attention, backward, merge
 from ficco.dma.engine import Part
+from ficco.heuristics.attention import GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, PlanError, Region, Step, check, render
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.mask import Mask, Rectangle, Segment
+from ficco.problems.sizes import PLACEMENTS
 from ficco.schedules import Schedule
+from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
 from ficco.timeline import attended_flops, work
 

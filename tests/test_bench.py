@@ -21,13 +21,12 @@ import ranks
 import torch
 
 import ficco
-from ficco import families
 from ficco.accelerator import gpu
 from ficco.errors import ConfigError
-from ficco.families import movements
-from ficco.heuristics import candidates, problem_of_sizes
-from ficco.problem import OPERATORS, Problem
-from ficco.scaling import SCALED
+from ficco.heuristics import candidates, families, problem_of_sizes
+from ficco.heuristics.families import movements
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.timeline import Timeline, loads
 from ficco.tools import cli

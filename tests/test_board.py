@@ -15,7 +15,7 @@ from ranks import Rank, caught, ranks, run
 from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 from ficco.dma.hosts import hosts_of
 from ficco.errors import RankMismatch
-from ficco.problem import digest
+from ficco.problems.products import digest
 
 NUMBERS = 1 << 24
 

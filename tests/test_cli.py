@@ -26,8 +26,8 @@ from ficco.errors import ConfigError, InvalidArgument
 from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.plan import Plan
-from ficco.problem import OPERATORS, Problem
-from ficco.scaling import CAST_KINDS, SCALED, operands_of
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED, Schedule, plans
 from ficco.timeline import loads
 from ficco.tools import cli, doctor

@@ -34,7 +34,7 @@ from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.dma.products import library
 from ficco.errors import RankMismatch
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.runtime import compile
 from ficco.schedules import NAMED, Schedule, plan, refusal
 

@@ -39,7 +39,7 @@ from ficco.machine import (
     nearest,
     save,
 )
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal
 from ficco.simulate import predict
 from ficco.tools import cli

@@ -21,9 +21,10 @@ from ficco.heuristics.model import TIE
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
 from ficco.plan.model import Region
-from ficco.problem import Problem
+from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer, block_starts
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule
-from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, block_starts, expert_plans
+from ficco.schedules.experts import expert_plans
 from ficco.simulate import predict, simulate
 
 SCHEDULES = (

@@ -8,15 +8,16 @@ from typing import Any, cast
 
 import pytest
 
-from ficco.attention import AttentionGradient, AttentionProblem, HeadsProblem
-from ficco.families import ASKABLE, FAMILIES, family_of, problem_of
 from ficco.heuristics.arrivals import last_arrival
+from ficco.heuristics.families import ASKABLE, FAMILIES, family_of, problem_of
 from ficco.machine import Machine, find
 from ficco.machine.flat import flat
 from ficco.plan import Planned
-from ficco.problem import OPERATORS
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.experts import ExpertLayer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
-from ficco.schedules.experts import ExpertLayer
 
 WORLD = 4
 SIZES: dict[str, dict[str, Any]] = {

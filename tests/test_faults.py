@@ -223,7 +223,7 @@ def _killed_at_step(at: Rank, case: Case, victim: int, step: int) -> dict[str, A
     ("victim", "schedule"), [(0, "hetero-unfused-1d:pieces=2"), (2, "uniform-fused-1d:pull,copy=2")]
 )
 def test_rank_killed_in_the_middle_of_a_call(victim: int, schedule: str, step: int) -> None:
-    from ficco.problem import Problem
+    from ficco.problems.products import Problem
     from ficco.schedules import Schedule, plans
 
     case = equal(3, 8, 8, 8, schedule=schedule)

@@ -30,8 +30,8 @@ from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.ops.operands import Scales, plain_scales
 from ficco.plan import check
-from ficco.problem import Problem
-from ficco.scaling import RECIPES, Scaling, factor_count
+from ficco.problems.products import Problem
+from ficco.problems.scaling import RECIPES, Scaling, factor_count
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.build import TILED_RECIPES
 from ficco.simulate import predict

@@ -43,7 +43,7 @@ SCALED = [name for name, ops in OPS.items() if ops.scaled is not None]
 
 
 def _case(operator: str, recipe: str, world: int) -> ScaledCase:
-    if ficco.problem.OPERATORS[operator].blocks:
+    if ficco.problems.products.OPERATORS[operator].blocks:
         return ScaledCase(operator, ((8,) * world,) * world, 32, 128, recipe)
     return ScaledCase(operator, (8,) * world, 32, 128, recipe)
 

@@ -44,8 +44,8 @@ from ficco.dma.scaled import quantized
 from ficco.heuristics.losses import ideal
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, check
-from ficco.problem import Problem
-from ficco.scaling import CASTS, RECIPES, Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import CASTS, RECIPES, Scaling
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.simulate import predict, simulate
 

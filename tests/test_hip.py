@@ -46,7 +46,7 @@ from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, _two_groups_at_onc
 
 import ficco
 from ficco.hip_kernels import build
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
 from ficco.workspace import SLOTS, workspaces
 

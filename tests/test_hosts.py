@@ -40,7 +40,7 @@ from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.decide import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Plan, PlanError, Region, Signal, Step, check, render
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import peers_in_order, targets_in_order

@@ -25,21 +25,17 @@ from test_attention import AttentionCase, cases
 from test_hosts import CARD, PATIENCE_S, SLACK_S, TOPOLOGIES, host_of, network, onward
 
 import ficco
-from ficco.attention import (
-    BY_HEADS,
-    GATHERED,
-    PLACEMENTS,
-    AttentionGradient,
-    AttentionProblem,
-    HeadsProblem,
-    attention_plans,
-    heads_plans,
-)
 from ficco.dma.gloo import GlooLinks
 from ficco.errors import InvalidArgument
+from ficco.heuristics.attention import BY_HEADS, GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.sizes import PLACEMENTS
 from ficco.schedules import Schedule, plans
+from ficco.schedules.attention import attention_plans
+from ficco.schedules.heads import heads_plans
 
 SCHEDULES = [name for name in test_attention.SCHEDULES if "pull" not in name and name != "ring"]
 

@@ -23,8 +23,9 @@ from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing, problem_of
 import ficco
 from ficco.machine import Machine, find
 from ficco.plan import Plan, PlanError, Step, check
+from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.schedules import Schedule, plans
-from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer, expert_plans
+from ficco.schedules.experts import expert_plans
 from ficco.simulate import simulate
 from ficco.timeline import work
 

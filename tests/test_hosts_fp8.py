@@ -17,8 +17,8 @@ from test_hosts import SCHEDULES, TOPOLOGIES, host_of, network
 from test_operators import BLOCKS, SUMS, rows_for
 
 from ficco.plan import PlanError, check
-from ficco.problem import Problem
-from ficco.scaling import CASTS, RECIPES, Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import CASTS, RECIPES, Scaling
 from ficco.schedules import Schedule, plans, refusal
 
 KINDS = [

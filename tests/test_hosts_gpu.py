@@ -23,7 +23,7 @@ from test_gpu import GRAPHED, MILLISECOND
 from test_hosts import assert_all_learn, bereaved, exact_over_hosts, host_of, problem_of
 
 import ficco
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule, refusal
 from ficco.workspace import SLOTS, workspaces
 

@@ -11,7 +11,7 @@ from hip_ranks import clean, run
 from ranks import Rank
 from test_hosts import cases_of
 
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 
 #: Ways of signals, and so of the word that a stream waits for while the host sends.
 WAYS = ("signal", "uncached", "kernel")

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 
 WORLD, HOSTS = 4, 2
 #: Seconds that a call waits for a peer, and what a busy machine may add.

@@ -44,7 +44,7 @@ from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
 from ficco.errors import BackendError, SignalTimeout
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.schedules import NAMED, plans
 from ficco.workspace import workspaces
 

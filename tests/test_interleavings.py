@@ -17,7 +17,7 @@ import pytest
 from cases import gathered_bytes
 
 from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check, in_parts
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans
 
 Ints = npt.NDArray[np.int64]

@@ -34,7 +34,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.machine.model import result_bytes
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans, refusal, same_plans
 from ficco.simulate import predict
 

@@ -19,7 +19,7 @@ import ficco
 from ficco.heuristics import candidates, decide
 from ficco.machine import find
 from ficco.plan import Plan, render
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, own, plan, space
 from ficco.simulate import predict
 from ficco.tools import cli

@@ -18,9 +18,10 @@ from test_attention import AttentionCase, attended, differentiated
 from test_ulysses import attended as attended_by_heads
 from test_ulysses import differentiated as differentiated_by_heads
 
-from ficco.attention import AttentionProblem, Rectangle, packed
 from ficco.dma import attention as libraries
 from ficco.dma.attention import Heads, Result
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.mask import Rectangle, packed
 
 MASKS: tuple[dict[str, Any], ...] = (
     {},

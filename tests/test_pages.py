@@ -17,7 +17,7 @@ from docs.make import hosts_layers, paper, readme, regret, rule_table
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.tools.bench import plots, report, stats
 from ficco.tools.bench.cases import OPERATOR, Case, scenarios
 from ficco.tools.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records

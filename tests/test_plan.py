@@ -20,7 +20,7 @@ from ficco.plan.model import Region
 from ficco.plan.proof.execution import execute
 from ficco.plan.proof.signals import SignalColumns
 from ficco.plan.proof.steps import Steps
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 
 PROBLEM = Problem("all_gather_matmul", (16,) * 4, 24, 32, "bfloat16")

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 import ficco
 import ficco.nn
-from ficco.attention import keys_of
 from ficco.machine import find
 from ficco.plan import check
-from ficco.problem import Problem
+from ficco.problems.heads import keys_of
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
 
 SCHEDULES = (

@@ -26,12 +26,12 @@ import ficco
 from ficco.board import Board
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
-from ficco.families import family_of
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.arrivals import last_arrival
+from ficco.heuristics.families import family_of
 from ficco.machine import find, save
 from ficco.machine.flat import flat
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.tools.bench import attention, experts, measure, plots, replay, replay_run, ways
 from ficco.tools.bench.calls import caller

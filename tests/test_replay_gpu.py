@@ -17,7 +17,7 @@ from test_replay import served
 
 import ficco
 from ficco.machine import find, save
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule
 from ficco.tools.bench import replay
 from ficco.tools.bench.calls import Runner, call

@@ -11,7 +11,7 @@ import torch
 
 import ficco
 from ficco.options import current
-from ficco.scaling import SCALED, operands_of
+from ficco.problems.scaling import SCALED, operands_of
 from ficco.tools.bench.inputs import GAIN
 from ficco.tools.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 

@@ -26,7 +26,7 @@ from ficco.machine import (
 )
 from ficco.machine.flat import flat
 from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer, in_parts
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
 from ficco.simulate.events import DRIFT, UNFILLED

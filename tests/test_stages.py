@@ -33,11 +33,11 @@ from ficco.plan import (
     render,
 )
 from ficco.plan.model import Region
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
+from ficco.problems.specification import Buffer, Contraction, Exchange, Factors, Specification
 from ficco.runtime import compile
-from ficco.scaling import Scaling
 from ficco.simulate import simulate
-from ficco.specification import Buffer, Contraction, Exchange, Factors, Specification
 from ficco.timeline import assemble
 
 GATHERS = (

@@ -18,7 +18,7 @@ from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
 from ficco.machine import Gemm, Machine, Provenance, find
 from ficco.ops.fit import first_fit
 from ficco.plan import Plan, Step, check
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plans
 from ficco.simulate import predict
 from ficco.simulate.events import LIVE, Simulation

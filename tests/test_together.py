@@ -15,7 +15,7 @@ from ficco.hip_kernels.launch import MAX_ENDS
 from ficco.machine import Copies, Host
 from ficco.plan import Plan, Signal, together
 from ficco.plan.launches import MOST, TOGETHER_BYTES
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import predict, simulate

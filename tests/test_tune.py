@@ -47,8 +47,8 @@ from ficco.machine import (
     tuned_key,
 )
 from ficco.ops import problem_log
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench import series
 from ficco.tools.bench.calls import Runner

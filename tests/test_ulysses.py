@@ -24,12 +24,14 @@ from test_attention import (
 )
 
 import ficco
-from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
-from ficco.attention.heads_plans import pieces_of
 from ficco.dma.attention import Heads, Result, attention, backward
+from ficco.heuristics.attention import BY_HEADS
 from ficco.machine import find
 from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.heads import HeadsProblem
 from ficco.schedules import Schedule
+from ficco.schedules.heads import heads_plans, pieces_of
 from ficco.simulate import simulate
 from ficco.timeline import work
 

@@ -14,7 +14,7 @@ from ficco.dma import patience
 from ficco.dma.engine import Missing, Program, Slot
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import NAMED, plan
 from ficco.watchdog import ENDED_S, PERIOD_S, Watchdog
 

@@ -23,7 +23,7 @@ from ficco import workspace as workspaces
 from ficco.dma.engine import Program, Slot
 from ficco.errors import FiccoError
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import NAMED, plan
 from ficco.workspace import GRACE_S, CachedCall, Workspace
 

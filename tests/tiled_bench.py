@@ -32,7 +32,7 @@ from ficco.dma.tiles import work_of
 from ficco.hip_kernels.build import compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
 from ficco.tiled.hopper import TARGET, hopper_products, source
 from ficco.tiled.products import TiledProducts, TileTypes

@@ -15,7 +15,7 @@ import pandas as pd
 
 from ficco.heuristics.candidates import suited
 from ficco.machine import Machine, Provenance, find
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import NAMED
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case, scenarios

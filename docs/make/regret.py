@@ -21,7 +21,7 @@ import pandas as pd
 from ficco.heuristics import Where, candidates, decide, rule
 from ficco.heuristics.candidates import ALL_OFFERS, OFFERS, predictable
 from ficco.machine import Fingerprint, Machine, digest, find, nearest
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case

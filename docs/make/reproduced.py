@@ -20,7 +20,7 @@ from docs.make.readme import put_between
 from docs.make.regret import NEAR, by_plan, plain
 from ficco.heuristics import rule
 from ficco.machine import find
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, LOSSES

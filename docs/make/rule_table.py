@@ -14,7 +14,7 @@ from ficco.heuristics import Observation, fit_thresholds, rule
 from ficco.heuristics.candidates import suited
 from ficco.heuristics.rule import COLUMNS, RATIO, ROWS
 from ficco.machine import Machine, Provenance, Thresholds, find
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case, scenarios

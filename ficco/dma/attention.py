@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ficco.attention import AttentionGradient, AttentionProblem, Documents, Rectangle, packed
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Part, Program, in_turn
 from ficco.dma.products import release_of_torch
 from ficco.plan import Attending, Transfer
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.mask import Documents, Rectangle, packed
 
 #: Merges parts, each with its log-sum-exp, into a result and, if that is given, its log-sum-exp.
 Merge = Callable[[torch.Tensor, torch.Tensor | None, Sequence[Part]], None]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work

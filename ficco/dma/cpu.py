@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.attention import MERGE
 from ficco.dma.attention import attend_op, merge, merge_op
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
@@ -46,7 +45,8 @@ from ficco.dma.hosts import Hosts
 from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
 from ficco.errors import SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
-from ficco.scaling import CAST
+from ficco.problems.attention import MERGE
+from ficco.problems.scaling import CAST
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -37,8 +37,8 @@ except ImportError as error:
     ) from error
 
 from ficco.hip_kernels.cuda_binding import attribute, check
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 from ficco.tiled.hopper import hopper_products
 from ficco.tiled.products import TiledProducts
 

@@ -19,8 +19,8 @@ from ficco.dma.engine import Engine, Op
 from ficco.dma.memops import MemOp
 from ficco.dma.products import library
 from ficco.hip_kernels.launch import Kernels, Numbers
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 from ficco.tiled.products import TiledProducts
 
 #: Copies bytes on a stream: from where to where, and how many each. None of them is 0.

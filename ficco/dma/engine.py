@@ -24,8 +24,8 @@ from ficco.dma.patience import DEFAULT_S
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
 from ficco.plan import Applied, Attending, Plan, Product, Reduction, Signal, Transfer
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:

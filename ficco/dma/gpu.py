@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.attention import MERGE
 from ficco.dma.attention import attend_op, merge, merge_op, spans
 from ficco.dma.buffers import buffers_of, gathered_rows
 from ficco.dma.driver import (
@@ -95,8 +94,9 @@ from ficco.hip_kernels.launch import (
     gates,
 )
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
-from ficco.problem import Problem
-from ficco.scaling import CAST, Scaling
+from ficco.problems.attention import MERGE
+from ficco.problems.products import Problem
+from ficco.problems.scaling import CAST, Scaling
 from ficco.schedules import Schedule
 from ficco.tiled.products import TileTypes
 from ficco.tiled.worklist import MAX_GATES, Work

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from ficco.attention import HeadsProblem
 from ficco.dma.attention import Heads, LibraryCalls, Result
 from ficco.dma.buffers import buffers_of
 from ficco.dma.engine import Call, Op, Program
 from ficco.plan import Applied
+from ficco.problems.heads import HeadsProblem
 
 #: By matrix, tensors [batch, heads, positions, size]; without a size for the log-sum-exp.
 Tensors = Mapping[str, torch.Tensor]

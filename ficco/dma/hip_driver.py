@@ -36,8 +36,8 @@ from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 from ficco.tiled.portable import TritonKernel, lacking
 from ficco.tiled.products import TiledProducts
 

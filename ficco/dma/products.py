@@ -15,8 +15,8 @@ from ficco.dma.engine import Call, Op, Program, in_turn
 from ficco.dma.filled import filled, move_op, pick_op, product_op
 from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
-from ficco.problem import Problem
-from ficco.specification import gated
+from ficco.problems.products import Problem
+from ficco.problems.specification import gated
 
 
 def _gate(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

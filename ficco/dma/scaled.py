@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ficco.problem import Problem
-from ficco.scaling import ALL, FAMILIES, RECIPES, Scaling, factor_count
+from ficco.problems.products import Problem
+from ficco.problems.scaling import ALL, FAMILIES, RECIPES, Scaling, factor_count
 
 #: Rows or columns that share a factor of blocks.
 BLOCK = 128

@@ -15,7 +15,7 @@ from ficco.dma.buffers import Buffers, operands_key
 from ficco.dma.driver import Driver, Lanes
 from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.tiled.products import Enqueue, TiledLaunch, TileScales, TileTypes
 from ficco.tiled.worklist import RowSpan, Work
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ficco.machine import Machine
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, own_candidates, refusal, same_plans
 
 #: What engines offer: copies by DMA; copies by a kernel and products whose tiles wait, where these

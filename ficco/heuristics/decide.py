@@ -37,7 +37,7 @@ from ficco.heuristics.rule import rule
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.plan import Planned
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, own_candidates, plan, refusal
 from ficco.simulate import predict as simulated
 from ficco.warn import warn_once

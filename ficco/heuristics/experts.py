@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ficco.heuristics.family import Family
 from ficco.heuristics.model import TIE
-from ficco.schedules.experts import ExpertLayer, expert_plans
+from ficco.problems.experts import ExpertLayer
+from ficco.schedules.experts import expert_plans
 
 #: Predicted gain over serial below which serial is taken. What was taken for 12 layers on one H100
 #: with replayed arrivals (docs/results/experts-replay-h100-4.md and -8.md), with predicted gains of

@@ -1,7 +1,7 @@
 """Problems for which ``auto`` simulates a few schedules and takes the fastest.
 
 Attention and layers of experts are such families: what differs between them is data. The products
-of :mod:`ficco.problem` have more candidates, and are decided by :mod:`.decide`.
+of :mod:`ficco.problems.products` have more candidates, and are decided by :mod:`.decide`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ficco.heuristics.candidates import on_mesh, suited
 from ficco.heuristics.model import Predict
 from ficco.machine import Contention, Copies, Machine
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ficco.amounts import seconds_text
 from ficco.heuristics.candidates import is_serial
 from ficco.machine import Machine
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 
 #: The modes that a call of a kind may be in.

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from math import sqrt
 
 from ficco.machine import Provenance, Thresholds
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 
 #: What the rule takes: for m <= k, then from few operations to many.
 COLUMNS = "uniform-fused-2d"

@@ -12,8 +12,8 @@ from ficco.amounts import bytes_text
 from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
-from ficco.problem import MOST_RANKS, OPERATORS, Problem
-from ficco.scaling import operands_of
+from ficco.problems.products import MOST_RANKS, OPERATORS, Problem
+from ficco.problems.scaling import operands_of
 
 _KNOWN = "with --machine or FICCO_MACHINE"
 
@@ -68,7 +68,7 @@ def problem_of_sizes(
         operator: name of the public operator.
         m: rows that a rank multiplies; where they differ, those of the rank with most.
         n, k: as :class:`Problem` has them.
-        dtype: likewise, or a name of :data:`ficco.scaling.SCALED`.
+        dtype: likewise, or a name of :data:`ficco.problems.scaling.SCALED`.
         world: number of ranks.
         rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
             as equal ones as there are.

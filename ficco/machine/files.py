@@ -24,7 +24,7 @@ from ficco.errors import ConfigError
 from ficco.machine import units
 from ficco.machine.atomic import write
 from ficco.machine.model import Machine, OneOf, Points, Quantity
-from ficco.problem import digest as digest_of_text
+from ficco.problems.products import digest as digest_of_text
 
 _END = "..."
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from math import ceil, exp, inf, log
 from typing import Annotated, Any
 
-from ficco.problem import ITEMSIZE, Problem
-from ficco.scaling import SCALED, Scaling
+from ficco.problems.products import ITEMSIZE, Problem
+from ficco.problems.scaling import SCALED, Scaling
 
 
 @dataclass(frozen=True)
@@ -578,7 +578,7 @@ class AttentionCalls:
     ) -> tuple[float, float]:
         """Seconds of a call on an otherwise idle rank, and what it costs one that others keep busy:
         they fill its start and the processors that are done before the last. The call is given as
-        :class:`ficco.plan.LibraryCall` has it."""
+        :class:`ficco.problems.mask.LibraryCall` has it."""
         if not flops:
             return 0.0, 0.0
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)

@@ -16,10 +16,10 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention  # not what replaces it for others
 
-from ficco.attention import keys_of
 from ficco.nn.linear import check_schedule, ranks_of
 from ficco.nn.plain import readable
 from ficco.ops.projections import ulysses_output, ulysses_project
+from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 
 #: Makes queries and keys of the whole sequence, [batch, heads, S, size], of others.

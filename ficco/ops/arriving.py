@@ -25,7 +25,7 @@ from ficco.ops.operands import (
 from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import new_kind, number_call, post_call, program_of, workspace_for
 from ficco.ops.refusals import tells_refusals
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
 from ficco.workspace import Workspace

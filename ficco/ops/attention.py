@@ -11,15 +11,10 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.attention import (
-    GATHERED,
-    AttentionGradient,
-    AttentionProblem,
-    attention_plans,
-)
 from ficco.dma.attention import Result
 from ficco.dma.engine import Call, Symmetric
 from ficco.errors import InvalidArgument
+from ficco.heuristics.attention import GATHERED
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
@@ -36,8 +31,10 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.sizes import PLACEMENTS
 from ficco.schedules import Schedule
-from ficco.sizes import PLACEMENTS
+from ficco.schedules.attention import attention_plans
 from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.

@@ -29,7 +29,7 @@ from ficco.ops.operands import (
 from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
 from ficco.options import Options
 from ficco.plan import Buffer
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 from ficco.workspace import CachedCall, Workspace

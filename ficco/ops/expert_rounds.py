@@ -38,9 +38,10 @@ from ficco.ops.planned import execute, new_kind, number_call, post_call, workspa
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
 from ficco.ops.traced import Needs
+from ficco.problems.experts import LANDING, ExpertLayer, block_starts
+from ficco.problems.specification import gated
 from ficco.schedules import Schedule
-from ficco.schedules.experts import LANDING, ExpertLayer, block_starts, expert_plans
-from ficco.specification import gated
+from ficco.schedules.experts import expert_plans
 from ficco.workspace import CachedCall
 
 #: What errors and the board call it.

@@ -24,9 +24,9 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
+from ficco.problems.sizes import ACTIVATIONS
+from ficco.problems.specification import gated
 from ficco.schedules import Schedule
-from ficco.sizes import ACTIVATIONS
-from ficco.specification import gated
 
 #: The operator of compilers for layers that serve all pairs.
 ALL = "experts_all"

@@ -14,9 +14,9 @@ from ficco.dma.engine import Engine
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision
 from ficco.plan import Plan, aligned
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.specification import ALIGNMENT
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
-from ficco.specification import ALIGNMENT
 from ficco.workspace import Workspace
 
 #: What ``auto`` tries under a memory cap if no schedule that it compared keeps to the cap.

@@ -59,7 +59,7 @@ from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import Scales, left_of
 from ficco.ops.recipes import Float8Recipe
 from ficco.options import Options, carried, current
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
 
 #: Operators that multiply the rows that they gather or exchange: dB needs those rows again.

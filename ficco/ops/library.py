@@ -49,7 +49,7 @@ from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import carried, current, from_text, saves_gathered, to_text
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 
 _CALL = 'str group, str schedule="auto", SymInt[]? rows=None, str options=""'
 _CAST = f'{_CALL}, str recipe=""'

@@ -16,8 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.dma.engine import Symmetric
 from ficco.dma.scaled import in_columns
 from ficco.plan import Plan
-from ficco.problem import ITEMSIZE, OPERATORS, Operator, Problem
-from ficco.scaling import CASTS, FAMILIES, MULTIPLE, RECIPES, RESULTS, Scaling, factor_count
+from ficco.problems.products import ITEMSIZE, OPERATORS, Operator, Problem
+from ficco.problems.scaling import (
+    CASTS,
+    FAMILIES,
+    MULTIPLE,
+    RECIPES,
+    RESULTS,
+    Scaling,
+    factor_count,
+)
 from ficco.workspace import Workspace
 
 #: The attribute of a mesh whose order has been checked. Equal meshes can have other groups.

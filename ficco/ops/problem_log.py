@@ -12,8 +12,8 @@ from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.heuristics import Decision
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
 
 LOGGER = logging.getLogger("ficco")
 

@@ -23,7 +23,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.attention import keys_of
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import process_group
@@ -31,6 +30,7 @@ from ficco.ops.operate import check_traced, under_autocast
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
+from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 
 #: What errors and the board call them.

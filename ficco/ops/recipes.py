@@ -11,7 +11,7 @@ import torch
 from ficco.dma.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
 from ficco.ops.registration import Declared, declare
-from ficco.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
+from ficco.problems.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
 #: Scalings that every engine may serve.
 _SERVED = tuple(name for name, rules in RECIPES.items() if not rules.needs)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.attention import BY_HEADS, AttentionProblem, HeadsProblem, heads_plans
 from ficco.dma.engine import Call
+from ficco.heuristics.attention import BY_HEADS
 from ficco.ops import problem_log
 from ficco.ops.attention import ASKED, asked_for, check_together, save_all
 from ficco.ops.fit import keep_to_cap
@@ -27,7 +27,10 @@ from ficco.ops.planned import (
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.heads import HeadsProblem
 from ficco.schedules import Schedule
+from ficco.schedules.heads import heads_plans
 from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.

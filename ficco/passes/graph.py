@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ficco.passes.layout import Order, Size, permuted, regrouped, same
-from ficco.scaling import RESULTS
+from ficco.problems.scaling import RESULTS
 
 aten = torch.ops.aten
 

@@ -46,8 +46,8 @@ from ficco.passes.layout import (
     same,
     total,
 )
-from ficco.problem import ITEMSIZE
-from ficco.scaling import FAMILIES
+from ficco.problems.products import ITEMSIZE
+from ficco.problems.scaling import FAMILIES
 
 #: The operators for a collective before a product, and after one.
 PROLOGUES = {

@@ -43,7 +43,7 @@ from ficco.passes.match import (
     world_of,
 )
 from ficco.passes.report import Entry, Report
-from ficco.scaling import RECIPES, factor_count
+from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import Schedule
 
 

@@ -7,7 +7,6 @@ from ficco.plan.model import (
     OPS,
     Applied,
     Attending,
-    LibraryCall,
     Plan,
     Planned,
     Product,
@@ -21,14 +20,13 @@ from ficco.plan.model import (
 )
 from ficco.plan.parts import in_parts, product_rows
 from ficco.plan.render import render
-from ficco.specification import Buffer
+from ficco.problems.specification import Buffer
 
 __all__ = [
     "OPS",
     "Applied",
     "Attending",
     "Buffer",
-    "LibraryCall",
     "Plan",
     "PlanError",
     "Planned",

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from ficco.specification import ALIGNMENT, Buffer, Specification
+from ficco.problems.mask import LibraryCall
+from ficco.problems.specification import ALIGNMENT, Buffer, Specification
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
 OPS = (
@@ -147,8 +148,8 @@ class Product(NamedTuple):
             ``accumulate`` is not set.
         transposed: ``a.T`` is multiplied; never a batch.
         scales: the factors of ``a`` and of ``b``, as regions of float32
-            (:class:`ficco.specification.Factors`); none for operands without scales. ``a``'s move
-            down with ``a`` if they are as many as its rows.
+            (:class:`ficco.problems.specification.Factors`); none for operands without scales.
+            ``a``'s move down with ``a`` if they are as many as its rows.
         bias: a row that is added to each row.
     """
 
@@ -183,23 +184,6 @@ class Reduction(NamedTuple):
     out: Region
 
 
-class LibraryCall(NamedTuple):
-    """A call of a library's attention, as processors share it.
-
-    Attributes:
-        blocks: how many blocks of queries, each of which one processor attends with.
-        flops: floating-point operations of all, and ``longest`` those of the largest.
-        size: of a head.
-        back: whether it is the backward.
-    """
-
-    blocks: int
-    flops: float
-    longest: float
-    size: int
-    back: bool
-
-
 class Attending(NamedTuple):
     """Rows of queries attend to rows of keys and values, as far as the mask of the problem lets
     them.
@@ -225,7 +209,8 @@ class Attending(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """A function of a library, of whole rows: see :class:`ficco.specification.Application`.
+    """A function of a library, of whole rows: see
+    :class:`ficco.problems.specification.Application`.
 
     Attributes:
         function: its name.
@@ -310,8 +295,8 @@ def unknown(step: Step, reader: str) -> NotImplementedError:
 
 
 class Planned(Protocol):
-    """What Plans are made for: a :class:`ficco.problem.Problem`, or several that follow each
-    other."""
+    """What Plans are made for: a :class:`ficco.problems.products.Problem`, or several that follow
+    each other."""
 
     @property
     def operator(self) -> str:

@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ficco.plan.model import Plan, Region
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.specification import Specification
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherWorld
 from ficco.schedules.space import Schedule
 from ficco.schedules.tiled import TiledGatherStage
-from ficco.specification import Specification
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan, Product, Region, Step, Transfer
-from ficco.problem import Problem
-from ficco.scaling import Scaling
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
+from ficco.problems.specification import ITEMSIZES, Buffer
 from ficco.schedules.builder import Builder, WordAllocator, scaled
 from ficco.schedules.gather import GatherStage, GatherWorld, StagingTooSmall
 from ficco.schedules.inner import InnerGatherStage
@@ -17,7 +18,6 @@ from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
 from ficco.schedules.tiled import TiledGatherStage, TiledScatterStage
-from ficco.specification import ITEMSIZES, Buffer
 
 #: The recipes of float8 that kernels serve whose tiles wait: the factors multiply whole sums.
 TILED_RECIPES = ("tensor", "row")
@@ -34,7 +34,7 @@ def plan(
 
     ``staging_bytes`` caps the staging of gathering operators: if the pieces do not all fit, they
     use it as a ring. ``packs_columns``: copies cannot leave gaps between rows, so that pieces of
-    columns are packed where they land (:class:`ficco.specification.Buffer`).
+    columns are packed where they land (:class:`ficco.problems.specification.Buffer`).
 
     Raises:
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ficco.plan.model import Plan, Planned, Product, Region, Signal, Step, Transfer
-from ficco.problem import Problem
-from ficco.scaling import ALL, CAST, factors_of
+from ficco.problems.products import Problem
+from ficco.problems.scaling import ALL, CAST, factors_of
+from ficco.problems.specification import Buffer
 from ficco.schedules.space import Schedule
-from ficco.specification import Buffer
 
 #: The lane on which what has arrived is summed, or brought to its place, while products run.
 REDUCE_LANE = "reduce0"

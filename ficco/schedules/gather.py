@@ -9,14 +9,14 @@ from operator import itemgetter
 from weakref import proxy
 
 from ficco.plan.model import PLAIN, Product, Region, Signal, Step, Transfer, new
-from ficco.problem import Problem
-from ficco.scaling import ALL, factors_of
+from ficco.problems.products import Problem
+from ficco.problems.scaling import ALL, factors_of
+from ficco.problems.specification import Buffer
 from ficco.schedules.builder import Builder, EachRank, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Arrivals, Unit, names, targets_in_order
 from ficco.schedules.network import LANE, Sending, add_moves, legs, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
-from ficco.specification import Buffer
 
 #: Groups whose copies are enqueued before the first product that waits for one. Copy engines then
 #: always have work, and a GPU that waits for its host gets its first products early.

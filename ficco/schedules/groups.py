@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region, new
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules.builder import remembered
 from ficco.schedules.space import Schedule
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ficco.plan.model import Step, Transfer
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules.builder import Builder
 from ficco.schedules.groups import peers_in_order, targets_in_order
 from ficco.schedules.space import Schedule

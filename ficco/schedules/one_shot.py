@@ -12,7 +12,7 @@ that the call has begun.
 from __future__ import annotations
 
 from ficco.plan.model import Reduction, Region, Signal, Step
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Unit, cut, finer
 from ficco.schedules.runs import merged

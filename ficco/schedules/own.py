@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules.space import KNOBS, NAMED, OWN, Schedule
 
 #: Makes the Plan of a rank; ``ValueError`` for a problem that it does not serve.

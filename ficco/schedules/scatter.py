@@ -14,7 +14,8 @@ from functools import cached_property, partial
 from itertools import zip_longest
 
 from ficco.plan.model import PLAIN, Product, Reduction, Region, Signal, Step, Transfer, new
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.specification import Buffer
 from ficco.schedules.builder import (
     REDUCE_LANE,
     Builder,
@@ -28,7 +29,6 @@ from ficco.schedules.groups import Departures, Unit, names, peers_in_order
 from ficco.schedules.network import Sending, add_moves, legs, returning, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
-from ficco.specification import Buffer
 
 
 class ScatterWorld(World):

@@ -13,11 +13,11 @@ from functools import lru_cache
 from ficco.machine import Machine
 from ficco.plan import Plan
 from ficco.plan.collector import paused
-from ficco.problem import Problem
+from ficco.problems.products import Problem
+from ficco.problems.sizes import MODES
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate.events import Simulation
 from ficco.simulate.mirror import mirrored, slowest
-from ficco.sizes import MODES
 from ficco.timeline import SYNC_LANE, Timeline, assemble
 
 __all__ = ["MODES", "predict", "simulate"]

@@ -69,11 +69,12 @@ from ficco.machine import (
     Network,
     Topology,
 )
-from ficco.plan import OPS, LibraryCall, Plan, Region, Signal, Step, in_parts, together, unknown
+from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
-from ficco.problem import Problem
+from ficco.problems.mask import LibraryCall
+from ficco.problems.products import Problem
+from ficco.problems.sizes import MODES
 from ficco.simulate.mirror import Mirror
-from ficco.sizes import MODES
 from ficco.timeline import SYNC_LANE
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ficco.machine import Machine
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import GRANULE, cut
 

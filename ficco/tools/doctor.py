@@ -31,7 +31,7 @@ from ficco.dma.patience import limit_of
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
 from ficco.options import current
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.version import version
 from ficco.workspace import workspace_of
 

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ficco.attention.gradient import AttentionGradient
-from ficco.attention.heads import HeadsProblem
-from ficco.attention.heads_plans import heads_plans
-from ficco.attention.plans import attention_plans
-from ficco.attention.plans import refusal as attention_refusal
-from ficco.attention.problem import AttentionProblem
 from ficco.machine import Machine, find
 from ficco.plan.model import Plan
-from ficco.problem import OPERATORS, Problem
-from ficco.scaling import Scaling
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.experts import ExpertLayer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule, StagingTooSmall, plans, refusal
 from ficco.schedules.arriving import Gathering, gathering
-from ficco.schedules.experts import ExpertLayer, expert_plans
+from ficco.schedules.attention import attention_plans
+from ficco.schedules.attention import refusal as attention_refusal
+from ficco.schedules.experts import expert_plans
+from ficco.schedules.heads import heads_plans
 
 
 class Case(NamedTuple):

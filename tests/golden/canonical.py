@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ficco.plan.model import Plan, Region, Signal, Step
-from ficco.specification import Buffer
+from ficco.problems.specification import Buffer
 
 #: Names in the text of classes that have another name by now.
 CLASSES: dict[str, str] = {}

@@ -14,16 +14,16 @@ from ficco.plan.proof.columns import Accesses, Bools, Ints, Regions, bools, ints
 from ficco.plan.proof.rules import PlanError, Who, demand
 from ficco.plan.proof.signals import SignalColumns
 from ficco.plan.proof.steps import Steps
-from ficco.specification import Attention, Contraction, Exchange
+from ficco.problems.specification import Attention, Contraction, Exchange
 
 #: More than the number of any row.
 _NO_END = np.int64(1) << 62
 
 
 class BufferColumns:
-    """The properties of :class:`ficco.specification.Buffer` as columns, by the buffers' number;
-    matrices and dtypes are numbers. ``begins``, ``left``: by buffer and rank, the numbers of the
-    first row and column."""
+    """The properties of :class:`ficco.problems.specification.Buffer` as columns, by the buffers'
+    number; matrices and dtypes are numbers. ``begins``, ``left``: by buffer and rank, the numbers
+    of the first row and column."""
 
     def __init__(self, steps: Steps) -> None:
         buffers, world = steps.buffers, steps.world

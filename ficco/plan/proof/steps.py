@@ -15,7 +15,7 @@ from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.plan.proof.columns import Ints, ints, unzipped
 from ficco.plan.proof.rules import PlanError, Who
-from ficco.specification import Buffer
+from ficco.problems.specification import Buffer
 
 #: By operation, whether a step holds a transfer, products, a reduction, attends, a
 #: function.

@@ -24,11 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.attention import AttentionProblem, HeadsProblem, Rectangle, Segment
 from ficco.dma.attention import Heads, Merge, attention, by_heads, merge
 from ficco.dma.engine import Part
-from ficco.families import problem_of
+from ficco.heuristics.families import problem_of
 from ficco.hip_kernels.launch import Kernels
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.mask import Rectangle, Segment
 from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION
 from ficco.tools.bench.series import Stopwatch

@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.families import movements
 from ficco.heuristics import Decision, decide
+from ficco.heuristics.families import movements
 from ficco.options import current
 from ficco.plan import Plan, aligned
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import cut
 from ficco.tools.bench.candidates import BenchCandidate

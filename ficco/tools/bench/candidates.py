@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates, is_serial
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, refusal, same_plans
 from ficco.tools.bench.cases import OPERATOR
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ficco.errors import ConfigError
-from ficco.problem import OPERATORS, Problem
-from ficco.scaling import SCALED
-from ficco.specification import ITEMSIZES
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.scaling import SCALED
+from ficco.problems.specification import ITEMSIZES
 
 #: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
 #: however many there are here.
@@ -37,8 +37,8 @@ class Case:
         m: rows of the product; of an all-to-all those that one rank multiplies.
         n: columns of one rank's B.
         k: columns of one rank's A.
-        dtype: name of the dtype, or of a kind of float8 operands (``ficco.scaling.SCALED``).
-        label: where the shape comes from, in words.
+        dtype: name of the dtype, or of a kind of float8 operands
+        (``ficco.problems.scaling.SCALED``). label: where the shape comes from, in words.
         skip: why it is not measured; empty if it is.
         operator: what is asked for.
         halves: where memory ends, m is halved until it fits.

@@ -22,7 +22,7 @@ from ficco.dma.cpu import CpuEngine
 from ficco.dma.hosts import VARIABLE
 from ficco.heuristics import Decision
 from ficco.machine import find
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.schedules import NAMED
 from ficco.tools.bench import attention, experts
 from ficco.tools.bench.calls import build, caller, taken

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ficco
-from ficco.families import problem_of
 from ficco.heuristics.experts import EXPERTS as EXPERTS_FAMILY
+from ficco.heuristics.families import problem_of
 from ficco.ops.expert_rounds import spread as spread_rows
 from ficco.ops.expert_rounds import weighted_sum
 from ficco.plan import Planned

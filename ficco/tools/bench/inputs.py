@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma.scaled import dequantized, multiply_scaled
-from ficco.problem import Problem
-from ficco.scaling import ALL, Recipe, factor_count
+from ficco.problems.products import Problem
+from ficco.problems.scaling import ALL, Recipe, factor_count
 
 #: Nonzero elements in a column of the exact B; of all ranks together, where products are summed.
 #: With elements of A up to 3 in size no sum leaves +-192, which bfloat16 holds exactly (up to 256),

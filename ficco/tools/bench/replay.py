@@ -35,8 +35,8 @@ from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
 from ficco.dma.scaled import dequantized
-from ficco.families import family_of
 from ficco.heuristics.arrivals import crossing
+from ficco.heuristics.families import family_of
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
 from ficco.schedules import Schedule

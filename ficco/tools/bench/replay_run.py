@@ -22,13 +22,13 @@ from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Program
 from ficco.dma.patience import limit_of
 from ficco.errors import FiccoError
-from ficco.families import family_of
 from ficco.heuristics.arrivals import last_arrival
+from ficco.heuristics.families import family_of
 from ficco.machine import Fingerprint, Machine, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
 from ficco.plan import Planned
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.candidates import COMPARED, BenchCandidate
 from ficco.tools.bench.cases import Case

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.tools.bench import stats
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case

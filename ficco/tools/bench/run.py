@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from ficco.accelerator import gpu
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.tools.bench.calls import caller, taken
 from ficco.tools.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.tools.bench.cases import Case

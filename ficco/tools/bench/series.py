@@ -27,7 +27,7 @@ from ficco.dma.hosts import Hosts, hosts_of
 from ficco.dma.products import multiply
 from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Planned
-from ficco.scaling import Scaling
+from ficco.problems.scaling import Scaling
 from ficco.tools.bench.calls import Runner, all_gather
 from ficco.tools.bench.inputs import draw_normal, factors
 from ficco.tools.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds

@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 
-from ficco.families import family_of
 from ficco.heuristics import Decision, candidates, decide
 from ficco.heuristics.candidates import is_serial
 from ficco.heuristics.decide import described
+from ficco.heuristics.families import family_of
 from ficco.machine import Machine
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.accelerator import gpu
 from ficco.errors import FiccoError
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.tools.bench.calls import Runner, build, expected, unavailable
 from ficco.tools.bench.candidates import BenchCandidate
 from ficco.tools.bench.inputs import Operands, exact_calls, wrong_elements

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.families import family_of
+from ficco.heuristics.families import family_of
 from ficco.plan import Planned
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.frames import RunSettings, Schema

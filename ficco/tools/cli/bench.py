@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.problem import OPERATORS
-from ficco.scaling import SCALED
+from ficco.problems.products import OPERATORS
+from ficco.problems.scaling import SCALED
 from ficco.tools import launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, Case

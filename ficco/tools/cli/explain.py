@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.amounts import seconds_text
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.tools import launch
 from ficco.tools.bench.cases import Case
 from ficco.tools.cli.bench import START_S
@@ -51,7 +51,7 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ficco.families import family_of
+    from ficco.heuristics.families import family_of
 
     if arguments.from_log:
         return _from_log(arguments)

@@ -41,7 +41,7 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ficco.families import family_of
+    from ficco.heuristics.families import family_of
     from ficco.heuristics.where import too_large
     from ficco.plan import check, render
     from ficco.simulate import simulate

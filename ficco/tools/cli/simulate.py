@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ficco.amounts import seconds_text
-from ficco.problem import OPERATORS
-from ficco.sizes import MODES
+from ficco.problems.products import OPERATORS
+from ficco.problems.sizes import MODES
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import Case
 from ficco.tools.cli.site import (
@@ -77,7 +77,7 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import pandas as pd
 
-    from ficco.families import sizes_of
+    from ficco.heuristics.families import sizes_of
     from ficco.schedules import NAMED, Schedule
     from ficco.tools.bench import simulated
     from ficco.tools.bench.frames import append, records
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Problems, and what rows say of them."""
-    from ficco.families import problem_of
+    from ficco.heuristics.families import problem_of
     from ficco.tools.bench.simulated import shape_of
 
     given, operator = sizes(arguments), arguments.operator
@@ -143,7 +143,7 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
 
 
 def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mode: str) -> None:
-    from ficco.families import family_of
+    from ficco.heuristics.families import family_of
     from ficco.schedules import Schedule
     from ficco.simulate import simulate
     from ficco.timeline import dumps

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.scaling import CAST_KINDS
-from ficco.sizes import SIZES, Size
+from ficco.problems.scaling import CAST_KINDS
+from ficco.problems.sizes import SIZES, Size
 from ficco.tools import launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
 
@@ -184,7 +184,7 @@ def problem(arguments: Any, local_world: int) -> Planned:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-    from ficco.families import problem_of
+    from ficco.heuristics.families import problem_of
 
     rows: Any = None
     if arguments.rows:

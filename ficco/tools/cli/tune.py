@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ficco.problem import OPERATORS
+from ficco.problems.products import OPERATORS
 from ficco.tools import launch
 from ficco.tools.bench import cases
 from ficco.tools.cli.site import CSV, FILE, FLAG, GATHERS, NAMES, add_ranks, command

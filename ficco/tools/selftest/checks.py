@@ -17,7 +17,7 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
 from ficco.tools.bench.calls import call

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.dma import ways
 from ficco.dma.ways import variable
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
 from ficco.tools import probe
 from ficco.tools.bench.cases import OPERATOR as GATHER

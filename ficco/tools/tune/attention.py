@@ -7,12 +7,10 @@ from functools import partial
 from statistics import mean, median
 from typing import Any
 
-from ficco.attention import Rectangle
-from ficco.attention.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from ficco.dma.attention import Heads, Result, backward, by_heads
 from ficco.dma.attention import attention as attend
 from ficco.machine import AttentionCalls
-from ficco.plan import LibraryCall
+from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall, Rectangle
 from ficco.tools.bench.series import MeasuredCalls
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import Attends

@@ -12,7 +12,7 @@ from ficco.heuristics.candidates import SERIALS, candidates
 from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
 from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
 from ficco.plan import Plan
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
 from ficco.tools.bench.cases import MEMORY_SHARE, Case

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ficco
 from ficco.heuristics.model import lacking
 from ficco.machine import COLLECTIVES, SCALED_PRODUCTS, Gemm, Machine, Provenance
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools.bench.series import Stopwatch

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ficco
 from ficco.machine import Collective, Contention, Copies, Network, Topology
 from ficco.plan import together
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.calls import reduce_scatter
 from ficco.tools.bench.series import MeasuredCalls, Times, timed_during

@@ -12,7 +12,7 @@ import numpy as np
 
 from ficco.machine import Gemm
 from ficco.machine.model import attention_loads
-from ficco.plan import LibraryCall
+from ficco.problems.mask import LibraryCall
 
 #: Copies to all peers at once that bring so many times the bytes per second of copies to one peer
 #: after the other show a link per pair; a shared port brings no more.

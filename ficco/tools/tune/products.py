@@ -24,7 +24,7 @@ from ficco.machine import (
     Provenance,
     nearest,
 )
-from ficco.scaling import MULTIPLE, SCALED
+from ficco.problems.scaling import MULTIPLE, SCALED
 from ficco.schedules import Schedule
 from ficco.tools.bench.series import MeasuredCalls, Stopwatch
 from ficco.tools.fit import Sample, errors, fit

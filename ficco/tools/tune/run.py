@@ -33,7 +33,7 @@ from ficco.machine import (
     save,
     tuned_key,
 )
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.tools import doctor
 from ficco.tools.bench.frames import commit
 from ficco.tools.bench.series import Stopwatch

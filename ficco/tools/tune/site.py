@@ -14,7 +14,7 @@ import torch
 
 import ficco
 from ficco.machine import Machine, Provenance
-from ficco.scaling import operands_of
+from ficco.problems.scaling import operands_of
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.series import MeasuredCalls, Stopwatch, Times
 from ficco.tools.tune.effort import Effort

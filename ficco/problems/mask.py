@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ficco.plan.model import LibraryCall
-
 #: Queries that one processor of a GPU attends with, in libraries' attention.
 BLOCK = 128
 
@@ -23,6 +21,23 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
 #: First and last row or position, exclusive.
 Span = tuple[int, int]
+
+
+class LibraryCall(NamedTuple):
+    """A call of a library's attention, as processors share it.
+
+    Attributes:
+        blocks: how many blocks of queries, each of which one processor attends with.
+        flops: floating-point operations of all, and ``longest`` those of the largest.
+        size: of a head.
+        back: whether it is the backward.
+    """
+
+    blocks: int
+    flops: float
+    longest: float
+    size: int
+    back: bool
 
 
 class Segment(NamedTuple):

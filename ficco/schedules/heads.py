@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from ficco.attention.heads import HeadsProblem
-from ficco.attention.mask import Span
 from ficco.plan.collector import paused
 from ficco.plan.model import Applied, Plan, Region, Signal, Step, Transfer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.mask import Span
+from ficco.problems.specification import Buffer
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
 from ficco.schedules.gather import LOOKAHEAD
 from ficco.schedules.groups import cut, peers_in_order, targets_in_order
 from ficco.schedules.network import Sending, add_moves, far_legs
 from ficco.schedules.space import NAMED, Schedule
-from ficco.specification import Buffer
 
 
 def heads_refusal(schedule: Schedule) -> str:

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ficco.attention.gradient import (
-    AttentionGradient,
-    GradientStage,
-    GradientWorld,
-    KeptGradientStage,
-)
-from ficco.attention.problem import AttentionProblem
-from ficco.attention.stage import AttentionStage, AttentionWorld
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
+from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.schedules.attention_gradient import GradientStage, GradientWorld, KeptGradientStage
+from ficco.schedules.attention_stage import AttentionStage, AttentionWorld
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.space import Schedule
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from ficco.attention.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Rectangle
-from ficco.attention.problem import SUMS, AttentionProblem
 from ficco.errors import InvalidArgument
-from ficco.plan.model import LibraryCall
-from ficco.specification import Application, Buffer, Exchange, Rows, Specification
+from ficco.problems.attention import SUMS, AttentionProblem
+from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall, Rectangle
+from ficco.problems.specification import Application, Buffer, Exchange, Rows, Specification
 
 #: What a forward keeps for its gradient, apart from the log-sum-exp: nothing, since there is none;
 #: the heads that have arrived; or the shards, which travel again.

@@ -7,98 +7,21 @@ made, and summed there in float32. That of the queries grows as rows arrive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from ficco.attention.mask import BACKWARD_PRODUCTS
-from ficco.attention.problem import AttentionProblem, KeyGather
-from ficco.attention.stage import AttentionStage, AttentionWorld, KeyRun
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
+from ficco.problems.attention import AttentionGradient
+from ficco.problems.mask import BACKWARD_PRODUCTS
+from ficco.problems.specification import Buffer
+from ficco.schedules.attention_stage import AttentionStage, AttentionWorld, KeyRun
 from ficco.schedules.builder import Builder, WordAllocator, remembered
 from ficco.schedules.groups import Unit
 from ficco.schedules.network import Sending, add_moves, legs, returning, via
 from ficco.schedules.space import Schedule
-from ficco.specification import Buffer, Exchange, Specification
-
-
-@dataclass(frozen=True)
-class AttentionGradient:
-    """The gradients of a call of attention.
-
-    Attributes:
-        forward: the call.
-        kept: the rows of KV that a rank has got are an operand.
-    """
-
-    forward: AttentionProblem
-    kept: bool = False
-
-    @property
-    def operator(self) -> str:
-        return f"{self.forward.operator}_backward"
-
-    @property
-    def world(self) -> int:
-        return self.forward.world
-
-    @property
-    def hosts(self) -> int:
-        return self.forward.hosts
-
-    @property
-    def keys(self) -> KeyGather:
-        return self.forward.keys
-
-    def senders(self, rank: int, first: int, last: int) -> int:
-        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
-        r; 0 if some attend to a part of them."""
-        own = self.keys.lands(rank, rank)
-        first, last, found = first - own, last - own, 0
-        for other in range(self.world):
-            begin, end = self.keys.spans[rank][other]
-            if begin <= first and last <= end:
-                found |= 1 << other
-            elif begin < last and first < end:
-                return 0
-        return found
-
-    @cached_property
-    def specification(self) -> Specification:
-        """What comes back has a place for each rank that may attend to it."""
-        asked, keys = self.forward.specification, self.keys
-        kv, q = asked.operands
-        (out,), (made,) = asked.results, asked.attentions
-        travels = {} if self.kept else asked.exchanges
-        given = [
-            out._replace(name=name, holds=holds, memory="operand")
-            for name, holds in (("o", "O"), ("grad", "dO"))
-        ]
-        first = tuple(keys.lands(rank, rank) for rank in range(self.world))
-        dkv = kv._replace(memory="result", symmetric=False, leaves=False, first=first)
-        return Specification(
-            operands=(self.forward.landing("operand") if self.kept else kv, q, *given),
-            results=(out._replace(name="dq", holds="dQ"), dkv._replace(name="dkv", holds="dKV")),
-            contractions=(),
-            exchanges={
-                **travels,
-                "dKV": Exchange(
-                    block=lambda src, dst: keys.block(dst, src),
-                    leaves=lambda src, dst: keys.lands(dst, src),
-                    lands=lambda src, dst: keys.number(dst, dst, keys.leaves(dst, src)),
-                    sums=True,
-                    terms=True,
-                    senders=self.senders,
-                ),
-            },
-            attentions=(made._replace(out="dQ", back="dKV"),),
-        )
-
-    def __str__(self) -> str:
-        text = str(self.forward).replace(self.forward.operator, self.operator, 1)
-        return text.removesuffix(")") + ", kept" * self.kept + ")"
 
 
 class Contribution(NamedTuple):
@@ -239,7 +162,7 @@ class GradientStage(AttentionStage):
 
     #: The gradients of keys are made of those of all queries at once.
     cuts_queries = False
-    products = BACKWARD_PRODUCTS
+    products_a_pair = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)

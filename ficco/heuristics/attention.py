@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ficco.attention.heads_plans import heads_plans
-from ficco.attention.plans import attention_plans, refusal
 from ficco.heuristics.family import Family
+from ficco.schedules.attention import attention_plans, refusal
+from ficco.schedules.heads import heads_plans
 
 #: Attention to keys that are gathered. Growing groups are few calls of a library; the others wait
 #: less for the first or after the last piece. On one H100 two lanes took 0.94 to 0.99 of the time

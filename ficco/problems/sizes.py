@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.problem import MOST, OPERATORS
+from ficco.problems.products import MOST, OPERATORS
 
 #: Which positions a rank holds. ``"ranks"``: the sequence in the order of the ranks.
 #: ``"head-tail"``: of 2 W chunks, rank r the chunks r and 2 W - 1 - r, so that under a causal mask

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.scaling import (
+from ficco.problems.scaling import (
     CAST,
     CASTS,
     FAMILIES,
@@ -21,7 +21,7 @@ from ficco.scaling import (
     factor_count,
     name_of,
 )
-from ficco.specification import (
+from ficco.problems.specification import (
     ITEMSIZES,
     Buffer,
     Contraction,

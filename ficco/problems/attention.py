@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from ficco.attention.mask import Mask, Rectangle, Segment, Span, merged
 from ficco.errors import InvalidArgument
-from ficco.problem import Problem, digest
-from ficco.sizes import PLACEMENTS
-from ficco.specification import Attention, Buffer, Exchange, Specification
+from ficco.problems.mask import Mask, Rectangle, Segment, Span, merged
+from ficco.problems.products import Problem, digest
+from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.specification import Attention, Buffer, Exchange, Specification
 
 #: Dtypes that libraries' attention has, with the dtype of its sums.
 SUMS = {
@@ -79,7 +79,7 @@ class AttentionProblem:
         kv_heads: heads of keys and values, a divisor of ``heads``.
         dtype: its name.
         causal, window, cu_seqlens: see :class:`Mask`.
-        placement: one of :data:`ficco.sizes.PLACEMENTS`.
+        placement: one of :data:`ficco.problems.sizes.PLACEMENTS`.
         scale: by what scores are multiplied; None: 1 / sqrt(size).
         symmetric: keys and values lie in symmetric memory as they travel.
         keeps: the rows of KV that a rank gets, its own among them, are a second result.
@@ -306,3 +306,80 @@ def clipped(segments: Sequence[Segment], rows: Span) -> list[Segment]:
     """Those segments, or parts of them, that are in some rows."""
     parts = [one.clipped(rows) for one in segments]
     return [one for one in parts if one.length]
+
+
+@dataclass(frozen=True)
+class AttentionGradient:
+    """The gradients of a call of attention.
+
+    Attributes:
+        forward: the call.
+        kept: the rows of KV that a rank has got are an operand.
+    """
+
+    forward: AttentionProblem
+    kept: bool = False
+
+    @property
+    def operator(self) -> str:
+        return f"{self.forward.operator}_backward"
+
+    @property
+    def world(self) -> int:
+        return self.forward.world
+
+    @property
+    def hosts(self) -> int:
+        return self.forward.hosts
+
+    @property
+    def keys(self) -> KeyGather:
+        return self.forward.keys
+
+    def senders(self, rank: int, first: int, last: int) -> int:
+        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
+        r; 0 if some attend to a part of them."""
+        own = self.keys.lands(rank, rank)
+        first, last, found = first - own, last - own, 0
+        for other in range(self.world):
+            begin, end = self.keys.spans[rank][other]
+            if begin <= first and last <= end:
+                found |= 1 << other
+            elif begin < last and first < end:
+                return 0
+        return found
+
+    @cached_property
+    def specification(self) -> Specification:
+        """What comes back has a place for each rank that may attend to it."""
+        asked, keys = self.forward.specification, self.keys
+        kv, q = asked.operands
+        (out,), (made,) = asked.results, asked.attentions
+        travels = {} if self.kept else asked.exchanges
+        given = [
+            out._replace(name=name, holds=holds, memory="operand")
+            for name, holds in (("o", "O"), ("grad", "dO"))
+        ]
+        first = tuple(keys.lands(rank, rank) for rank in range(self.world))
+        dkv = kv._replace(memory="result", symmetric=False, leaves=False, first=first)
+        return Specification(
+            operands=(self.forward.landing("operand") if self.kept else kv, q, *given),
+            results=(out._replace(name="dq", holds="dQ"), dkv._replace(name="dkv", holds="dKV")),
+            contractions=(),
+            exchanges={
+                **travels,
+                "dKV": Exchange(
+                    block=lambda src, dst: keys.block(dst, src),
+                    leaves=lambda src, dst: keys.lands(dst, src),
+                    lands=lambda src, dst: keys.number(dst, dst, keys.leaves(dst, src)),
+                    sums=True,
+                    terms=True,
+                    senders=self.senders,
+                ),
+            },
+            attentions=(made._replace(out="dQ", back="dKV"),),
+        )
+
+    def __str__(self) -> str:
+        text = str(self.forward).replace(self.forward.operator, self.operator, 1)
+        return text.removesuffix(")") + ", kept" * self.kept + ")"

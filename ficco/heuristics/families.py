@@ -7,22 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ficco.attention import BY_HEADS, GATHERED, AttentionProblem, HeadsProblem
 from ficco.errors import InvalidArgument
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.arrivals import Received
+from ficco.heuristics.attention import BY_HEADS, GATHERED
 from ficco.heuristics.candidates import suited
 from ficco.heuristics.experts import EXPERTS
 from ficco.heuristics.family import SERIAL, Family
 from ficco.heuristics.losses import bounds
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned
-from ficco.problem import OPERATORS, Problem
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.sizes import REQUIRED, SIZES, Size
+from ficco.problems.specification import gated as named_gated
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
-from ficco.schedules.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.simulate import predict
-from ficco.sizes import REQUIRED, SIZES, Size
-from ficco.specification import gated as named_gated
 
 # Families.
 

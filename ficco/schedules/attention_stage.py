@@ -10,14 +10,14 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ficco.attention.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
-from ficco.attention.problem import MERGE, SUMS, AttentionProblem, KeyGather
 from ficco.plan.model import Attending, Region, Signal, Step, Transfer
+from ficco.problems.attention import MERGE, SUMS, AttentionProblem, KeyGather
+from ficco.problems.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
+from ficco.problems.specification import Specification
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit, cut
 from ficco.schedules.space import Schedule
-from ficco.specification import Specification
 
 
 class AttentionWorld(GatherWorld):
@@ -27,6 +27,8 @@ class AttentionWorld(GatherWorld):
         function: what makes the result of what attends leave.
     """
 
+    problem: KeyGather
+
     def __init__(
         self,
         asked: AttentionProblem,
@@ -35,7 +37,8 @@ class AttentionWorld(GatherWorld):
         cap: int | None,
         whole: Specification,
     ) -> None:
-        self.asked, operands = asked, (*whole.operands[:2], whole.results[0])
+        self.asked, (q, kv, *_) = asked, whole.operands
+        operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group, and no keys.
         super().__init__(asked.keys, replace(schedule, tail=1), words, cap, operands)
         self.schedule = schedule
@@ -69,7 +72,7 @@ class AttentionStage(GatherStage):
     #: Whether some queries can attend to a group before others do.
     cuts_queries = True
     #: Of each pair of a query and a key.
-    products = FORWARD_PRODUCTS
+    products_a_pair = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -249,7 +252,7 @@ class AttentionStage(GatherStage):
         q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
         out = q._replace(buffer=self.product)
         pairs, heads = sum(one.pairs for one in run.calls), self.asked.batch * self.asked.heads
-        calls = tuple(one.call(heads, self.asked.size, self.products) for one in run.calls)
+        calls = tuple(one.call(heads, self.asked.size, self.products_a_pair) for one in run.calls)
         return Attending(q, run.kv, out, run.first, pairs, adds, calls=calls)
 
 
