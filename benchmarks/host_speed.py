@@ -21,8 +21,8 @@ from ficco.board import Board
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, find
 from ficco.ops import call, operate
-from ficco.plan import check
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import check
 from ficco.schedules import Schedule, plans
 
 SIZES = range(8704, 16897, 2048)

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco.machine import find
-from ficco.plan import OPS, Plan, PlanError, Step, check, in_parts, render
+from ficco.plan import OPS, Plan, Step, in_parts, render
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import Gathering, callers_step, gathering, pieces_of
 from ficco.simulate import simulate

@@ -23,14 +23,15 @@ from ficco.dma.attention import Heads, Result, attention, backward, merge
 from ficco.dma.engine import Part
 from ficco.heuristics.attention import GATHERED
 from ficco.machine import Machine, find
-from ficco.plan import Plan, PlanError, Region, Step, check, render
+from ficco.plan import Plan, Region, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.mask import Mask, Rectangle, Segment
 from ficco.problems.sizes import PLACEMENTS
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
-from ficco.timeline import attended_flops, work
+from ficco.simulate.timeline import attended_flops, work
 
 SCHEDULES = (
     "growing",

@@ -28,7 +28,7 @@ from ficco.heuristics.families import movements
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule, plans
-from ficco.timeline import Timeline, loads
+from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
 from ficco.tools.bench import (
     attention,

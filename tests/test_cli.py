@@ -29,7 +29,7 @@ from ficco.plan import Plan
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED, Schedule, plans
-from ficco.timeline import loads
+from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
 from ficco.tools.bench import demo, ways
 from ficco.tools.bench.calls import Runner

@@ -19,10 +19,11 @@ from ficco.dma.filled import grouped, moves, spans
 from ficco.heuristics.experts import EXPERTS, MARGIN
 from ficco.heuristics.model import TIE
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.plan import Plan, Step, render
 from ficco.plan.model import Region
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer, block_starts
 from ficco.problems.products import Problem
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 from ficco.simulate import predict, simulate

@@ -29,9 +29,9 @@ from ficco.dma.scaled import _padded, lacking_on_cuda, lacking_on_hip
 from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.ops.operands import Scales, plain_scales
-from ficco.plan import check
 from ficco.problems.products import Problem
 from ficco.problems.scaling import RECIPES, Scaling, factor_count
+from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.build import TILED_RECIPES
 from ficco.simulate import predict

@@ -43,9 +43,10 @@ import ficco
 from ficco.dma.scaled import quantized
 from ficco.heuristics.losses import ideal
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, check
+from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.problems.scaling import CASTS, RECIPES, Scaling
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.simulate import predict, simulate
 

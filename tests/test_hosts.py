@@ -39,8 +39,9 @@ from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.decide import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
-from ficco.plan import Plan, PlanError, Region, Signal, Step, check, render
+from ficco.plan import Plan, Region, Signal, Step, render
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import PlanError, check
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import peers_in_order, targets_in_order

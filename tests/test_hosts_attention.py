@@ -29,10 +29,11 @@ from ficco.dma.gloo import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics.attention import BY_HEADS, GATHERED
 from ficco.machine import Machine, find
-from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.sizes import PLACEMENTS
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.heads import heads_plans

@@ -22,12 +22,13 @@ from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing, problem_of
 
 import ficco
 from ficco.machine import Machine, find
-from ficco.plan import Plan, PlanError, Step, check
+from ficco.plan import Plan, Step
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans
 from ficco.schedules.experts import expert_plans
 from ficco.simulate import simulate
-from ficco.timeline import work
+from ficco.simulate.timeline import work
 
 #: Hosts, and ranks of each.
 WORLDS = [(2, 2), (3, 2), (2, 1), (1, 4), (4, 1), (2, 3)]

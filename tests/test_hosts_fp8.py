@@ -16,9 +16,9 @@ from test_fp8 import E4M3, FNUZ, OPERATORS, ScaledCase, drawn
 from test_hosts import SCHEDULES, TOPOLOGIES, host_of, network
 from test_operators import BLOCKS, SUMS, rows_for
 
-from ficco.plan import PlanError, check
 from ficco.problems.products import Problem
 from ficco.problems.scaling import CASTS, RECIPES, Scaling
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans, refusal
 
 KINDS = [

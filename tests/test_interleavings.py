@@ -16,8 +16,9 @@ import numpy.typing as npt
 import pytest
 from cases import gathered_bytes
 
-from ficco.plan import Plan, PlanError, Product, Reduction, Region, Step, check, in_parts
+from ficco.plan import Plan, Product, Reduction, Region, Step, in_parts
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import PlanError, check
 from ficco.schedules import NAMED, Schedule, plans
 
 Ints = npt.NDArray[np.int64]

@@ -14,13 +14,14 @@ from cases import gathered_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ficco.plan import Buffer, Plan, PlanError, Reduction, Signal, Step, Transfer, aligned, check
+from ficco.plan import Buffer, Plan, Reduction, Signal, Step, Transfer, aligned
 from ficco.plan.collector import MANY, paused
 from ficco.plan.model import Region
-from ficco.plan.proof.execution import execute
-from ficco.plan.proof.signals import SignalColumns
-from ficco.plan.proof.steps import Steps
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import PlanError, check
+from ficco.proof.execution import execute
+from ficco.proof.signals import SignalColumns
+from ficco.proof.steps import Steps
 from ficco.schedules import NAMED, Schedule, plans, refusal
 
 PROBLEM = Problem("all_gather_matmul", (16,) * 4, 24, 32, "bfloat16")

@@ -17,9 +17,9 @@ from torch.nn import functional
 import ficco
 import ficco.nn
 from ficco.machine import find
-from ficco.plan import check
 from ficco.problems.heads import keys_of
 from ficco.problems.products import Problem
+from ficco.proof import check
 from ficco.schedules import Schedule, plans
 
 SCHEDULES = (

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.plan import check, render
+from ficco.plan import render
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import check
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal, same_plans
 from ficco.schedules.groups import (
     Arrivals,
@@ -284,7 +285,7 @@ def test_tail_cuts_the_last_shard_alone() -> None:
     assert sizes == [[64], [64], [16], [16], [16], [16]]
 
 
-@pytest.mark.parametrize("name", ["ficco.amounts", "ficco.schedules.groups"])
+@pytest.mark.parametrize("name", ["ficco.plan.amounts", "ficco.schedules.groups"])
 def test_docstrings_show_what_is_so(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed

@@ -30,7 +30,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
 from ficco.simulate.events import DRIFT, UNFILLED
-from ficco.timeline import Bar, Timeline, dumps, loads, work
+from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools import cli
 from ficco.tools.bench import draw as drawing
 from ficco.tools.bench.draw import draw, trace

@@ -20,25 +20,15 @@ from ficco import schedules
 from ficco.dma.engine import Call, Capabilities
 from ficco.dma.tiles import work_of
 from ficco.machine import find
-from ficco.plan import (
-    Plan,
-    PlanError,
-    Product,
-    Signal,
-    Step,
-    Transfer,
-    check,
-    in_parts,
-    product_rows,
-    render,
-)
+from ficco.plan import Plan, Product, Signal, Step, Transfer, in_parts, product_rows, render
 from ficco.plan.model import Region
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import Buffer, Contraction, Exchange, Factors, Specification
+from ficco.proof import PlanError, check
 from ficco.runtime import compile
 from ficco.simulate import simulate
-from ficco.timeline import assemble
+from ficco.simulate.timeline import assemble
 
 GATHERS = (
     "shard-overlap",

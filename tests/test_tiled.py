@@ -17,8 +17,9 @@ from ficco.heuristics.candidates import TILED_ROWS, predictable
 from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
 from ficco.machine import Gemm, Machine, Provenance, find
 from ficco.ops.fit import first_fit
-from ficco.plan import Plan, Step, check
+from ficco.plan import Plan, Step
 from ficco.problems.products import OPERATORS, Problem
+from ficco.proof import check
 from ficco.schedules import Schedule, plans
 from ficco.simulate import predict
 from ficco.simulate.events import LIVE, Simulation

@@ -27,13 +27,14 @@ import ficco
 from ficco.dma.attention import Heads, Result, attention, backward
 from ficco.heuristics.attention import BY_HEADS
 from ficco.machine import find
-from ficco.plan import Plan, PlanError, Step, check, render
+from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
+from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans, pieces_of
 from ficco.simulate import simulate
-from ficco.timeline import work
+from ficco.simulate.timeline import work
 
 SCHEDULES = (
     "serial",

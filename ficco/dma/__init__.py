@@ -37,6 +37,5 @@ scaled                   products of float8 operands, and what libraries lack fo
 tiles                    a product whose tiles wait, as one launch
 cublaslt                 ``c + a @ b`` without a copy of c
 collectives              the exchange by the group's own library
-probe                    what the self-test asks of a device below any engine
 =======================  ===========================================================================
 """

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ficco.amounts import seconds_text
 from ficco.heuristics.candidates import ALL_OFFERS, candidates, predictable, suited
 from ficco.heuristics.losses import ideal, losses
 from ficco.heuristics.model import (
@@ -37,6 +36,7 @@ from ficco.heuristics.rule import rule
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.plan import Planned
+from ficco.plan.amounts import seconds_text
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, own_candidates, plan, refusal
 from ficco.simulate import predict as simulated

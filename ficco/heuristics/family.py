@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ficco.amounts import seconds_text
 from ficco.errors import InvalidArgument
 from ficco.heuristics.arrivals import Received, crossed, last_arrival, received
 from ficco.heuristics.decide import REMEDY, Decision, described
@@ -19,6 +18,7 @@ from ficco.heuristics.model import lacking
 from ficco.heuristics.table import Candidate
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned
+from ficco.plan.amounts import seconds_text
 from ficco.schedules import Schedule
 from ficco.simulate import simulate
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ficco.amounts import seconds_text
 from ficco.heuristics.candidates import is_serial
 from ficco.machine import Machine
+from ficco.plan.amounts import seconds_text
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ficco.amounts import bytes_text, seconds_text
 from ficco.heuristics.losses import Losses
+from ficco.plan.amounts import bytes_text, seconds_text
 
 #: Modes in the order of their columns.
 MODES = ("queued", "idle")

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ficco.amounts import bytes_text
 from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
+from ficco.plan.amounts import bytes_text
 from ficco.problems.products import MOST_RANKS, OPERATORS, Problem
 from ficco.problems.scaling import operands_of
 

@@ -1,5 +1,6 @@
-"""Plans: their data model, their proof and their rendering."""
+"""Plans: their data model and their rendering; ``check`` is that of :mod:`ficco.proof`."""
 
+import importlib
 import typing
 
 from ficco.plan.launches import together
@@ -45,14 +46,10 @@ __all__ = [
     "unknown",
 ]
 
-if typing.TYPE_CHECKING:
-    from ficco.plan.proof import PlanError, check
-else:
 
-    def __getattr__(name: str) -> object:
-        """Load the proof on first use: few processes that import ficco need it."""
-        if name not in ("PlanError", "check"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import ficco.plan.proof as proof
-
-        return getattr(proof, name)
+def __getattr__(name: str) -> typing.Any:
+    """Load the proof on first use: few processes that import ficco need it."""
+    if name not in ("PlanError", "check"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # By its name: the proof is above this room, and imports it.
+    return getattr(importlib.import_module("ficco.proof"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ficco.amounts import bytes_text
+from ficco.plan.amounts import bytes_text
 from ficco.plan.model import OPS, Plan, unknown
 from ficco.plan.parts import in_parts
 

@@ -14,7 +14,13 @@ from functools import cached_property, partial
 
 from ficco.errors import InvalidArgument
 from ficco.problems.attention import SUMS, AttentionProblem
-from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall, Rectangle
+from ficco.problems.mask import (
+    BACKWARD_PRODUCTS,
+    FORWARD_PRODUCTS,
+    LibraryCall,
+    Rectangle,
+    Segment,
+)
 from ficco.problems.specification import Application, Buffer, Exchange, Rows, Specification
 
 #: What a forward keeps for its gradient, apart from the log-sum-exp: nothing, since there is none;
@@ -126,7 +132,9 @@ class HeadsProblem:
     def rectangles(self) -> tuple[Rectangle, ...]:
         """What a head's queries attend to: all that there are of each document in one."""
         asked = self.attention
-        return asked.mask.rectangles(*(tuple(asked.mask.segments([(0, 0, asked.length)])),) * 2)
+        return asked.mask.rectangles(
+            *(tuple(asked.mask.segments([Segment(0, 0, asked.length)])),) * 2
+        )
 
     def flops(self, first: int, last: int) -> float:
         """Floating-point operations for some heads of queries."""

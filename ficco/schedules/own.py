@@ -1,7 +1,7 @@
 """Schedules of one's own: functions that make Plans, by names that stand where a schedule's does.
 
-A Plan is proven (:mod:`ficco.plan.check`), with those of all other ranks, before a problem is first
-predicted or run with it.
+A Plan is proven (:func:`ficco.plan.check`), with those of all other ranks, before a problem is
+first predicted or run with it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
         ValueError: the function does not serve the problem, or its Plans are wrong: the text is
             that of the proof.
     """
-    from ficco.plan import PlanError, check  # importing ficco need not load the proof
+    from ficco.proof import PlanError, check  # importing ficco need not load the proof
 
     name, made = schedule.own, []
     for rank in range(problem.world):

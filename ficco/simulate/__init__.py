@@ -18,7 +18,7 @@ from ficco.problems.sizes import MODES
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate.events import Simulation
 from ficco.simulate.mirror import mirrored, slowest
-from ficco.timeline import SYNC_LANE, Timeline, assemble
+from ficco.simulate.timeline import SYNC_LANE, Timeline, assemble
 
 __all__ = ["MODES", "predict", "simulate"]
 

@@ -75,7 +75,7 @@ from ficco.problems.mask import LibraryCall
 from ficco.problems.products import Problem
 from ficco.problems.sizes import MODES
 from ficco.simulate.mirror import Mirror
-from ficco.timeline import SYNC_LANE
+from ficco.simulate.timeline import SYNC_LANE
 
 #: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
 #: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ficco.plan import check
+from ficco.proof import check
 from ficco.simulate import simulate
 from golden import asks, canonical
 from golden.asks import Case

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ficco.timeline import Timeline
+from ficco.simulate.timeline import Timeline
 
 BLUE, LIGHT, ORANGE, SAND = "#2a5d8f", "#6f9fca", "#e08a1e", "#f0c48a"
 GREEN, PURPLE, GREY, BLACK = "#7a9a3a", "#a05a8a", "#b8b8b8", "#333333"

@@ -21,7 +21,7 @@ from ficco.machine.model import ATTENTION
 from ficco.ops.planned import tracing
 from ficco.plan import Plan
 from ficco.simulate import simulate
-from ficco.timeline import Timeline, assemble, dumps, work
+from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.draw import draw, trace
 
 #: Rate of what took no time that could be measured.

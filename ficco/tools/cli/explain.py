@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ficco.amounts import seconds_text
+from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.tools import launch
 from ficco.tools.bench.cases import Case

@@ -43,7 +43,8 @@ def options(parser: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ficco.heuristics.families import family_of
     from ficco.heuristics.where import too_large
-    from ficco.plan import check, render
+    from ficco.plan import render
+    from ficco.proof import check
     from ficco.simulate import simulate
 
     asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)

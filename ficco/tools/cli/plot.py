@@ -11,7 +11,7 @@ from ficco.errors import ConfigError
 from ficco.tools.cli.site import FILE, picture
 
 if TYPE_CHECKING:
-    from ficco.timeline import Timeline
+    from ficco.simulate.timeline import Timeline
 
 
 def options(parser: Any) -> None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(path: Path, only: str | None) -> list[Timeline]:
-    from ficco.timeline import loads
+    from ficco.simulate.timeline import loads
 
     try:
         text = path.read_text()
@@ -68,7 +68,7 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
 
 def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
     """Row by row, and the number of columns: what shows the same schedule stands side by side."""
-    from ficco.timeline import Timeline
+    from ficco.simulate.timeline import Timeline
 
     rows: dict[str, list[Timeline]] = {}
     for one in timelines:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ficco.amounts import seconds_text
+from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import MODES
 from ficco.tools.bench import cases
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ficco.machine import Machine
-    from ficco.timeline import Timeline
+    from ficco.simulate.timeline import Timeline
 
 
 def options(parser: Any) -> None:
@@ -146,7 +146,7 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
     from ficco.heuristics.families import family_of
     from ficco.schedules import Schedule
     from ficco.simulate import simulate
-    from ficco.timeline import dumps
+    from ficco.simulate.timeline import dumps
 
     family = family_of(problem)
     schedules = [Schedule.parse(name) for name in arguments.schedules]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ficco.plan.proof.columns import Bools, Ints
+from ficco.proof.columns import Bools, Ints
 
 #: Names the subject of a rule by its index.
 Who = Callable[[int], str]

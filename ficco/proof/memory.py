@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ficco.plan.proof.accesses import Footprint
-from ficco.plan.proof.columns import Accesses, Bools, Ints, cut, repeated
-from ficco.plan.proof.order import Order
-from ficco.plan.proof.rules import Claim, PlanError, demand
+from ficco.proof.accesses import Footprint
+from ficco.proof.columns import Accesses, Bools, Ints, cut, repeated
+from ficco.proof.order import Order
+from ficco.proof.rules import Claim, PlanError, demand
 
 
 class _Visits(NamedTuple):

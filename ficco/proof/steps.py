@@ -13,9 +13,9 @@ import numpy as np
 from ficco.plan.model import Plan, Step
 from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
-from ficco.plan.proof.columns import Ints, ints, unzipped
-from ficco.plan.proof.rules import PlanError, Who
 from ficco.problems.specification import Buffer
+from ficco.proof.columns import Ints, ints, unzipped
+from ficco.proof.rules import PlanError, Who
 
 #: By operation, whether a step holds a transfer, products, a reduction, attends, a
 #: function.

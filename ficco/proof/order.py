@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.proof.columns import Bools, Ints
+from ficco.proof.columns import Bools, Ints
 
 
 class Order:

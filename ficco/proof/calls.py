@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ficco.plan.proof.accesses import Footprint
-from ficco.plan.proof.columns import Ints
-from ficco.plan.proof.order import Order
-from ficco.plan.proof.rules import Claim, demand
-from ficco.plan.proof.signals import SignalColumns
-from ficco.plan.proof.steps import Steps
+from ficco.proof.accesses import Footprint
+from ficco.proof.columns import Ints
+from ficco.proof.order import Order
+from ficco.proof.rules import Claim, demand
+from ficco.proof.signals import SignalColumns
+from ficco.proof.steps import Steps
 
 #: More than the number of any step.
 _LATE = np.int64(1) << 62

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ficco.plan.proof.order import Order
-from ficco.plan.proof.rules import Claim, PlanError, demand
-from ficco.plan.proof.signals import SignalColumns
-from ficco.plan.proof.steps import Steps
+from ficco.proof.order import Order
+from ficco.proof.rules import Claim, PlanError, demand
+from ficco.proof.signals import SignalColumns
+from ficco.proof.steps import Steps
 
 
 def execute(steps: Steps, signals: SignalColumns) -> Order:

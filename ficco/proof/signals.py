@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ficco.plan.model import Signal
-from ficco.plan.proof.columns import Ints, bools, ints, unzipped
-from ficco.plan.proof.rules import Claim, PlanError, demand
-from ficco.plan.proof.steps import Steps
+from ficco.proof.columns import Ints, bools, ints, unzipped
+from ficco.proof.rules import Claim, PlanError, demand
+from ficco.proof.steps import Steps
 
 
 class Uses(NamedTuple):

@@ -43,13 +43,13 @@ from collections.abc import Sequence
 
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
-from ficco.plan.proof.accesses import Footprint
-from ficco.plan.proof.calls import call_claims
-from ficco.plan.proof.execution import execute, settle
-from ficco.plan.proof.memory import memory_claims
-from ficco.plan.proof.rules import PlanError
-from ficco.plan.proof.signals import SignalColumns
-from ficco.plan.proof.steps import Steps
+from ficco.proof.accesses import Footprint
+from ficco.proof.calls import call_claims
+from ficco.proof.execution import execute, settle
+from ficco.proof.memory import memory_claims
+from ficco.proof.rules import PlanError
+from ficco.proof.signals import SignalColumns
+from ficco.proof.steps import Steps
 
 __all__ = ["PlanError", "check"]
 

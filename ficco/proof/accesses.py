@@ -10,11 +10,11 @@ import numpy as np
 
 from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Region, Transfer
 from ficco.plan.network import MOVER
-from ficco.plan.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
-from ficco.plan.proof.rules import PlanError, Who, demand
-from ficco.plan.proof.signals import SignalColumns
-from ficco.plan.proof.steps import Steps
 from ficco.problems.specification import Attention, Contraction, Exchange
+from ficco.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
+from ficco.proof.rules import PlanError, Who, demand
+from ficco.proof.signals import SignalColumns
+from ficco.proof.steps import Steps
 
 #: More than the number of any row.
 _NO_END = np.int64(1) << 62
