@@ -777,7 +777,7 @@ class _Spy:
 
 
 def test_of_unequal_rows_few_schedules_are_predicted() -> None:
-    ranked = ("growing", "shard-overlap", "shrinking", "growing:compute=2", "uniform-fused-1d")
+    ranked = ("growing", "shard-overlap", "shrinking", "growing:compute=2", "uniform-fused-2d")
     spy = _Spy(
         {name: 1.0 + i for i, name in enumerate(ranked)},
         {"shrinking": 2.0, "hetero-fused-1d": 1.0},  # the latter is not among the best, if equal

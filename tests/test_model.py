@@ -221,7 +221,7 @@ def test_every_operator_has_candidates_that_it_can_take(
     for world in (2, 3, 4):
         asked = problem_of_sizes(operator, 4096, 2048, 1024, "bfloat16", world)
         found = candidates(asked, machine)
-        assert 10 <= len(found) <= 20
+        assert 8 <= len(found) <= 20
         assert set(same_plans(asked, found).values()) == set(found)  # each a plan of its own
         assert [str(one) for one in found[:2]] == ["serial:collective", str(found[1])]
         assert is_serial(found[1]) and not any(map(is_serial, found[2:]))

@@ -483,7 +483,7 @@ def test_the_bench_of_a_replay(tmp_path: Path) -> None:
     assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]
     replayed = find(str(tmp_path / "rows_machine.yaml"), None)
     assert replayed is not None and replayed.copies is not None and replayed.gemm is not None
-    assert replayed.copies.gap == 1e-6 and replayed.copies.latency == machine.copies.latency
+    assert replayed.copies == machine.copies
     assert replayed.gemm != machine.gemm and replayed.gemm.provenance.source == "fitted"
 
 

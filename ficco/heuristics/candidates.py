@@ -31,8 +31,7 @@ SWITCH = _names("""
     growing:compute=2 shard-overlap:compute=2 shard-overlap growing shrinking
     shrinking:tail=2,compute=2 growing:tail=2,compute=2 growing:tail=4 shard-overlap:tail=4
     shard-overlap:tail=4,compute=2 hetero-unfused-1d:pieces=2,order=peer,compute=2
-    hetero-fused-1d:pieces=2 hetero-fused-1d:pieces=4 hetero-fused-1d uniform-fused-1d:pieces=4
-    uniform-fused-1d uniform-fused-2d
+    hetero-fused-1d:pieces=2 hetero-fused-1d:pieces=4 hetero-fused-1d uniform-fused-2d
 """)
 
 #: On a mesh every schedule but Async TP's own copies over all links at once (:func:`suited`).
@@ -62,7 +61,7 @@ TRANSPOSED = _names("""
 SENDING_SWITCH = _names("""
     growing shrinking shard-overlap shrinking:tail=2,compute=2 shard-overlap:tail=4,compute=2
     shard-overlap:pieces=2,tail=4 shard-overlap:pieces=3 hetero-fused-1d:pieces=2
-    uniform-fused-1d:pieces=4 uniform-fused-2d:pieces=4
+    uniform-fused-2d:pieces=4
 """)
 
 #: For operators that sum, before those: a block that goes from rank to rank, or the own product
@@ -70,7 +69,6 @@ SENDING_SWITCH = _names("""
 #: pieces was the fastest (6 of 8 shapes on 2 H200, docs/results/reduce-scatter-h200-2.csv).
 SUMMING_SWITCH = _names("""
     ring:pieces=4,tail=4,compute=2 ring ring:pieces=4,tail=4 shard-overlap:pieces=2,tail=2,beta
-    hetero-unfused-2d:pieces=2,tail=2,beta
 """)
 
 #: Where sums return to all ranks: nothing overlaps the return of the parts that are summed last, so
@@ -78,7 +76,7 @@ SUMMING_SWITCH = _names("""
 RETURNING_SWITCH = _names("""
     ring:pieces=4,tail=4,compute=2 ring:pieces=4,tail=4 ring growing shrinking shard-overlap
     shrinking:tail=2 shrinking:tail=2,compute=2 shard-overlap:tail=4,compute=2
-    shrinking:pieces=2,tail=2,beta uniform-fused-1d:pieces=4
+    shrinking:pieces=2,tail=2,beta
 """)
 
 #: On a mesh, where the product travels. A ring would use one link of each rank.
