@@ -1,4 +1,4 @@
-"""Fit what tiles cost on one GPU to measured products, for ``ficco.tiled.worklist``.
+"""Fit what tiles cost on one GPU to measured products, for ``ficco.compute.tiled.worklist``.
 
     python tests/tiled_bench.py FOLDER
     python -m benchmarks.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ficco.compute.tiled.worklist import H100, Cut, TileRates, Tiling, Work, listed
 from ficco.dma.tiles import work_of
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
-from ficco.tiled.worklist import H100, Cut, TileRates, Tiling, Work, listed
 
 #: Lists so much slower than the best of their product count for 1 / e of it.
 SCALE = 1 / 3

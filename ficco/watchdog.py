@@ -18,7 +18,8 @@ from functools import partial
 from typing import Protocol
 
 from ficco.board import Board
-from ficco.dma.engine import Engine, Missing, Program, Slot, timed_out
+from ficco.compute.program import Program, Slot
+from ficco.dma.engine import Engine, Missing, timed_out
 from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 

@@ -19,8 +19,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.board import REFUSED, Board, published
+from ficco.compute.program import Program, Slot, Symmetric
 from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Engine, Program, Slot, Symmetric
+from ficco.dma.engine import Engine
 from ficco.dma.host import backend_of
 from ficco.dma.hosts import hosts_of
 from ficco.dma.patience import limit_of

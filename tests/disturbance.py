@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
 
+from ficco.compute.program import Call, Op, Program
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Stopped
-from ficco.dma.engine import Call, Op, Program
 from ficco.errors import SignalTimeout
 
 VERBS = ("wait", "post", "join", "copy", "place", "network", "collective", "matmul", "reduce")

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from interpreted import HostProducts
 
+from ficco.compute.program import Call, Op, Program
+from ficco.compute.tiled.products import TiledProducts
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import PLAIN, URGENT, Stream
-from ficco.dma.engine import Call, Op, Program
 from ficco.dma.gate import GATE
 from ficco.dma.gpu import GpuEngine
 from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
-from ficco.tiled.products import TiledProducts
 
 
 class HostTensors:

@@ -19,8 +19,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from ficco.tiled import portable
-from ficco.tiled.products import (
+from ficco.compute.tiled import portable
+from ficco.compute.tiled.products import (
     UNIT,
     Bind,
     Enqueue,
@@ -31,13 +31,13 @@ from ficco.tiled.products import (
     TileTypes,
     Upload,
 )
-from ficco.tiled.worklist import BK, MI300X, TileList, TileRates, Tiling
+from ficco.compute.tiled.worklist import BK, MI300X, TileList, TileRates, Tiling
 
 
 @cache
 def interpreted() -> Any:
     """The kernel, from a copy of its module that is imported for the interpreter."""
-    spec = importlib.util.find_spec("ficco.tiled.triton_kernel")
+    spec = importlib.util.find_spec("ficco.compute.tiled.triton_kernel")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):

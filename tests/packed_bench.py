@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ficco.dma import attention as libraries
-from ficco.dma.attention import Heads, Result
+from ficco.compute import attention as libraries
+from ficco.compute.attention import Heads, Result
 from ficco.problems.mask import Rectangle
 
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 16 << 10

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
-from ficco.dma.attention import Heads, Result, attention, backward, merge
-from ficco.dma.engine import Part
+from ficco.compute.attention import Heads, Result, attention, backward, merge
+from ficco.compute.program import Part
 from ficco.heuristics.attention import GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Region, Step, render
@@ -866,7 +866,7 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
         seen.append(q.shape[1] == k.shape[1])
         return library(q, k, *args, **more)
 
-    monkeypatch.setattr("ficco.dma.attention.release_of_torch", lambda: (2, 8))
+    monkeypatch.setattr("ficco.compute.attention.release_of_torch", lambda: (2, 8))
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", strict)
     for one, other in zip(attention(heads, rows, 0.25), wanted, strict=True):
         assert torch.equal(one, other)

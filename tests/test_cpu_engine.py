@@ -26,12 +26,12 @@ from disturbance import Disturbance, disturb
 from ranks import Died, Rank, caught, ranks, run
 from test_all_gather_matmul import named
 
+from ficco.compute.products import library
+from ficco.compute.program import Call, Program, Slot
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_collectives import collect
 from ficco.dma.cpu_lanes import CallState, CpuMemory, Lane
-from ficco.dma.engine import Call, Program, Slot
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
-from ficco.dma.products import library
 from ficco.errors import RankMismatch
 from ficco.plan import Plan
 from ficco.problems.products import Problem

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ficco.dma import cublaslt
-from ficco.dma.cublaslt import CublasLt
+from ficco.compute import cublaslt
+from ficco.compute.cublaslt import CublasLt
 
 
 def of(m: int, n: int) -> torch.Tensor:

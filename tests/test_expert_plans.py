@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ficco
-from ficco.dma.buffers import Buffers
-from ficco.dma.engine import Call, Filled, Program
-from ficco.dma.filled import grouped, moves, spans
+from ficco.compute.buffers import Buffers
+from ficco.compute.program import Call, Filled, Program
+from ficco.compute.ragged_blocks import grouped, moves, spans
 from ficco.heuristics.experts import EXPERTS, MARGIN
 from ficco.heuristics.model import TIE
 from ficco.machine import find

@@ -27,7 +27,8 @@ from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
 from ficco.board import LATE_S
-from ficco.dma import collectives, products
+from ficco.compute import products
+from ficco.dma import collectives
 from ficco.dma.cpu_collectives import collect
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes

@@ -25,7 +25,7 @@ from ranks import Rank, caught, ranks, run
 from test_operators import BLOCKS, SUMS, TERMS, rows_for, schedules_of
 
 import ficco
-from ficco.dma.scaled import _padded, lacking_on_cuda, lacking_on_hip
+from ficco.compute.scaled import _padded, lacking_on_cuda, lacking_on_hip
 from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.ops.operands import Scales, plain_scales

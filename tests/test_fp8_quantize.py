@@ -40,7 +40,7 @@ from test_fp8 import (
 from test_operators import BLOCKS, SUMS
 
 import ficco
-from ficco.dma.scaled import quantized
+from ficco.compute.scaled import quantized
 from ficco.heuristics.losses import ideal
 from ficco.machine import find
 from ficco.plan import Plan

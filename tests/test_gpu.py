@@ -86,7 +86,7 @@ from test_operators import (  # noqa: F401  likewise
 )
 
 import ficco
-from ficco.dma.cublaslt import WORKSPACE, CublasLt
+from ficco.compute.cublaslt import WORKSPACE, CublasLt
 from ficco.errors import BackendError
 from ficco.workspace import SLOTS, workspaces
 

@@ -22,7 +22,7 @@ from hip_ranks import SERIES, calls, clean, double, run
 from ranks import Failure, Rank, caught
 
 import ficco
-from ficco.dma import products
+from ficco.compute import products
 from ficco.hip_kernels.launch import NAMES, REDUCTIONS
 from ficco.tools.tune import communication
 

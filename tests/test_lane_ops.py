@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import missing
 
+from ficco.compute.program import Call
 from ficco.dma.driver import Lanes
-from ficco.dma.engine import Call
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.lane_ops import (
     Launch,

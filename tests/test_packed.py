@@ -18,8 +18,8 @@ from test_attention import AttentionCase, attended, differentiated
 from test_ulysses import attended as attended_by_heads
 from test_ulysses import differentiated as differentiated_by_heads
 
-from ficco.dma import attention as libraries
-from ficco.dma.attention import Heads, Result
+from ficco.compute import attention as libraries
+from ficco.compute.attention import Heads, Result
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import Rectangle, packed
 

@@ -16,7 +16,7 @@ from test_ulysses import attended as attended_by_heads
 from test_ulysses import differentiated as differentiated_by_heads
 
 import ficco
-from ficco.dma import attention as libraries
+from ficco.compute import attention as libraries
 
 pytestmark = pytest.mark.multigpu
 

@@ -17,7 +17,8 @@ from stages import Chained, chained
 from test_cpu_engine import at_rest, engine, slot_for
 
 from ficco import schedules
-from ficco.dma.engine import Call, Capabilities
+from ficco.compute.program import Call
+from ficco.dma.engine import Capabilities
 from ficco.dma.tiles import work_of
 from ficco.machine import find
 from ficco.plan import Plan, Product, Signal, Step, Transfer, in_parts, product_rows, render

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ficco.compute.tiled.worklist import H100, Work, best
 from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.candidates import TILED_ROWS, predictable
@@ -23,7 +24,6 @@ from ficco.proof import check
 from ficco.schedules import Schedule, plans
 from ficco.simulate import predict
 from ficco.simulate.events import LIVE, Simulation
-from ficco.tiled.worklist import H100, Work, best
 from ficco.tools.bench.cases import SETS
 from ficco.tools.fit import Sample, errors, fit
 from ficco.tools.tune.effort import GPU

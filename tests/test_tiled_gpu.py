@@ -14,9 +14,9 @@ import pytest
 import torch
 from test_worklist import COSTS, spans
 
-from ficco.tiled.portable import TritonKernel
-from ficco.tiled.products import TiledProducts, TileScales, TileTypes
-from ficco.tiled.worklist import (
+from ficco.compute.tiled.portable import TritonKernel
+from ficco.compute.tiled.products import TiledProducts, TileScales, TileTypes
+from ficco.compute.tiled.worklist import (
     H100_PRECISE,
     MAX_GATES,
     Cut,
@@ -55,8 +55,8 @@ SHAPES = [
 
 @cache
 def products_of(kernel: str) -> TiledProducts:
+    from ficco.compute.tiled.hopper import hopper_products
     from ficco.hip_kernels.cuda_binding import CudaBinding
-    from ficco.tiled.hopper import hopper_products
 
     index = torch.cuda.current_device()
     torch.backends.cuda.matmul.allow_tf32 = False

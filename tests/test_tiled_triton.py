@@ -20,10 +20,19 @@ from interpreted import HostProducts, parts_first
 from test_kernels import missing, places
 from test_worklist import COSTS, spans
 
+from ficco.compute.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
+from ficco.compute.tiled.products import Enqueue, TileTypes
+from ficco.compute.tiled.worklist import (
+    MAX_GATES,
+    MI300X,
+    Cut,
+    RowSpan,
+    TileList,
+    Tiling,
+    Work,
+    listed,
+)
 from ficco.hip_kernels.build import Target
-from ficco.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
-from ficco.tiled.products import Enqueue, TileTypes
-from ficco.tiled.worklist import MAX_GATES, MI300X, Cut, RowSpan, TileList, Tiling, Work, listed
 
 SMALL = Tiling(32, 32, 1)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -268,7 +277,7 @@ def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking(Target("hip", "gfx942:sramecc+:xnack-")) == ""
     assert "needs gfx942 (MI300X), not gfx90a" in lacking(Target("hip", "gfx90a"))
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr("ficco.tiled.portable.find_spec", lambda name: None)
+    monkeypatch.setattr("ficco.compute.tiled.portable.find_spec", lambda name: None)
     assert "needs Triton, which is not installed" in lacking(Target("hip", "gfx942"))
 
 

@@ -24,7 +24,7 @@ from test_attention import (
 )
 
 import ficco
-from ficco.dma.attention import Heads, Result, attention, backward
+from ficco.compute.attention import Heads, Result, attention, backward
 from ficco.heuristics.attention import BY_HEADS
 from ficco.machine import find
 from ficco.plan import Plan, Step, render

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ficco.compute.program import Program, Slot
 from ficco.dma import patience
-from ficco.dma.engine import Missing, Program, Slot
+from ficco.dma.engine import Missing
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from ficco.tiled.worklist import (
+from ficco.compute.tiled.worklist import (
     BEGIN,
     BK,
     ITEM_INTS,

@@ -20,7 +20,7 @@ from ranks import Failure, Rank, caught, run
 
 import ficco
 from ficco import workspace as workspaces
-from ficco.dma.engine import Program, Slot
+from ficco.compute.program import Program, Slot
 from ficco.errors import FiccoError
 from ficco.plan import Plan
 from ficco.problems.products import Problem

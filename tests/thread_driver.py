@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from host_gpu import HostEngine, HostTensors
 
-from ficco.dma.attention import merge
+from ficco.compute.attention import merge
 from ficco.dma.choose import ENGINES
 from ficco.dma.driver import Driver, Means
 from ficco.dma.gpu import GpuEngine

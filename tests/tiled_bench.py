@@ -28,15 +28,15 @@ import pandas as pd
 import torch
 from cuda.bindings import driver
 
+from ficco.compute.tiled.hopper import TARGET, hopper_products, source
+from ficco.compute.tiled.products import TiledProducts, TileTypes
+from ficco.compute.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 from ficco.dma.tiles import work_of
 from ficco.hip_kernels.build import compiled
 from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
-from ficco.tiled.hopper import TARGET, hopper_products, source
-from ficco.tiled.products import TiledProducts, TileTypes
-from ficco.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
 from ficco.tools.bench.frames import describe
 from ficco.tools.bench.report import about_table
 from ficco.tools.bench.tables import cells, markdown

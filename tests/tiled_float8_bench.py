@@ -22,9 +22,9 @@ import torch
 from tiled_bench import SHAPES as SMALL
 from tiled_bench import rounds
 
-from ficco.tiled.hopper import hopper_products
-from ficco.tiled.products import TileScales, TileTypes
-from ficco.tiled.worklist import Work
+from ficco.compute.tiled.hopper import hopper_products
+from ficco.compute.tiled.products import TileScales, TileTypes
+from ficco.compute.tiled.worklist import Work
 from ficco.tools.bench.frames import describe
 from ficco.tools.bench.report import about_table
 from ficco.tools.bench.tables import markdown

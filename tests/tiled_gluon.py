@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ficco.tiled.worklist import BK, ITEM_INTS, MAX_GATES, TileList
+from ficco.compute.tiled.worklist import BK, ITEM_INTS, MAX_GATES, TileList
 
 #: Columns of C that are stored at once.
 BOX = gl.constexpr(64)

@@ -28,9 +28,9 @@ import pandas as pd
 import tiled_bench
 import torch
 
-from ficco.tiled import hopper
-from ficco.tiled.products import TiledProducts
-from ficco.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
+from ficco.compute.tiled import hopper
+from ficco.compute.tiled.products import TiledProducts
+from ficco.compute.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
 from ficco.tools.bench.tables import cells, markdown
 
 try:

@@ -4,7 +4,7 @@ interface of all, and ``cpu``, the reference.
 =======================  ===========================================================================
 module                   subject
 =======================  ===========================================================================
-engine                   the interface, and what it is given: slots, programs, calls
+engine                   the interface
 choose                   which engine serves a device
 cpu                      the CPU engine: threads as queues
 cpu_lanes                its memory and its calls in flight: the threads, how they fail
@@ -20,7 +20,6 @@ driver                   what it needs of a vendor
 cuda_driver, hip_driver  the vendors: NVIDIA, AMD
 hip_api                  HIP's calls, in both series of the binding
 ways                     the ways among which an engine can be told to choose
-buffers                  where Regions lie: addresses for copies, views for PyTorch
 memories                 memory that ranks share, and the signal words in it
 rendezvous               PyTorch's symmetric memory for the ranks of one group
 watch                    what a watchdog reads of calls: words or events
@@ -28,14 +27,8 @@ lane_ops                 the operations of a call on a lane, and how they become
 memops                   waits and writes of words, and which of them a launch can carry out
 replays                  calls that are recorded and replayed
 gate                     what threads may not do to a device at the same time
-products                 products, sums and placement by PyTorch
-filled                   the same of rows that only the call knows
 messages                 what of a Plan's Regions goes between hosts, with those rows
-attention                libraries' attention, its backward, and merging what they give
-heads                    the same for all positions of some heads
-scaled                   products of float8 operands, and what libraries lack for them
 tiles                    a product whose tiles wait, as one launch
-cublaslt                 ``c + a @ b`` without a copy of c
 collectives              the exchange by the group's own library
 =======================  ===========================================================================
 """

@@ -20,29 +20,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ficco.dma.attention import attend_op, merge, merge_op
-from ficco.dma.buffers import buffers_of, gathered_rows
+from ficco.compute.attention import attend_op, merge, merge_op
+from ficco.compute.buffers import buffers_of, gathered_rows
+from ficco.compute.heads import apply_op
+from ficco.compute.products import FUNCTIONS, add_up, library, matmul_op, place_op
+from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
+from ficco.compute.ragged_blocks import filled, move_op
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
 from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
 from ficco.dma.cpu_network import GlooNetwork
-from ficco.dma.engine import (
-    Call,
-    Capabilities,
-    Engine,
-    Missing,
-    Op,
-    Program,
-    Slot,
-    Span,
-    Symmetric,
-    callers,
-    timed_out,
-)
-from ficco.dma.filled import filled, move_op
-from ficco.dma.heads import apply_op
+from ficco.dma.engine import Capabilities, Engine, Missing, Span, timed_out
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
-from ficco.dma.products import FUNCTIONS, add_up, library, matmul_op, place_op
 from ficco.errors import SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
 from ficco.problems.attention import MERGE

@@ -17,10 +17,11 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from ficco.compute.program import Call, Op, Program
 from ficco.dma import collectives
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, CpuMemory
-from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
+from ficco.dma.engine import Engine, Missing, timed_out
 from ficco.dma.host import dead
 from ficco.dma.patience import Patience
 from ficco.errors import BackendError, SignalTimeout

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ficco.dma.engine import Call, Engine, Op, Slot, Symmetric
+from ficco.compute.program import Call, Op, Slot, Symmetric
+from ficco.dma.engine import Engine
 from ficco.dma.host import SEMAPHORE_STRIDE, Meeting
 from ficco.dma.patience import Patience
 from ficco.plan import Signal

@@ -14,9 +14,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from ficco.compute.program import Call, Op, Program
 from ficco.dma.cpu_collectives import DEATH_S
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Lane
-from ficco.dma.engine import Call, Engine, Missing, Op, Program, timed_out
+from ficco.dma.engine import Engine, Missing, timed_out
 from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.messages import bytes_of, joined, joint_room, messages, parts_of, take_apart
 from ficco.dma.patience import Patience

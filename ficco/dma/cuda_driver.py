@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.dma.cublaslt import WORKSPACE, CublasLt
+from ficco.compute.cublaslt import WORKSPACE, CublasLt
+from ficco.compute.scaled import cuda_release, lacking_on_cuda
 from ficco.dma.driver import URGENT, Copies, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
-from ficco.dma.scaled import cuda_release, lacking_on_cuda
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.build import can_compile
@@ -36,11 +36,11 @@ except ImportError as error:
         "pip install 'cuda-bindings==13.*', or 12.*"
     ) from error
 
+from ficco.compute.tiled.hopper import hopper_products
+from ficco.compute.tiled.products import TiledProducts
 from ficco.hip_kernels.cuda_binding import attribute, check
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.tiled.hopper import hopper_products
-from ficco.tiled.products import TiledProducts
 
 _KIND = driver.CUstreamBatchMemOpType
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)

@@ -15,13 +15,14 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from ficco.dma.engine import Engine, Op
+from ficco.compute.products import library
+from ficco.compute.program import Op
+from ficco.compute.tiled.products import TiledProducts
+from ficco.dma.engine import Engine
 from ficco.dma.memops import MemOp
-from ficco.dma.products import library
 from ficco.hip_kernels.launch import Kernels, Numbers
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.tiled.products import TiledProducts
 
 #: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
 Copies = Callable[[Numbers, Numbers, Numbers, Any], None]

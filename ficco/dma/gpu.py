@@ -24,8 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.dma.attention import attend_op, merge, merge_op, spans
-from ficco.dma.buffers import buffers_of, gathered_rows
+from ficco.compute.attention import attend_op, merge, merge_op, spans
+from ficco.compute.buffers import buffers_of, gathered_rows
+from ficco.compute.heads import apply_op
+from ficco.compute.products import FUNCTIONS, accumulation, add_up, apply, matmul_op, place_op
+from ficco.compute.program import Call, Op, Part, Program, Slot, Symmetric
+from ficco.compute.ragged_blocks import by_copies, moves
+from ficco.compute.tiled.products import TileTypes
+from ficco.compute.tiled.worklist import MAX_GATES, Work
 from ficco.dma.driver import (
     WORD,
     Batch,
@@ -37,21 +43,9 @@ from ficco.dma.driver import (
     StreamEngine,
     drained,
 )
-from ficco.dma.engine import (
-    Call,
-    Capabilities,
-    Missing,
-    Op,
-    Part,
-    Program,
-    Slot,
-    Span,
-    Symmetric,
-)
-from ficco.dma.filled import by_copies, moves
+from ficco.dma.engine import Capabilities, Missing, Span
 from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
-from ficco.dma.heads import apply_op
 from ficco.dma.hosts import Hosts
 from ficco.dma.lane_ops import (
     KernelBatch,
@@ -80,7 +74,6 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.products import FUNCTIONS, accumulation, add_up, apply, matmul_op, place_op
 from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
@@ -98,8 +91,6 @@ from ficco.problems.attention import MERGE
 from ficco.problems.products import Problem
 from ficco.problems.scaling import CAST, Scaling
 from ficco.schedules import Schedule
-from ficco.tiled.products import TileTypes
-from ficco.tiled.worklist import MAX_GATES, Work
 from ficco.warn import warn_once
 
 if TYPE_CHECKING:

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ficco.dma.buffers import buffers_of
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Call, Op, Program
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WORD, StreamEngine, drained
-from ficco.dma.engine import Call, Missing, Op, Program, timed_out
+from ficco.dma.engine import Missing, timed_out
 from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp

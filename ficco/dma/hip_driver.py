@@ -25,21 +25,21 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from ficco.compute.scaled import cuda_release, lacking_on_cuda, lacking_on_hip
+from ficco.compute.tiled.portable import TritonKernel, lacking
+from ficco.compute.tiled.products import TiledProducts
 from ficco.dma import hip_api as hip
 from ficco.dma.driver import WORD, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Meeting
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, MemOp
-from ficco.dma.scaled import cuda_release, lacking_on_cuda, lacking_on_hip
 from ficco.dma.ways import WAYS, asked, variable
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.tiled.portable import TritonKernel, lacking
-from ficco.tiled.products import TiledProducts
 
 #: What each of the ways of signals needs.
 _NEEDS = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ficco.compute.program import Call, Op, callers
 from ficco.dma.driver import WORD, Batch, Driver, Recording
-from ficco.dma.engine import Call, Op, callers
 from ficco.dma.memops import WAIT_32, Around, MemOp, behind, in_front, script
 from ficco.hip_kernels.launch import Kernels, Script, Signals
 from ficco.plan import Step

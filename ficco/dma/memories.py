@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ficco.compute.program import Symmetric
 from ficco.dma.driver import WORD, StreamEngine
-from ficco.dma.engine import Symmetric
 from ficco.dma.gate import GATE
 from ficco.dma.host import Meeting
 from ficco.dma.rendezvous import Rendezvous, symmetric

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Program
-from ficco.dma.filled import EMPTY, filled, moves
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Call, Program
+from ficco.compute.ragged_blocks import EMPTY, filled, moves
 from ficco.plan import Plan, Region, Transfer
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ficco.dma.buffers import operands_key
+from ficco.compute.buffers import operands_key
+from ficco.compute.program import Call
 from ficco.dma.driver import Driver, Lanes, Recording
-from ficco.dma.engine import Call
 from ficco.dma.gate import GATE
 from ficco.dma.lane_ops import Run, enqueue
 from ficco.errors import BackendError

@@ -11,13 +11,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ficco.dma.buffers import Buffers, operands_key
+from ficco.compute.buffers import Buffers, operands_key
+from ficco.compute.program import Call
+from ficco.compute.tiled.products import Enqueue, TiledLaunch, TileScales, TileTypes
+from ficco.compute.tiled.worklist import RowSpan, Work
 from ficco.dma.driver import Driver, Lanes
-from ficco.dma.engine import Call
 from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.problems.products import Problem
-from ficco.tiled.products import Enqueue, TiledLaunch, TileScales, TileTypes
-from ficco.tiled.worklist import RowSpan, Work
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.

@@ -104,9 +104,10 @@ BY_KERNEL = _names("""
 READING = ("one-shot", "one-shot:pieces=2")
 
 #: One product whose tiles wait. Of equal predictions a schedule of library products wins. With the
-#: rates of ficco/tiled/worklist.py on h200-4, no shape of configs/shapes.csv gains 3 % by another
-#: of 29 such schedules, uneven pieces among them: 0.2 % in the mean. On a mesh pieces arrive over
-#: all links at once: there it is 1 % in the mean (mi300x-8, tiles at the rate of the library's).
+#: rates of ficco/compute/tiled/worklist.py on h200-4, no shape of configs/shapes.csv gains 3 % by
+#: another of 29 such schedules, uneven pieces among them: 0.2 % in the mean. On a mesh pieces
+#: arrive over all links at once: there it is 1 % in the mean (mi300x-8, tiles at the rate of the
+#: library's).
 TILED = _names("tiled tiled:tail=2 tiled:pieces=2 tiled:pieces=2,tail=2")
 TILED_MESH = _names("""
     tiled tiled:pieces=2,order=piece tiled:pieces=3,order=piece tiled:pieces=4,order=piece

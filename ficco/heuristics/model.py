@@ -32,8 +32,8 @@ TIE = 0.01
 #: What one product whose tiles wait must gain beyond ``TIE`` over the products of the library,
 #: since the simulator does not know which of its tiles are cut. Of 49 all-gathers of
 #: configs/shapes.csv on h200-4, 33 gain as much; by the product's own lists
-#: (ficco/tiled/worklist.py) 31 of them are faster than the library's, and two of 128 rows a rank 5
-#: and 7 % slower, which TILED_ROWS leaves out. Simulated, with the rates of one H100.
+#: (ficco/compute/tiled/worklist.py) 31 of them are faster than the library's, and two of 128 rows a
+#: rank 5 and 7 % slower, which TILED_ROWS leaves out. Simulated, with the rates of one H100.
 TILED_MARGIN = 0.02
 
 #: Smaller differences are 0.0 % when rounded to one decimal.

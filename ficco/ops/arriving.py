@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call, Program
+from ficco.compute.program import Call, Program
 from ficco.errors import FiccoError
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (

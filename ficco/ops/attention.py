@@ -11,8 +11,8 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.attention import Result
-from ficco.dma.engine import Call, Symmetric
+from ficco.compute.attention import Result
+from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
 from ficco.heuristics.attention import GATHERED
 from ficco.ops import problem_log

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.dma.engine import Call, Symmetric
+from ficco.compute.program import Call, Symmetric
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.dma.engine import Call, Engine, Filled, Groups
-from ficco.dma.filled import ends_of, groups_of, index_of, made_whole
-from ficco.dma.products import FUNCTIONS
+from ficco.compute.products import FUNCTIONS
+from ficco.compute.program import Call, Filled, Groups
+from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
+from ficco.dma.engine import Engine
 from ficco.heuristics.experts import EXPERTS
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap

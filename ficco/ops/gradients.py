@@ -53,7 +53,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.scaled import dequantized
+from ficco.compute.scaled import dequantized
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import Scales, left_of

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Symmetric
-from ficco.dma.scaled import in_columns
+from ficco.compute.program import Symmetric
+from ficco.compute.scaled import in_columns
 from ficco.plan import Plan
 from ficco.problems.products import ITEMSIZE, OPERATORS, Operator, Problem
 from ficco.problems.scaling import (

@@ -17,9 +17,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco import ranges
-from ficco.dma.engine import Call, Program, Span, Symmetric
+from ficco.compute.products import refuse_overrides
+from ficco.compute.program import Call, Program, Symmetric
+from ficco.dma.engine import Span
 from ficco.dma.host import backend_of
-from ficco.dma.products import refuse_overrides
 from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.runtime import compile

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ficco.dma.scaled import float8_of, multiply_scaled, quantized
+from ficco.compute.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
 from ficco.ops.registration import Declared, declare
 from ficco.problems.scaling import CASTS, MULTIPLE, RECIPES, RESULTS

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.dma.engine import Call
+from ficco.compute.program import Call
 from ficco.heuristics.attention import BY_HEADS
 from ficco.ops import problem_log
 from ficco.ops.attention import ASKED, asked_for, check_together, save_all

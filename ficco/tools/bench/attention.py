@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.dma.attention import Heads, Merge, attention, by_heads, merge
-from ficco.dma.engine import Part
+from ficco.compute.attention import Heads, Merge, attention, by_heads, merge
+from ficco.compute.program import Part
 from ficco.heuristics.families import problem_of
 from ficco.hip_kernels.launch import Kernels
 from ficco.problems.attention import AttentionProblem

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.scaled import dequantized, multiply_scaled
+from ficco.compute.scaled import dequantized, multiply_scaled
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, Recipe, factor_count
 

@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ficco.dma.buffers import Buffers, buffers_of
+from ficco.compute.buffers import Buffers, buffers_of
+from ficco.compute.program import Call, Op, Program, Slot, Symmetric
+from ficco.compute.scaled import dequantized
 from ficco.dma.driver import WORD, Batch, Driver, Event
-from ficco.dma.engine import Call, Capabilities, Op, Program, Slot, Symmetric
+from ficco.dma.engine import Capabilities
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
-from ficco.dma.scaled import dequantized
 from ficco.heuristics.arrivals import crossing
 from ficco.heuristics.families import family_of
 from ficco.machine import Machine

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import ficco
 from ficco.accelerator import gpu
 from ficco.board import Board
-from ficco.dma.buffers import buffers_of
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Program
 from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Program
 from ficco.dma.patience import limit_of
 from ficco.errors import FiccoError
 from ficco.heuristics.arrivals import last_arrival

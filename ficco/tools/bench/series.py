@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.compute.products import multiply
+from ficco.compute.scaled import multiply_scaled
 from ficco.dma.hosts import Hosts, hosts_of
-from ficco.dma.products import multiply
-from ficco.dma.scaled import multiply_scaled
 from ficco.plan import Planned
 from ficco.problems.scaling import Scaling
 from ficco.tools.bench.calls import Runner, all_gather

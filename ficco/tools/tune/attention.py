@@ -7,8 +7,8 @@ from functools import partial
 from statistics import mean, median
 from typing import Any
 
-from ficco.dma.attention import Heads, Result, backward, by_heads
-from ficco.dma.attention import attention as attend
+from ficco.compute.attention import Heads, Result, backward, by_heads
+from ficco.compute.attention import attention as attend
 from ficco.machine import AttentionCalls
 from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall, Rectangle
 from ficco.tools.bench.series import MeasuredCalls

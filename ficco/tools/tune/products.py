@@ -39,7 +39,8 @@ GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")
 HEAT_SHARE = 0.1
 #: Columns of what the product whose tiles wait can address are multiples of this.
 TMA = 8
-#: Rows and columns of its tiles (ficco/tiled/worklist.py); two blocks of 128 rows can share loads.
+#: Rows and columns of its tiles (ficco/compute/tiled/worklist.py); two blocks of 128 rows can share
+#: loads.
 TILES = (128, 256), (128, 160, 192, 224, 256)
 #: Seconds for each kind of product where the rest of a machine is not measured.
 REFIT_S = 5.0

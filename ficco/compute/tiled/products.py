@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ficco.accelerator import gpu
-from ficco.tiled.worklist import TileList, TileRates, Tiling, Work, best
+from ficco.compute.tiled.worklist import TileList, TileRates, Tiling, Work, best
 
 #: Bytes of the unit that kernels load, and how many elements these are.
 UNIT, UNIT_ELEMENTS = 16, 8

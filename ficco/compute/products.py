@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Op, Program, in_turn
-from ficco.dma.filled import filled, move_op, pick_op, product_op
-from ficco.dma.scaled import BLOCK, multiply_scaled, quantize_into
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Call, Op, Program, in_turn
+from ficco.compute.ragged_blocks import filled, move_op, pick_op, product_op
+from ficco.compute.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import gated

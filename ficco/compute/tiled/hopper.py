@@ -14,10 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from ficco.hip_kernels.build import Target, compiled
-from ficco.hip_kernels.cuda_binding import CudaBinding, check
-from ficco.hip_kernels.launch import Packed
-from ficco.tiled.products import (
+from ficco.compute.tiled.products import (
     Bind,
     Enqueue,
     Lists,
@@ -28,7 +25,10 @@ from ficco.tiled.products import (
     Upload,
     pitch_of,
 )
-from ficco.tiled.worklist import BK, H100, H100_PRECISE, MAX_PRODUCTS, TileRates, Tiling
+from ficco.compute.tiled.worklist import BK, H100, H100_PRECISE, MAX_PRODUCTS, TileRates, Tiling
+from ficco.hip_kernels.build import Target, compiled
+from ficco.hip_kernels.cuda_binding import CudaBinding, check
+from ficco.hip_kernels.launch import Packed
 
 TARGET = Target("cuda", "sm_90a")
 NAME = "ficco_tiled"
@@ -158,7 +158,7 @@ def shared_bytes(tiling: Tiling) -> int:
 
 
 class HopperKernel(TileKernel):
-    """See :class:`ficco.tiled.products.TileKernel`."""
+    """See :class:`ficco.compute.tiled.products.TileKernel`."""
 
     most = MAX_PRODUCTS
     scales = True

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Filled, Groups, Op, Program
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Call, Filled, Groups, Op, Program
 from ficco.plan import Plan, Product, Region, Transfer
 
 #: Bytes of which rows of operands of a grouped product are multiples.

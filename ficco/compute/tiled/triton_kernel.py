@@ -1,7 +1,7 @@
 """The product whose tiles wait, in Triton: what ``hopper.cpp`` is, for GPUs without Hopper's units.
 
-A persistent program per processor follows its list of items (:mod:`ficco.tiled.worklist`). It
-waits for the gates of an item, multiplies with sums in float32, adds the parts of a tile that is
+A persistent program per processor follows its list of items (:mod:`ficco.compute.tiled.worklist`).
+It waits for the gates of an item, multiplies with sums in float32, adds the parts of a tile that is
 cut along k in a fixed order, stores, and announces what is complete. All counters rest at zero.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ficco.tiled import products, worklist
+from ficco.compute.tiled import products, worklist
 
-#: What the kernel's table holds, int64 each: fields of :class:`ficco.tiled.products.Lists`, then
-#: the address of the rows of products, polls until it gives up, and clusters.
+#: What the kernel's table holds, int64 each: fields of :class:`ficco.compute.tiled.products.Lists`,
+#: then the address of the rows of products, polls until it gives up, and clusters.
 TABLE = (
     *("items", "gates", "words", "targets", "counters", "ready", "parts", "late"),
     *("rows", "polls", "clusters"),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Op, Part, Program, in_turn
-from ficco.dma.products import release_of_torch
+from ficco.compute.buffers import buffers_of
+from ficco.compute.products import release_of_torch
+from ficco.compute.program import Call, Op, Part, Program, in_turn
 from ficco.plan import Attending, Transfer
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.mask import Documents, Rectangle, packed

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ficco.hip_kernels.build import Target
-from ficco.hip_kernels.launch import Binding, Packed
-from ficco.tiled.products import (
+from ficco.compute.tiled.products import (
     UNIT,
     UNIT_ELEMENTS,
     Bind,
@@ -29,7 +27,9 @@ from ficco.tiled.products import (
     Upload,
     pitch_of,
 )
-from ficco.tiled.worklist import BK, MI300X, TileRates, Tiling
+from ficco.compute.tiled.worklist import BK, MI300X, TileRates, Tiling
+from ficco.hip_kernels.build import Target
+from ficco.hip_kernels.launch import Binding, Packed
 
 #: What HIP calls an MI300X.
 ARCHITECTURE = "gfx942"
@@ -103,7 +103,7 @@ def values(
 
 def tables(lists: Lists, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
     """The table on the device, and the rows of products, which must live as long."""
-    from ficco.tiled.triton_kernel import TABLE
+    from ficco.compute.tiled.triton_kernel import TABLE
 
     rows = upload(np.array(lists.tiles.work.rows, np.int32))
     more = {
@@ -123,7 +123,7 @@ def compiled_by_triton(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ficco.tiled.triton_kernel import ficco_tiled
+    from ficco.compute.tiled.triton_kernel import ficco_tiled
 
     arch = target.arch.split(":")[0]
     fixed = constants(target.vendor, tiling, b_rows, even_k)
@@ -141,7 +141,7 @@ def compiled_by_triton(
 
 
 class TritonKernel(TileKernel):
-    """See :class:`ficco.tiled.products.TileKernel`.
+    """See :class:`ficco.compute.tiled.products.TileKernel`.
 
     Raises:
         NotImplementedError: this Triton is too old.

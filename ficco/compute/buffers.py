@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ficco.dma.engine import Call, Program, Symmetric
+from ficco.compute.program import Call, Program, Symmetric
 from ficco.plan import Buffer, Region
 
 #: Address and row pitch in bytes.

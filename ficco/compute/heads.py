@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from ficco.dma.attention import Heads, LibraryCalls, Result
-from ficco.dma.buffers import buffers_of
-from ficco.dma.engine import Call, Op, Program
+from ficco.compute.attention import Heads, LibraryCalls, Result
+from ficco.compute.buffers import buffers_of
+from ficco.compute.program import Call, Op, Program
 from ficco.plan import Applied
 from ficco.problems.heads import HeadsProblem
 
