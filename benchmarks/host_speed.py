@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.board import Board
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import Machine, find
 from ficco.ops import call, operate
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
+from ficco.runtime.board import Board
 from ficco.schedules import Schedule, plans
 
 SIZES = range(8704, 16897, 2048)

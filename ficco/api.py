@@ -21,9 +21,9 @@ from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.ops.refusals import tells_refusals
 from ficco.problems.products import MOST
+from ficco.runtime.workspace import close as close_workspaces
+from ficco.runtime.workspace import workspace_of, workspaces
 from ficco.schedules import Schedule
-from ficco.workspace import close as close_workspaces
-from ficco.workspace import workspace_of, workspaces
 
 
 @tells_refusals

@@ -66,7 +66,7 @@ def step(at: Any, text: str = "") -> None:
 
 def engine() -> Any:
     """The HIP engine of this rank."""
-    from ficco.workspace import workspaces
+    from ficco.runtime.workspace import workspaces
 
     (found,) = (one.engine for one in workspaces() if one.name == "hip")
     return found

@@ -1,4 +1,4 @@
-"""The agreement board: ficco.board."""
+"""The agreement board: ficco.runtime.board."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 from ranks import Rank, caught, ranks, run
 
-from ficco.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 from ficco.dma.hosts import hosts_of
 from ficco.errors import RankMismatch
 from ficco.problems.products import digest
+from ficco.runtime.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 
 NUMBERS = 1 << 24
 

@@ -142,7 +142,7 @@ def test_gather_once_calls_layers_that_were_changed() -> None:
 def _one_gather_with_hooks(at: Rank) -> tuple[int, int]:
     """Calls that a gather of hooked layers takes, and that one of layers set when called takes."""
     from ficco.nn import ColumnParallelLinear, gather_once
-    from ficco.workspace import workspaces
+    from ficco.runtime.workspace import workspaces
 
     layers = [ColumnParallelLinear(HIDDEN, WIDE) for _ in range(3)]
     x = torch.ones(SEQUENCE, HIDDEN)

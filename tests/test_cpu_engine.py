@@ -35,7 +35,7 @@ from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.errors import RankMismatch
 from ficco.plan import Plan
 from ficco.problems.products import Problem
-from ficco.runtime import compile
+from ficco.runtime.program import compile
 from ficco.schedules import NAMED, Schedule, plan, refusal
 
 KNOBS = (

@@ -40,10 +40,10 @@ from ficco.machine import (
     save,
 )
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, Schedule, refusal
 from ficco.simulate import predict
 from ficco.tools import cli
-from ficco.workspace import workspaces
 
 #: A machine of which nothing but the thresholds of the rule is known.
 RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, BY))

@@ -303,7 +303,7 @@ def test_the_page_of_the_paper_holds_what_the_results_say() -> None:
         assert marked in page, "python -m docs.make.reproduced"
 
 
-@pytest.mark.parametrize("folder", ["tools/bench", "compute", "dma"])
+@pytest.mark.parametrize("folder", ["tools/bench", "compute", "dma", "runtime"])
 def test_a_table_of_modules_has_all_of_them(folder: str) -> None:
     table = str(ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())))
     rows = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)  +\S", table, re.MULTILINE)

@@ -27,9 +27,9 @@ from ranks import Failure, Rank, caught, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
-from ficco.board import LATE, TEXT_BYTES, published
 from ficco.errors import reason_of
 from ficco.options import Changes, Options, from_text, saves_gathered, to_text
+from ficco.runtime.board import LATE, TEXT_BYTES, published
 
 #: Rows of a shard, k and n of the calls here.
 ROWS, K, N = 4, 8, 6

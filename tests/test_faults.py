@@ -26,7 +26,6 @@ from ranks import Died, Failure, Rank, caught, gave_up
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
-from ficco.board import LATE_S
 from ficco.compute import products
 from ficco.dma import collectives
 from ficco.dma.cpu_collectives import collect
@@ -34,8 +33,9 @@ from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
 from ficco.ops import planned
+from ficco.runtime.board import LATE_S
+from ficco.runtime.workspace import Workspace, workspaces
 from ficco.schedules import Schedule, plans
-from ficco.workspace import Workspace, workspaces
 
 #: Seconds after which the calls of these tests give up on a peer.
 PATIENCE_S = 1.0

@@ -41,7 +41,7 @@ from test_gpu import MILLISECOND, settle
 from test_operators import rows_for
 
 import ficco
-from ficco.workspace import SLOTS
+from ficco.runtime.workspace import SLOTS
 
 pytestmark = pytest.mark.multigpu
 

@@ -88,7 +88,7 @@ from test_operators import (  # noqa: F401  likewise
 import ficco
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
 from ficco.errors import BackendError
-from ficco.workspace import SLOTS, workspaces
+from ficco.runtime.workspace import SLOTS, workspaces
 
 pytestmark = pytest.mark.multigpu
 

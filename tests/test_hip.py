@@ -47,8 +47,8 @@ from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, _two_groups_at_onc
 import ficco
 from ficco.hip_kernels import build
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import SLOTS, workspaces
 from ficco.schedules import Schedule, plans
-from ficco.workspace import SLOTS, workspaces
 
 ROOT = Path(__file__).parent.parent
 #: Every knob that moves bytes by copies.

@@ -24,8 +24,8 @@ from test_hosts import assert_all_learn, bereaved, exact_over_hosts, host_of, pr
 
 import ficco
 from ficco.problems.products import OPERATORS
+from ficco.runtime.workspace import SLOTS, workspaces
 from ficco.schedules import Schedule, refusal
-from ficco.workspace import SLOTS, workspaces
 
 pytestmark = pytest.mark.multigpu
 

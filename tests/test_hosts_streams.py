@@ -45,8 +45,8 @@ from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
 from ficco.errors import BackendError, SignalTimeout
 from ficco.problems.products import OPERATORS
+from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
-from ficco.workspace import workspaces
 
 
 @pytest.fixture(scope="module", autouse=True)

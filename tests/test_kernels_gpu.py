@@ -35,7 +35,7 @@ import ficco
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.launch import CASTS, E4M3, REDUCTIONS, Kernels
-from ficco.workspace import workspaces
+from ficco.runtime.workspace import workspaces
 
 pytestmark = pytest.mark.gpu
 

@@ -36,12 +36,12 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
-from ficco import ranges
 from ficco.nn.functional import copied_linear, gathered_linears
 from ficco.ops import library
 from ficco.ops.gradients import by_columns
 from ficco.ops.library import OPS
 from ficco.options import current, current_text
+from ficco.runtime import ranges
 from ficco.schedules import Schedule
 
 

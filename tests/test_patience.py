@@ -22,7 +22,7 @@ import ficco
 from ficco.dma import patience
 from ficco.dma.patience import DEFAULT_S, Patience, limit_of
 from ficco.errors import SignalTimeout
-from ficco.workspace import workspaces
+from ficco.runtime.workspace import workspaces
 
 CPU = torch.device("cpu")
 #: Seconds of a wait before the first warning here.

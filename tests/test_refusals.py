@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import ficco
 import ficco.nn
 from ficco.nn import functional as layers
-from ficco.workspace import workspaces
+from ficco.runtime.workspace import workspaces
 
 #: Seconds that a call may wait for a peer: a test that has to wait so long fails.
 PATIENCE_S = 20.0

@@ -23,7 +23,6 @@ from links import link
 from ranks import Rank
 
 import ficco
-from ficco.board import Board
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
 from ficco.heuristics import problem_of_sizes
@@ -32,6 +31,8 @@ from ficco.heuristics.families import family_of
 from ficco.machine import find, save
 from ficco.machine.flat import flat
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.board import Board
+from ficco.runtime.workspace import Workspace, adopt
 from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.tools.bench import attention, experts, measure, plots, replay, replay_run, ways
 from ficco.tools.bench.calls import caller
@@ -52,7 +53,6 @@ from ficco.tools.bench.replay import (
 from ficco.tools.bench.replay_run import ReplayOperands, proven
 from ficco.tools.bench.report import report, show_best
 from ficco.tools.tune import products
-from ficco.workspace import Workspace, adopt
 
 CPU = torch.device("cpu")
 #: Bytes per second between the host and a device of threads.

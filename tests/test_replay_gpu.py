@@ -18,12 +18,12 @@ from test_replay import served
 import ficco
 from ficco.machine import find, save
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
 from ficco.tools.bench import replay
 from ficco.tools.bench.calls import Runner, call
 from ficco.tools.bench.measure import Item
 from ficco.tools.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
-from ficco.workspace import workspace_of
 
 pytestmark = pytest.mark.gpu
 

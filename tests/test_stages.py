@@ -27,7 +27,7 @@ from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import Buffer, Contraction, Exchange, Factors, Specification
 from ficco.proof import PlanError, check
-from ficco.runtime import compile
+from ficco.runtime.program import compile
 from ficco.simulate import simulate
 from ficco.simulate.timeline import assemble
 

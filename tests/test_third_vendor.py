@@ -64,7 +64,7 @@ from test_projections import test_exact_on_whole_numbers  # noqa: F401  likewise
 import ficco
 import ficco.dma.cpu
 from ficco import warn
-from ficco.workspace import workspaces
+from ficco.runtime.workspace import workspaces
 
 
 def _on_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:

@@ -16,7 +16,7 @@ from ficco.machine import Copies, Host
 from ficco.plan import Plan, Signal, together
 from ficco.plan.launches import MOST, TOGETHER_BYTES
 from ficco.problems.products import OPERATORS, Problem
-from ficco.runtime import compile
+from ficco.runtime.program import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import predict, simulate
 from ficco.tools.tune import fits

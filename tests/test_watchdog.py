@@ -16,8 +16,8 @@ from ficco.dma.engine import Missing
 from ficco.dma.hosts import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
+from ficco.runtime.watchdog import ENDED_S, PERIOD_S, Watchdog
 from ficco.schedules import NAMED, plan
-from ficco.watchdog import ENDED_S, PERIOD_S, Watchdog
 
 TIMEOUT_S = 0.4
 
@@ -281,7 +281,7 @@ def test_what_the_caller_was_told_ends_no_process(
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    monkeypatch.setattr("ficco.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
+    monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
     workspace.error = told = FiccoError("broken off by OutOfMemoryError")
     dog = Watchdog(workspace)  # type: ignore[arg-type]  # which aborts unless told otherwise

@@ -19,13 +19,13 @@ from cases import Case, equal, exact
 from ranks import Failure, Rank, caught, run
 
 import ficco
-from ficco import workspace as workspaces
 from ficco.compute.program import Program, Slot
 from ficco.errors import FiccoError
 from ficco.plan import Plan
 from ficco.problems.products import Problem
+from ficco.runtime import workspace as workspaces
+from ficco.runtime.workspace import GRACE_S, CachedCall, Workspace
 from ficco.schedules import NAMED, plan
-from ficco.workspace import GRACE_S, CachedCall, Workspace
 
 
 class Engine:

@@ -1,6 +1,6 @@
 """Functions on tensors that engines enqueue: libraries' products and attention, and what is around
-them. Begin with ``program``, what a call is to them, and ``products``. Products whose tiles wait are
-in ``tiled``.
+them. Begin with ``program``, what a call is to them, and ``products``. Products whose tiles wait
+are in ``tiled``.
 
 =============  =================================================================================
 module         subject

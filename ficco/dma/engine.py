@@ -1,8 +1,8 @@
 """The interface of an engine: what moves bytes and signals, and enqueues matrix products.
 
-An engine belongs to one group and one rank. :func:`ficco.runtime.compile` walks a Plan once and
-asks the engine for an operation per verb; running the Plan is then a loop over those operations.
-Everything that knows a vendor is behind this interface.
+An engine belongs to one group and one rank. :func:`ficco.runtime.program.compile` walks a Plan once
+and asks the engine for an operation per verb; running the Plan is then a loop over those
+operations. Everything that knows a vendor is behind this interface.
 """
 
 from __future__ import annotations

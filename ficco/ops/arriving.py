@@ -26,9 +26,9 @@ from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.planned import new_kind, number_call, post_call, program_of, workspace_for
 from ficco.ops.refusals import tells_refusals
 from ficco.problems.products import OPERATORS
+from ficco.runtime.workspace import Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
-from ficco.workspace import Workspace
 
 #: What errors and the board call it.
 NAME = "arriving"

@@ -33,9 +33,9 @@ from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.sizes import PLACEMENTS
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
-from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.
 NAME = "all_gather_attention"

@@ -30,9 +30,9 @@ from ficco.ops.planned import execute, new_kind, number_call, post_call, workspa
 from ficco.options import Options
 from ficco.plan import Buffer
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
-from ficco.workspace import CachedCall, Workspace
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None

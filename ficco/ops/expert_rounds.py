@@ -41,9 +41,9 @@ from ficco.ops.routing import Blocks, rounded
 from ficco.ops.traced import Needs
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import gated
+from ficco.runtime.workspace import CachedCall
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
-from ficco.workspace import CachedCall
 
 #: What errors and the board call it.
 NAME = "experts"

@@ -16,8 +16,8 @@ from ficco.heuristics import Decision
 from ficco.plan import Plan, aligned
 from ficco.problems.products import Problem
 from ficco.problems.specification import ALIGNMENT
+from ficco.runtime.workspace import Workspace
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
-from ficco.workspace import Workspace
 
 #: What ``auto`` tries under a memory cap if no schedule that it compared keeps to the cap.
 FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))

@@ -26,7 +26,7 @@ from ficco.problems.scaling import (
     Scaling,
     factor_count,
 )
-from ficco.workspace import Workspace
+from ficco.runtime.workspace import Workspace
 
 #: The attribute of a mesh whose order has been checked. Equal meshes can have other groups.
 _IN_ORDER = "_ficco_in_order"

@@ -16,15 +16,15 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco import ranges
 from ficco.compute.products import refuse_overrides
 from ficco.compute.program import Call, Program, Symmetric
 from ficco.dma.engine import Span
 from ficco.dma.host import backend_of
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.runtime import compile
-from ficco.workspace import CachedCall, Workspace, workspace_of
+from ficco.runtime import ranges
+from ficco.runtime.program import compile
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_of
 
 
 def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:

@@ -23,7 +23,7 @@ from ficco.errors import FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.planned import number_call, workspace_for
 from ficco.options import current, options
-from ficco.workspace import Workspace, is_told, workspaces
+from ficco.runtime.workspace import Workspace, is_told, workspaces
 
 #: Seconds that a rank which refuses the first call of a group waits for its peers, to tell them.
 JOIN_S = 60.0

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
-from ficco.board import TOLD
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced
@@ -26,7 +25,8 @@ from ficco.ops.planned import number_call, workspace_for
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import current
-from ficco.workspace import Workspace, workspaces
+from ficco.runtime.board import TOLD
+from ficco.runtime.workspace import Workspace, workspaces
 
 if TYPE_CHECKING:
     from ficco.dma.engine import Engine

@@ -29,9 +29,9 @@ from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
-from ficco.workspace import CachedCall, Workspace
 
 #: What errors and the board call it.
 NAME = "ulysses_attention"

@@ -32,8 +32,8 @@ from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
 from ficco.options import current
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.version import version
-from ficco.workspace import workspace_of
 
 #: Seconds that a vendor's tool may take.
 TOOL_S = 10.0

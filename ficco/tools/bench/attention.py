@@ -31,11 +31,11 @@ from ficco.hip_kernels.launch import Kernels
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import Rectangle, Segment
+from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION
 from ficco.tools.bench.series import Stopwatch
 from ficco.tools.bench.ways import COMPUTED, MOVED, Subject, Way
-from ficco.workspace import workspace_of
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0

@@ -22,11 +22,11 @@ from ficco.heuristics.families import movements
 from ficco.options import current
 from ficco.plan import Plan, aligned
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.schedules.groups import cut
 from ficco.tools.bench.candidates import BenchCandidate
 from ficco.tools.bench.inputs import Operands
-from ficco.workspace import workspace_of
 
 #: Rows of the gathered A for which PyTorch takes its native path: more than the first, up to the
 #: second (torch/distributed/_symmetric_memory, PyTorch 2.11).

@@ -23,6 +23,7 @@ from ficco.dma.hosts import VARIABLE
 from ficco.heuristics import Decision
 from ficco.machine import find
 from ficco.problems.products import OPERATORS
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED
 from ficco.tools.bench import attention, experts
 from ficco.tools.bench.calls import build, caller, taken
@@ -36,7 +37,6 @@ from ficco.tools.bench.tables import bar, cells, show
 from ficco.tools.bench.traces import trace_all
 from ficco.tools.bench.ways import Workload, taken_by_auto
 from ficco.tools.launch import local_device
-from ficco.workspace import workspace_of
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
 KNOBS = (

@@ -40,9 +40,9 @@ from ficco.heuristics.arrivals import crossing
 from ficco.heuristics.families import family_of
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
+from ficco.runtime.workspace import SLOTS
 from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
-from ficco.workspace import SLOTS
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.board import Board
 from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Program
 from ficco.dma.choose import engine_name, make_engine
@@ -29,6 +28,8 @@ from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
 from ficco.plan import Planned
 from ficco.problems.products import Problem
+from ficco.runtime.board import Board
+from ficco.runtime.workspace import SLOTS, Workspace, adopt, workspace_of
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.candidates import COMPARED, BenchCandidate
 from ficco.tools.bench.cases import Case
@@ -39,7 +40,6 @@ from ficco.tools.bench.replay import Courier, Paces, ReplayEngine, brought, plan
 from ficco.tools.bench.run import Bench, BenchRow, BenchSettings, Tick
 from ficco.tools.bench.series import Call, Stopwatch
 from ficco.tools.bench.verify import Checked, Verifier
-from ficco.workspace import SLOTS, Workspace, adopt, workspace_of
 
 #: The candidates that a replay has, by kind; and that for the last arrival.
 KINDS = ("gemm", "ficco", COMPARED.kind)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ficco.accelerator import gpu
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import SLOTS, workspace_of
 from ficco.tools.bench.calls import caller, taken
 from ficco.tools.bench.candidates import BenchCandidate, moved_bytes, named_again, of_problem
 from ficco.tools.bench.cases import Case
@@ -28,7 +29,6 @@ from ficco.tools.bench.tables import bar
 from ficco.tools.bench.traces import trace_all, write
 from ficco.tools.bench.verify import Checked, Verifier, accuracy
 from ficco.tools.launch import local_device
-from ficco.workspace import SLOTS, workspace_of
 
 Tick = Callable[[str], None]
 

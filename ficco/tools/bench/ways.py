@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ficco.heuristics.families import family_of
 from ficco.plan import Planned
+from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.frames import RunSettings, Schema
 from ficco.tools.bench.replay_run import Replayed
@@ -31,7 +32,6 @@ from ficco.tools.bench.tables import cells, markdown
 from ficco.tools.bench.traces import trace_all, write
 from ficco.tools.bench.verify import FATAL
 from ficco.tools.launch import local_device
-from ficco.workspace import workspace_of
 
 #: Kinds of parts.
 COMPUTED, MOVED = "computed", "moved"

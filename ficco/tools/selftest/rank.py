@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.accelerator import gpu
 from ficco.dma.engine import Engine
-from ficco.workspace import workspace_of
+from ficco.runtime.workspace import workspace_of
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
 from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
 from ficco.plan import Plan
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
 from ficco.tools.bench.cases import MEMORY_SHARE, Case
@@ -21,7 +22,6 @@ from ficco.tools.bench.series import Times
 from ficco.tools.bench.verify import Verifier
 from ficco.tools.tune import fits
 from ficco.tools.tune.site import Site
-from ficco.workspace import workspace_of
 
 #: Schedules with different numbers of products, copies and signals.
 ENQUEUED = """

@@ -18,6 +18,7 @@ import ficco
 from ficco.machine import Collective, Contention, Copies, Network, Topology
 from ficco.plan import together
 from ficco.problems.products import Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.calls import reduce_scatter
 from ficco.tools.bench.series import MeasuredCalls, Times, timed_during
@@ -25,7 +26,6 @@ from ficco.tools.tune import fits
 from ficco.tools.tune.effort import Shape
 from ficco.tools.tune.products import reserve, row_of
 from ficco.tools.tune.site import Site
-from ficco.workspace import workspace_of
 
 Call = Callable[[], Any]
 

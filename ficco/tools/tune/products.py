@@ -25,13 +25,13 @@ from ficco.machine import (
     nearest,
 )
 from ficco.problems.scaling import MULTIPLE, SCALED
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
 from ficco.tools.bench.series import MeasuredCalls, Stopwatch
 from ficco.tools.fit import Sample, errors, fit
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import EFFORTS, Shape
 from ficco.tools.tune.site import Site
-from ficco.workspace import workspace_of
 
 #: The call by which an engine is asked whether its library has a recipe.
 GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ficco import ranges
 from ficco.compute.program import Op, Program, Slot, Symmetric, callers
 from ficco.dma.engine import Engine
 from ficco.plan import Plan, in_parts, together, unknown
+from ficco.runtime import ranges
 
 
 def compile(

@@ -17,11 +17,11 @@ import traceback
 from functools import partial
 from typing import Protocol
 
-from ficco.board import Board
 from ficco.compute.program import Program, Slot
 from ficco.dma.engine import Engine, Missing, timed_out
 from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
+from ficco.runtime.board import Board
 
 #: Seconds between two looks.
 PERIOD_S = 0.05
@@ -35,7 +35,7 @@ SETTLE_S = 2.0
 
 
 class Watched(Protocol):
-    """What the watchdog reads of a :class:`ficco.workspace.Workspace`."""
+    """What the watchdog reads of a :class:`ficco.runtime.workspace.Workspace`."""
 
     engine: Engine
     board: Board

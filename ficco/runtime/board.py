@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from ficco.courier import BoardCourier
 from ficco.dma.host import HostMemory, dead, first_call
 from ficco.dma.hosts import Hosts
 from ficco.dma.patience import Patience
@@ -34,6 +33,7 @@ from ficco.errors import (
     reason_of,
 )
 from ficco.problems.products import digest
+from ficco.runtime.courier import BoardCourier
 
 #: Calls that the board holds for each rank.
 ENTRIES = 256

@@ -51,7 +51,8 @@ class BoardCourier:
         ``theirs``: where to put the parts of ranks on other hosts, and ``told`` what they tell with
         calls, a row for each."""
         self._others = [other for other in range(world) if other != rank]
-        self._store, self._rank, self._mine, self._theirs = store, rank, mine, theirs
+        self._store: Any = store  # whose `set` takes bytes, too
+        self._rank, self._mine, self._theirs = rank, mine, theirs
         self._ring, self._told = ring, told
         self._tells: deque[tuple[int, bytes]] = deque()
         self._asked: int | None = None  # the row that a call waits for

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.board import REFUSED, Board, published
 from ficco.compute.program import Program, Slot, Symmetric
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine
@@ -38,7 +37,8 @@ from ficco.errors import (
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.watchdog import Watchdog
+from ficco.runtime.board import REFUSED, Board, published
+from ficco.runtime.watchdog import Watchdog
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
 #: have finished the one before.
