@@ -578,7 +578,7 @@ class AttentionCalls:
     ) -> tuple[float, float]:
         """Seconds of a call on an otherwise idle rank, and what it costs one that others keep busy:
         they fill its start and the processors that are done before the last. The call is given as
-        :class:`ficco.problems.mask.LibraryCall` has it."""
+        ``ficco.problems.mask.LibraryCall`` has it."""
         if not flops:
             return 0.0, 0.0
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)

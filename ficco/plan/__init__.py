@@ -1,4 +1,4 @@
-"""Plans: their data model and their rendering; ``check`` is that of :mod:`ficco.proof`."""
+"""Plans: their data model and their rendering; ``check`` is that of ``ficco.proof``."""
 
 import importlib
 import typing
