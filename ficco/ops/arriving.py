@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.compute.program import Call, Program
+from ficco.compute.program import Call
 from ficco.errors import FiccoError
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
@@ -23,10 +22,11 @@ from ficco.ops.operands import (
     rows_by_rank,
 )
 from ficco.ops.operate import refuse_sharded, watched
-from ficco.ops.planned import new_kind, number_call, post_call, program_of, workspace_for
 from ficco.ops.refusals import tells_refusals
+from ficco.options import Options
 from ficco.problems.products import OPERATORS
-from ficco.runtime.workspace import Workspace
+from ficco.runtime.invoke import Invocation, begin, new_kind, program_of, workspace_for
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
 
@@ -144,12 +144,15 @@ def arriving(
     """
     workspace = _checked(a_shard, group)
     try:
-        begun = _begin(workspace, a_shard, rows, pieces, order, pull)
-        begun.around.__enter__()
+        cached, call = begin(workspace, ArrivingCall(a_shard, rows, pieces, order, pull))
+        engine, program = workspace.engine, program_of(workspace, cached)
+        if program.slot is None:  # the caller reads the only rank's rows
+            call.tensors["a"] = call.tensors["a"].contiguous()
+        around = engine.around(program, call)
+        around.__enter__()
     except BaseException as error:
         workspace.end(error)
         raise
-    program, call, engine = begun.program, begun.call, workspace.engine
     problem = program.plan.problem
     assert isinstance(problem, Gathering)
     first, last = problem.product.offsets[engine.rank : engine.rank + 2]
@@ -169,7 +172,7 @@ def arriving(
     found._close()
     broken = outcome if not isinstance(outcome, Exception) else None
     try:
-        begun.around.__exit__(type(broken) if broken else None, broken, None)
+        around.__exit__(type(broken) if broken else None, broken, None)
         workspace.raise_error()
     except BaseException as error:
         workspace.end(error)
@@ -179,12 +182,6 @@ def arriving(
         if broken is not None:
             workspace.end(broken)
         raise outcome
-
-
-class _Begun(NamedTuple):
-    program: Program
-    call: Call
-    around: AbstractContextManager[None]
 
 
 @tells_refusals
@@ -206,49 +203,58 @@ def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> 
     return workspace_for(process_group(group), a_shard, "a_shard", NAME)
 
 
-def _begin(
-    workspace: Workspace,
-    a_shard: torch.Tensor,
-    rows: Sequence[int] | None,
-    pieces: int | tuple[int, ...],
-    order: str,
-    pull: bool,
-) -> _Begun:
-    """The latest call, agreed on and about to run."""
-    engine, options = workspace.engine, number_call(workspace, NAME)
-    if why := engine.wordless():
-        raise NotImplementedError(f"ficco.arriving: {why}")
-    if engine.hosts.count > 1:
-        raise NotImplementedError(
-            f"ficco.arriving: the ranks of this group are on {engine.hosts.count} hosts, and a "
-            "block has words for rows of one host only; pass a group of ranks of one host"
-        )
-    schedule = _schedule(pieces, order, pull)
-    if a_shard.layout is not torch.strided or a_shard.dim() < 2:
-        raise ValueError(
-            f"a_shard: required a dense [..., m/W, k], got {a_shard.layout} of shape "
-            f"{list(a_shard.shape)}; reshape it"
-        )
-    check_dtype(a_shard)
-    a, source = readable(workspace, flat(plain(a_shard)))
-    given, place = frozen(rows), source and (source[0].serial, source[1])
-    key = NAME, a.shape, a.dtype, schedule, given, options.workspace_bytes, place
-    cached = workspace.programs.get(key)
-    if cached is None:
-        each = rows_by_rank(
-            OPERATORS["all_gather_matmul"], given, a.shape[0], engine.rank, engine.world
-        )
+class ArrivingCall(Invocation):
+    """A block of the caller's own, around which rows arrive."""
+
+    operator = NAME
+
+    def __init__(
+        self,
+        a_shard: torch.Tensor,
+        rows: Sequence[int] | None,
+        pieces: int | tuple[int, ...],
+        order: str,
+        pull: bool,
+    ) -> None:
+        self.a, self.rows, self.asked = a_shard, rows, (pieces, order, pull)
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        engine, a = workspace.engine, self.a
+        if why := engine.wordless():
+            raise NotImplementedError(f"ficco.arriving: {why}")
+        if engine.hosts.count > 1:
+            raise NotImplementedError(
+                f"ficco.arriving: the ranks of this group are on {engine.hosts.count} hosts, and a "
+                "block has words for rows of one host only; pass a group of ranks of one host"
+            )
+        self.schedule = _schedule(*self.asked)
+        if a.layout is not torch.strided or a.dim() < 2:
+            raise ValueError(
+                f"a_shard: required a dense [..., m/W, k], got {a.layout} of shape "
+                f"{list(a.shape)}; reshape it"
+            )
+        check_dtype(a)
+        self.a, self.source = readable(workspace, flat(plain(a)))
+        self.rows = frozen(self.rows)
+        self.place = self.source and (self.source[0].serial, self.source[1])
+        sizes = NAME, self.a.shape, a.dtype, self.schedule, self.rows
+        return *sizes, options.workspace_bytes, self.place
+
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        engine, a, source = workspace.engine, self.a, self.source
+        kind = OPERATORS["all_gather_matmul"]
+        each = rows_by_rank(kind, self.rows, a.shape[0], engine.rank, engine.world)
         dtype = str(a.dtype).removeprefix("torch.")
-        asked = Gathering(each, a.shape[1], dtype, source is not None)
-        (made,) = gathering(asked, schedule, [engine.rank])
-        keep_to_cap(engine, made, options.workspace_bytes)
-        agreed = [f"a_shard in symmetric allocation {place}"] if source and pull else []
+        problem = Gathering(each, a.shape[1], dtype, source is not None)
+        (plan,) = gathering(problem, self.schedule, [engine.rank])
+        keep_to_cap(engine, plan, options.workspace_bytes)
+        pulls = source is not None and self.schedule.pull
+        agreed = [f"a_shard in symmetric allocation {self.place}"] if pulls else []
         single = options.workspace_bytes is not None
-        cached = new_kind(workspace, made, options, agreed, single, source)
-    post_call(workspace, key, cached, options)
-    program = program_of(workspace, cached)
-    call = Call({"a": a if program.slot else a.contiguous()})  # alone, the caller reads it
-    return _Begun(program, call, engine.around(program, call))
+        return new_kind(workspace, plan, options, agreed, single, source)
+
+    def allocate(self, cached: CachedCall) -> Call:
+        return Call({"a": self.a})
 
 
 def _schedule(pieces: int | tuple[int, ...], order: str, pull: bool) -> Schedule:

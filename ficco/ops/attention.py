@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from numbers import Integral, Real
 from operator import index
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.attention import Result
-from ficco.compute.program import Call, Symmetric
+from ficco.compute.program import Call
 from ficco.errors import InvalidArgument
 from ficco.heuristics.attention import GATHERED
 from ficco.ops import problem_log
@@ -20,19 +20,13 @@ from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import bounds_of, check_bounds, plain, process_group
 from ficco.ops.operate import check_traced, under_autocast
-from ficco.ops.planned import (
-    execute,
-    new_kind,
-    number_call,
-    post_call,
-    workspace_for,
-)
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.sizes import PLACEMENTS
+from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
 from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
@@ -125,40 +119,87 @@ def run_attention(
     heads, S/W] and, by the options, the keys and values that it has got, as rows. With the result
     of such a call and its gradient, ``of``, and what it has ``kept`` of keys and values, the
     gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
-    workspace = workspace_for(group, q, "q", NAME)
-    try:
-        options = number_call(workspace, NAME if of is None else f"{NAME}_backward")
-        check_together({"q": q, "k_shard": k, "v_shard": v}, schedule, asked)
-        q, k, v = (_heads(plain(one)) for one in (q, k, v))
-        kv = _packed(k, v) if kept is None else kept
-        source = workspace.symmetric_source(kv) if kept is None else None
-        place = source and (source[0].serial, source[1])
-        gathers = keeps and options.save_gathered and workspace.engine.world > 1
-        mode = "queued" if workspace.engine.asynchronous else "idle"
-        key = (
-            *(NAME, q.shape, k.shape, q.dtype, schedule, *asked.values(), place, of is None),
-            *(gathers, kept is None, options.workspace_bytes, options.machine),
+    invocation = AttentionCall(q, k, v, schedule, asked, of, keeps, kept)
+    invoke(workspace_for(group, q, "q", NAME), invocation)
+    return invocation.results
+
+
+class AttentionCall(Invocation):
+    """A call of attention, or of its backward where there is a gradient (``of``).
+
+    Attributes:
+        results: what the caller gets, once allocated.
+    """
+
+    results: tuple[torch.Tensor, ...]
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        schedule: str | Schedule,
+        asked: dict[str, Any],
+        of: Result | None,
+        keeps: bool,
+        kept: torch.Tensor | None,
+    ) -> None:
+        self.operator = NAME if of is None else f"{NAME}_backward"
+        self.q, self.k, self.v, self.schedule, self.asked = q, k, v, schedule, asked
+        self.of, self.keeps, self.kept = of, keeps, kept
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
+        check_together(operands, self.schedule, self.asked)
+        self.q, self.k, self.v = q, k, v = [_heads(plain(one)) for one in operands.values()]
+        self.kv = _packed(k, v) if self.kept is None else self.kept
+        self.source = workspace.symmetric_source(self.kv) if self.kept is None else None
+        place = self.source and (self.source[0].serial, self.source[1])
+        self.gathers = self.keeps and options.save_gathered and workspace.engine.world > 1
+        return (
+            *(self.operator, q.shape, k.shape, q.dtype, self.schedule, *self.asked.values()),
+            *(place, self.gathers, self.kept is None, options.workspace_bytes, options.machine),
         )
-        cached = workspace.programs.get(key)
-        if cached is None:
-            batch, heads, rows, size = q.shape
-            sizes = workspace.engine.world, rows, batch, heads, k.shape[1], size
-            dtype = str(q.dtype).removeprefix("torch.")
-            given = {**asked, "symmetric": source is not None, "keeps": gathers}
-            given |= {"hosts": workspace.engine.hosts.count}
-            problem = AttentionProblem(*sizes, dtype, **given)
-            whole = problem if of is None else AttentionGradient(problem, kept is not None)
-            cached = _new_kind(workspace, whole, schedule, mode, source, options)
-        if of is None:
-            call, found = _forward(cached, q, kv, keeps)
+
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        engine, source, (batch, heads, rows, size) = workspace.engine, self.source, self.q.shape
+        sizes = engine.world, rows, batch, heads, self.k.shape[1], size
+        dtype = str(self.q.dtype).removeprefix("torch.")
+        facts: dict[str, Any] = {**self.asked, "hosts": engine.hosts.count}
+        facts |= {"symmetric": source is not None, "keeps": self.gathers}
+        forward = AttentionProblem(*sizes, dtype, **facts)
+        problem = forward if self.of is None else AttentionGradient(forward, self.kept is not None)
+        known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
+        decision = GATHERED.decide(problem, self.schedule, machine=known.machine, mode=mode)
+        chosen = decision.schedule
+        agreed = [str(known)] * (self.schedule == "auto")
+        if chosen.mover not in engine.capabilities().movers:
+            raise NotImplementedError(
+                f"schedule {chosen}: the {engine.name} engine has no mover {chosen.mover!r}; use "
+                f"{', '.join(engine.capabilities().movers)}"
+            )
+
+        def make(staging_bytes: int | None = None) -> Plan:
+            (plan,) = attention_plans(problem, chosen, [engine.rank], staging_bytes)
+            return plan
+
+        plan, cap = make(), options.workspace_bytes
+        if cap is not None and "staging" in plan.buffer:
+            plan = ring(engine, plan, cap, make)
         else:
-            call, found = _backward(cached, q, k, kv, of)
-        post_call(workspace, key, cached, options)
-        execute(workspace, cached, call)
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return found
+            keep_to_cap(engine, plan, cap)
+        problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
+        if source is not None and chosen.pull:
+            agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
+        kept = None if "publish" in plan.buffer else source
+        return new_kind(workspace, plan, options, agreed, cap is not None, kept)
+
+    def allocate(self, cached: CachedCall) -> Call:
+        if self.of is None:
+            call, self.results = _forward(cached, self.q, self.kv, self.keeps)
+        else:
+            call, self.results = _backward(cached, self.q, self.k, self.kv, self.of)
+        return call
 
 
 class _Attention(torch.autograd.Function):
@@ -311,42 +352,6 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     for i, one in enumerate((k, v)):
         kv[:, i].copy_(one.permute(2, 0, 1, 3))
     return kv.view(rows, 2 * half)
-
-
-def _new_kind(
-    workspace: Workspace,
-    problem: AttentionProblem | AttentionGradient,
-    schedule: str | Schedule,
-    mode: str,
-    source: tuple[Symmetric, int] | None,
-    options: Options,
-) -> CachedCall:
-    """Choose and plan for a kind of call that is seen for the first time."""
-    engine, agreed = workspace.engine, []
-    known = workspace.known(options.machine)
-    decision = GATHERED.decide(problem, schedule, machine=known.machine, mode=mode)
-    chosen = decision.schedule
-    agreed += [str(known)] * (schedule == "auto")
-    if chosen.mover not in engine.capabilities().movers:
-        raise NotImplementedError(
-            f"schedule {chosen}: the {engine.name} engine has no mover {chosen.mover!r}; use "
-            f"{', '.join(engine.capabilities().movers)}"
-        )
-
-    def make(staging_bytes: int | None = None) -> Plan:
-        (made,) = attention_plans(problem, chosen, [engine.rank], staging_bytes)
-        return made
-
-    plan, cap = make(), options.workspace_bytes
-    if cap is not None and "staging" in plan.buffer:
-        plan = ring(engine, plan, cap, make)
-    else:
-        keep_to_cap(engine, plan, cap)
-    problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
-    if source is not None and chosen.pull:
-        agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
-    kept = None if "publish" in plan.buffer else source
-    return new_kind(workspace, plan, options, agreed, cap is not None, kept)
 
 
 def _forward(

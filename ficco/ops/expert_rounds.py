@@ -17,7 +17,7 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -35,13 +35,14 @@ from ficco.heuristics.experts import EXPERTS
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain
-from ficco.ops.planned import execute, new_kind, number_call, post_call, workspace_for
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
 from ficco.ops.traced import Needs
+from ficco.options import Options
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import gated
-from ficco.runtime.workspace import CachedCall
+from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 
@@ -216,56 +217,70 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     """Run a layer, or a half of one; returns its results by name. The result has one more row at
     its end, of zeros if there are pairs without a row, which read it."""
-    first = next(iter(operands.values()))
-    workspace = workspace_for(given.group, first, "tokens", NAME)
-    try:
-        engine, options = workspace.engine, number_call(workspace, NAME)
-        schedule = given.schedule
-        key = (
-            NAME,
-            layer,
-            layer.room,
-            schedule,
-            options.workspace_bytes,
-            options.machine,
-            first.device,
-        )
-        cached: ExpertKind | None = workspace.programs.get(key)  # type: ignore[assignment]
-        if cached is None:
-            known = workspace.known(options.machine)
-            mode = "idle" if layer.exact else "queued"  # the host has waited for the device
-            usual = _usual(layer, blocks)
-            decision = EXPERTS.decide(usual, schedule, machine=known.machine, mode=mode)
-            (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
-            problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
-            keep_to_cap(engine, plan, options.workspace_bytes)
-            single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
-            known_as = [*agreed, purpose]
-            cached = new_kind(workspace, plan, options, known_as, single, kind=ExpertKind)
-        tensors = {name: plain(tensor) for name, tensor in operands.items()}
-        plan, results, filled, whole = cached.plan, {}, None, frozenset[str]()
-        if layer.exact:
-            starts = _starts(layer, blocks)
+    invocation = RoundCall(layer, given.schedule, blocks, operands, purpose)
+    invoke(workspace_for(given.group, invocation.like, "tokens", NAME), invocation)
+    return invocation.results
+
+
+class RoundCall(Invocation):
+    """A call of a layer of experts, or of a half of one.
+
+    Attributes:
+        results: by name, once allocated.
+    """
+
+    operator = NAME
+    results: dict[str, torch.Tensor]
+
+    def __init__(
+        self,
+        layer: ExpertLayer,
+        schedule: str | Schedule,
+        blocks: Blocks,
+        operands: dict[str, torch.Tensor],
+        purpose: str,
+    ) -> None:
+        self.layer, self.schedule, self.blocks, self.purpose = layer, schedule, blocks, purpose
+        self.operands, self.like = operands, next(iter(operands.values()))
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        self.engine, layer = workspace.engine, self.layer
+        given = options.workspace_bytes, options.machine, self.like.device
+        return NAME, layer, layer.room, self.schedule, *given
+
+    def plan(self, workspace: Workspace, options: Options) -> ExpertKind:
+        engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
+        mode = "idle" if layer.exact else "queued"  # the host has waited for the device
+        usual = _usual(layer, self.blocks)
+        decision = EXPERTS.decide(usual, self.schedule, machine=known.machine, mode=mode)
+        (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
+        problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
+        keep_to_cap(engine, plan, options.workspace_bytes)
+        single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
+        return new_kind(workspace, plan, options, [*agreed, self.purpose], single, kind=ExpertKind)
+
+    def allocate(self, cached: CachedCall) -> Call:
+        assert isinstance(cached, ExpertKind)
+        tensors = {name: plain(tensor) for name, tensor in self.operands.items()}
+        engine, like, filled, whole = self.engine, self.like, None, frozenset[str]()
+        if self.layer.exact:
+            starts = _starts(self.layer, self.blocks)
             landing = starts[LANDING[0]][engine.rank]
-            filled = Filled(starts, ends_of(cached.groups, landing, first.device))
+            filled = Filled(starts, ends_of(cached.groups, landing, like.device))
             whole = cached.whole if engine.keeps_made else whole
-        for buffer in plan.buffers:
+        self.results = {}
+        for buffer in cached.plan.buffers:
             if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]
                 if filled is not None:
                     rows = int(filled.starts[buffer.name][engine.rank, -1])
-                made = first.new_empty(rows + (buffer.name == "out"), cols)
-                tensors[buffer.name] = made[:rows]
+                memory = like.new_empty(rows + (buffer.name == "out"), cols)
+                tensors[buffer.name] = memory[:rows]
                 if buffer.memory == "result":
-                    results[buffer.name] = made
-        if "out" in results and not layer.exact:
-            results["out"][-1].zero_()
-        post_call(workspace, key, cached, options, purpose)
-        execute(workspace, cached, Call(tensors, filled=filled))
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return results
+                    self.results[buffer.name] = memory
+        if "out" in self.results and not self.layer.exact:
+            self.results["out"][-1].zero_()
+        return Call(tensors, filled=filled)
 
 
 def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup
 
 from ficco.errors import FiccoError
 from ficco.ops.operands import process_group
-from ficco.ops.planned import number_call, workspace_for
 from ficco.options import current, options
+from ficco.runtime.invoke import workspace_for
 from ficco.runtime.workspace import Workspace, is_told, workspaces
 
 #: Seconds that a rank which refuses the first call of a group waits for its peers, to tell them.
@@ -70,7 +70,7 @@ def _tell(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: An
         workspace = _workspace(group, tensors, operator)
     if workspace is not None and not workspace.occupied:
         workspace.raise_error()
-        number_call(workspace, operator)
+        workspace.begin(operator)
         workspace.end(error)
 
 

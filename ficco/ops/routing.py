@@ -21,11 +21,11 @@ from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.operands import process_group
 from ficco.ops.operate import check_traced
-from ficco.ops.planned import number_call, workspace_for
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import current
 from ficco.runtime.board import TOLD
+from ficco.runtime.invoke import workspace_for
 from ficco.runtime.workspace import Workspace, workspaces
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ def _asking(
 ) -> Routing:
     """A routing for which ranks tell each other something."""
     try:
-        number_call(workspace, NAME)
+        workspace.begin(NAME)
         if capacity is None and experts > TOLD:
             raise NotImplementedError(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,12 @@ from ficco.ops.fit import keep_to_cap
 from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import plain, process_group
 from ficco.ops.operate import check_traced, under_autocast
-from ficco.ops.planned import (
-    execute,
-    new_kind,
-    number_call,
-    post_call,
-    workspace_for,
-)
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
+from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
 from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
@@ -135,16 +129,11 @@ def _forward(
     call: TracedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saves: str
 ) -> dict[str, torch.Tensor]:
     """The result, and what its gradient needs of what was made."""
-    workspace = workspace_for(call.group, q, "q", NAME)
     operands = {"q": q, "k": k, "v": v}
-    try:
-        options = number_call(workspace, NAME)
-        check_together(operands, call.schedule, call.asked)
-        made = _run(workspace, options, call, (q.shape, k.shape), operands, saves=saves)
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return {**made, "out": _by_batch(made["out"], q.shape)}
+    invocation = HeadsCall(call, (q.shape, k.shape), operands, saves)
+    invoke(workspace_for(call.group, q, "q", NAME), invocation)
+    results = invocation.results
+    return {**results, "out": _by_batch(results["out"], q.shape)}
 
 
 def _backward(
@@ -153,23 +142,18 @@ def _backward(
     """The gradients of q, k and v. What several ranks have made for a head of keys is summed."""
     saves = "heads" if "kept q" in operands else "shards"
     workspace = workspace_for(call.group, operands["grad"], "gradient", NAME)
-    try:
-        options = number_call(workspace, NAME)
-        made = _run(
-            workspace, options, call, (q_shape, k_shape), operands, saves=saves, backward=True
-        )
-    except BaseException as error:
-        workspace.end(error)
-        raise
+    invocation = HeadsCall(call, (q_shape, k_shape), operands, saves, backward=True)
+    invoke(workspace, invocation)
+    results = invocation.results
     heads, shared = q_shape[1] // workspace.engine.world, q_shape[1] // k_shape[1]
     owners = [
         key
         for first in range(0, q_shape[1], heads)
         for key in range(first // shared, (first + heads - 1) // shared + 1)
     ]
-    dk, dv = (_summed(made[name], owners, k_shape[1]) for name in ("dk", "dv"))
+    dk, dv = (_summed(results[name], owners, k_shape[1]) for name in ("dk", "dv"))
     return (
-        _by_batch(made["dq"], q_shape),
+        _by_batch(results["dq"], q_shape),
         _by_batch(dk, k_shape),
         _by_batch(dv, k_shape),
     )
@@ -188,56 +172,63 @@ def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
     return sums
 
 
-def _run(
-    workspace: Workspace,
-    options: Options,
-    call: TracedCall,
-    shapes: tuple[torch.Size, torch.Size],
-    operands: dict[str, torch.Tensor],
-    **part: Any,
-) -> dict[str, torch.Tensor]:
-    """Run a call that has begun: its results, rows of heads."""
-    (batch, heads, rows, size), like = shapes[0], next(iter(operands.values()))
-    key = (
-        *(NAME, *shapes, like.dtype, call.schedule, *call.asked.values(), *part.values()),
-        *(options.workspace_bytes, options.machine),
-    )
-    cached = workspace.programs.get(key)
-    if cached is None:
-        engine, dtype = workspace.engine, str(like.dtype).removeprefix("torch.")
-        sizes = engine.world, rows, batch, heads, shapes[1][1], size
-        asked = AttentionProblem(*sizes, dtype, **call.asked, hosts=engine.hosts.count)
-        problem = HeadsProblem(asked, **part)
-        cached = _new_kind(workspace, problem, call.schedule, options)
-    tensors = {
-        name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))
-        for name, one in operands.items()
-    }
-    results = {}
-    for buffer in cached.plan.buffers:
-        if buffer.memory in ("result", "local"):
-            dtype = getattr(torch, buffer.dtype)
-            shape = buffer.shapes[workspace.engine.rank]
-            tensors[buffer.name] = like.new_empty(shape, dtype=dtype)
-            if buffer.memory == "result":
-                results[buffer.name] = tensors[buffer.name]
-    post_call(workspace, key, cached, options, NAME + " backward" * part.get("backward", False))
-    execute(workspace, cached, Call(tensors))
-    return results
+class HeadsCall(Invocation):
+    """A call of attention by heads, or of its backward.
 
+    Attributes:
+        results: rows of heads by name, once allocated.
+    """
 
-def _new_kind(
-    workspace: Workspace, problem: HeadsProblem, schedule: str | Schedule, options: Options
-) -> CachedCall:
-    """Choose and plan for a kind of call that is seen for the first time."""
-    engine, agreed = workspace.engine, []
-    known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-    decision = BY_HEADS.decide(problem, schedule, machine=known.machine, mode=mode)
-    agreed += [str(known)] * (schedule == "auto")
-    (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
-    problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
-    keep_to_cap(engine, plan, options.workspace_bytes)
-    return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
+    operator = NAME
+    results: dict[str, torch.Tensor]
+
+    def __init__(
+        self,
+        call: TracedCall,
+        shapes: tuple[torch.Size, torch.Size],
+        operands: dict[str, torch.Tensor],
+        saves: str,
+        backward: bool = False,
+    ) -> None:
+        self.asked, self.schedule, self.shapes = call.asked, call.schedule, shapes
+        self.operands, self.saves, self.backward = operands, saves, backward
+        self.like, self.purpose = next(iter(operands.values())), NAME + " backward" * backward
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        if not self.backward:
+            check_together(self.operands, self.schedule, self.asked)
+        return (
+            *(NAME, *self.shapes, self.like.dtype, self.schedule, *self.asked.values()),
+            *(self.saves, self.backward, options.workspace_bytes, options.machine),
+        )
+
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
+        sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
+        dtype = str(self.like.dtype).removeprefix("torch.")
+        asked = AttentionProblem(*sizes, dtype, **self.asked, hosts=engine.hosts.count)
+        problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
+        known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
+        decision = BY_HEADS.decide(problem, self.schedule, machine=known.machine, mode=mode)
+        agreed = [str(known)] * (self.schedule == "auto")
+        (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
+        problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
+        keep_to_cap(engine, plan, options.workspace_bytes)
+        return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
+
+    def allocate(self, cached: CachedCall) -> Call:
+        tensors = {
+            name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))
+            for name, one in self.operands.items()
+        }
+        self.results = {}
+        for buffer in cached.plan.buffers:
+            if buffer.memory in ("result", "local"):
+                shape, dtype = cached.plan.shape(buffer.name), getattr(torch, buffer.dtype)
+                tensors[buffer.name] = self.like.new_empty(shape, dtype=dtype)
+                if buffer.memory == "result":
+                    self.results[buffer.name] = tensors[buffer.name]
+        return Call(tensors)
 
 
 def _by_heads(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
+from ficco.compute.products import refuse_overrides
 from ficco.compute.program import Program, Slot, Symmetric
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.engine import Engine
@@ -71,7 +71,6 @@ class CachedCall:
     Attributes:
         columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
             as several calls, each on so many columns of b.
-        rows: as the caller gave them, frozen, since an iterator can be read only once.
         latest: number of the latest call of the kind.
     """
 
@@ -80,7 +79,6 @@ class CachedCall:
     single: bool
     source: tuple[Symmetric, int] | None
     columns: int = 0
-    rows: Any = None
     programs: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
 
@@ -202,6 +200,22 @@ class Workspace:
         """Raise if the ranks disagree or one has failed; called by an engine while it waits."""
         if mismatch := self.board.mismatch(self.calls):
             raise mismatch
+
+    def begin(self, operator: str) -> Options:
+        """Begin the next call; return the options in force.
+
+        Raises:
+            NotImplementedError: ``torch.library`` replaces PyTorch's matrix products.
+        """
+        engine, options = self.engine, current()
+        limit = options.timeout_s or self.limit_s
+        engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
+        if (watchdog := self.watchdog) is not None:
+            watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
+        self.calls += 1
+        self.thread = get_ident()
+        refuse_overrides(engine.device)
+        return options
 
     def end(self, error: BaseException) -> None:
         """Tell the peers that this rank's latest call ended with an error: they must not wait.

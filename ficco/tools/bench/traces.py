@@ -18,8 +18,8 @@ from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
 from ficco.machine.flat import flat
 from ficco.machine.model import ATTENTION
-from ficco.ops.planned import tracing
 from ficco.plan import Plan
+from ficco.runtime.invoke import tracing
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.draw import draw, trace

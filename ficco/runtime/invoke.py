@@ -1,22 +1,20 @@
-"""How a call of anything that has a Plan begins and runs, once its operands are known to be right.
+"""The path of every call that has a Plan.
 
-A room that makes Plans of its own calls these in turn: :func:`workspace_for`, :func:`number_call`,
-a look-up of its key in ``workspace.programs`` or else :func:`new_kind`, :func:`post_call`, then
-:func:`execute`. What raises from :func:`number_call` on ends the call with
-``workspace.end(error)``.
+A call is numbered, its kind is looked up or planned, its results are allocated, it is posted on the
+board, and it runs. From the second call of a kind on, that is a dictionary look-up, one entry on
+the board and the loop over the operations. What an operator asks is an :class:`Invocation`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.compute.products import refuse_overrides
 from ficco.compute.program import Call, Program, Symmetric
 from ficco.dma.engine import Span
 from ficco.dma.host import backend_of
@@ -25,6 +23,34 @@ from ficco.plan import Plan
 from ficco.runtime import ranges
 from ficco.runtime.program import compile
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_of
+
+
+class Invocation(ABC):
+    """One call of an operator: its operands, and what it asks.
+
+    Attributes:
+        operator: its name, for errors.
+        purpose: what a call of a backward is for, which the ranks compare.
+    """
+
+    operator: str
+    purpose: str = ""
+
+    @abstractmethod
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        """Check the operands, and return what distinguishes this kind of call from all others."""
+
+    @abstractmethod
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        """Choose a schedule for a kind of call that is new, and plan it."""
+
+    @abstractmethod
+    def allocate(self, cached: CachedCall) -> Call:
+        """The call, with its results and local buffers allocated."""
+
+    def by_columns(self, workspace: Workspace, cached: CachedCall, call: Call) -> None:
+        """Make several calls in place of this one: see :class:`CachedCall`."""
+        raise NotImplementedError
 
 
 def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
@@ -37,19 +63,6 @@ def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str
     workspace = workspace_of(group, a.device, operator)
     workspace.raise_error()
     return workspace
-
-
-def number_call(workspace: Workspace, operator: str) -> Options:
-    """Begin the next call of a workspace, under the options in force."""
-    engine, options = workspace.engine, current()
-    limit = options.timeout_s or workspace.limit_s
-    engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
-    if (watchdog := workspace.watchdog) is not None:
-        watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
-    workspace.calls += 1
-    workspace.thread = get_ident()
-    refuse_overrides(engine.device)
-    return options
 
 
 #: What is kept for a kind of call.
@@ -76,21 +89,41 @@ def new_kind(
     return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
 
 
-def post_call(
-    workspace: Workspace, key: Hashable, cached: CachedCall, options: Options, purpose: str = ""
-) -> None:
-    """Post the latest call on the board, and agree on it with the other ranks if need be; then
-    remember its kind by its key."""
-    number, board, new = workspace.calls, workspace.board, not cached.latest
+def begin(workspace: Workspace, invocation: Invocation) -> tuple[CachedCall, Call]:
+    """Number a call, look up its kind or plan it, allocate its results, and agree on it with the
+    other ranks if its kind is new. What this raises ends the call: ``workspace.end(error)``."""
+    options, board = workspace.begin(invocation.operator), workspace.board
+    key = invocation.key(workspace, options)
+    cached = workspace.programs.get(key)
+    if cached is None:
+        cached = invocation.plan(workspace, options)
+    call = invocation.allocate(cached)
+    new, number = not cached.latest, workspace.calls
     cached.latest = number
     if not cached.columns:
         board.post(number, cached.digest)
         workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
         if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
-            engine = workspace.engine
-            board.agree(number, engine.timeout_s, engine.operator, cached.plan.schedule, purpose)
+            limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
+            board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
     if new:
         workspace.keep(key, cached)
+    return cached, call
+
+
+def invoke(workspace: Workspace, invocation: Invocation) -> Call:
+    """Make a call: the results are in its tensors. On a GPU it is enqueued, on CPUs carried out."""
+    try:
+        cached, call = begin(workspace, invocation)
+        if cached.columns:
+            workspace.calls -= 1  # its parts count as calls instead
+            invocation.by_columns(workspace, cached, call)
+        else:
+            execute(workspace, cached, call)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return call
 
 
 def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
