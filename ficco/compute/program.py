@@ -70,9 +70,6 @@ class Slot:
             self.programs[program.number] = program
         return program.number
 
-    def fits(self, plan: Plan) -> bool:
-        return plan.words <= self.words and plan.slot_bytes <= self.nbytes
-
 
 class Part(NamedTuple):
     """What some queries get of some keys: ``mean`` [batch, heads, queries, size], of the values,

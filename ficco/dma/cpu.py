@@ -32,6 +32,7 @@ from ficco.dma.cpu_network import GlooNetwork
 from ficco.dma.engine import Capabilities, Engine, Missing, Span, timed_out
 from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
 from ficco.dma.hosts import Hosts
+from ficco.dma.patience import Patience
 from ficco.errors import SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
 from ficco.problems.attention import MERGE
@@ -136,7 +137,8 @@ class CpuEngine(Engine):
             # What a peer posts it posts before it ends.
             ended = dead(state.pids[signal.poster]) and not semaphores().value(word)
             limit, seconds = 0 if ended else state.timeout_s, time.monotonic() - begin
-            if late := state.patience.ends(limit, partial(self._late, program, state), seconds):
+            patience = state.patience = state.patience or Patience()
+            if late := patience.ends(limit, partial(self._late, program, state), seconds):
                 raise late
         if state.blocked.pop(lane, None):
             self._mark(program, state, lane, 0)

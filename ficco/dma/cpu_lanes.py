@@ -79,7 +79,8 @@ class CallState:
             self.parts, self.pids = slot.memory.parts, slot.memory.pids
             marks = slot.words * SEMAPHORE_STRIDE
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
-        self.timeout_s, self.patience = timeout_s, Patience()
+        self.timeout_s = timeout_s
+        self.patience: Patience | None = None  # of the first wait that is longer than a slice
         self.recorded = {step: threading.Event() for step in recorded}
         #: By network step, that it has sent its part, that it is over, and what it receives.
         self.sent, self.moved = ({step: threading.Event() for step in moves} for _ in range(2))

@@ -25,8 +25,8 @@ from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.refusals import tells_refusals
 from ficco.options import Options
 from ficco.problems.products import OPERATORS
-from ficco.runtime.invoke import Invocation, begin, new_kind, program_of, workspace_for
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.invoke import Invocation, begin, new_kind, program_of
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
 

@@ -26,8 +26,8 @@ from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.sizes import PLACEMENTS
-from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.invoke import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 

@@ -27,8 +27,8 @@ from ficco.ops.operands import (
 from ficco.options import Options
 from ficco.plan import Buffer
 from ficco.problems.products import OPERATORS
-from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.invoke import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
@@ -56,12 +56,13 @@ def run(
     ranks agree on. ``scales`` are those of float8 operands. ``transposed``: see :class:`Problem`; A
     or the result is then [W, rows, columns].
     """
-    group = process_group(group)
-    for name, tensor in ((left_of(operator), a), ("b", b)):
+    group, left = process_group(group), left_of(operator)
+    for name, tensor in ((left, a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    workspace = workspace_for(group, a, left_of(operator), operator)
-    given = schedule, frozen(rows), return_gathered, out, purpose, scales, transposed
+    workspace = workspace_for(group, a, left, operator)
+    rows = rows if rows is None else frozen(rows)
+    given = schedule, rows, return_gathered, out, purpose, scales, transposed
     call = invoke(workspace, ProductCall(operator, a, b, *given))
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 

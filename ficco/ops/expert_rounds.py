@@ -41,8 +41,8 @@ from ficco.ops.traced import Needs
 from ficco.options import Options
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import gated
-from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.invoke import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -46,7 +46,8 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
-    _refuse_jit()
+    if torch._C._get_tracing_state() is not None:
+        _refuse_jit()
     if forward_ad._current_level >= 0:
         _refuse_tangents(a, b)
     if scales is not None and scales.given:
@@ -119,7 +120,8 @@ def check_traced(**operands: torch.Tensor) -> bool:
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    _refuse_jit()
+    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
+        _refuse_jit()
     if forward_ad._current_level >= 0:
         _refuse_tangents(*operands.values())
     traced = bool(watched(*operands.values()))
@@ -164,11 +166,8 @@ def refuse_derivatives(vmap: bool = True) -> None:
             )
 
 
-def _refuse_jit() -> None:
-    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
-        raise NotImplementedError(
-            "torch.jit.trace is not served; use torch.compile or torch.export"
-        )
+def _refuse_jit() -> NoReturn:
+    raise NotImplementedError("torch.jit.trace is not served; use torch.compile or torch.export")
 
 
 def _refuse_tangents(*operands: torch.Tensor) -> None:

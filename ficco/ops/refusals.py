@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from ficco.errors import FiccoError
 from ficco.ops.operands import process_group
 from ficco.options import current, options
-from ficco.runtime.invoke import workspace_for
-from ficco.runtime.workspace import Workspace, is_told, workspaces
+from ficco.runtime.workspace import Workspace, is_told, workspace_for, workspaces
 
 #: Seconds that a rank which refuses the first call of a group waits for its peers, to tell them.
 JOIN_S = 60.0

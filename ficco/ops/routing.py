@@ -25,8 +25,7 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.registration import Declared, declare, overload
 from ficco.options import current
 from ficco.runtime.board import TOLD
-from ficco.runtime.invoke import workspace_for
-from ficco.runtime.workspace import Workspace, workspaces
+from ficco.runtime.workspace import Workspace, workspace_for, workspaces
 
 if TYPE_CHECKING:
     from ficco.dma.engine import Engine

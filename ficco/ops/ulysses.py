@@ -22,8 +22,8 @@ from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import Options, carried, current
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
-from ficco.runtime.invoke import Invocation, invoke, new_kind, workspace_for
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.invoke import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
 

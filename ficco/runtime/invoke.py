@@ -13,16 +13,14 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 from ficco.compute.program import Call, Program, Symmetric
 from ficco.dma.engine import Span
-from ficco.dma.host import backend_of
-from ficco.options import Options, current
+from ficco.options import Options
 from ficco.plan import Plan
 from ficco.runtime import ranges
 from ficco.runtime.program import compile
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_of
+from ficco.runtime.workspace import CachedCall, Workspace
 
 
 class Invocation(ABC):
@@ -51,18 +49,6 @@ class Invocation(ABC):
     def by_columns(self, workspace: Workspace, cached: CachedCall, call: Call) -> None:
         """Make several calls in place of this one: see :class:`CachedCall`."""
         raise NotImplementedError
-
-
-def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
-    """The workspace of a call with an operand of that name."""
-    if a.is_cpu and current().engine is None and backend_of(group) == "nccl":
-        raise ValueError(
-            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move "
-            "it to the GPU or use a gloo group"
-        )
-    workspace = workspace_of(group, a.device, operator)
-    workspace.raise_error()
-    return workspace
 
 
 #: What is kept for a kind of call.
@@ -102,7 +88,8 @@ def begin(workspace: Workspace, invocation: Invocation) -> tuple[CachedCall, Cal
     cached.latest = number
     if not cached.columns:
         board.post(number, cached.digest)
-        workspace.raise_error()  # the post may have overwritten the watchdog's entry of a failure
+        if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten
+            workspace.raise_error()
         if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
             limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
             board.agree(number, limit, invocation.operator, schedule, invocation.purpose)

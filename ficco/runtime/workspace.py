@@ -311,7 +311,7 @@ class Workspace:
 
         ``single``: always use the first slot, for calls whose memory is capped.
         """
-        capture = self.engine.capturing()
+        capture = self.engine.capturing() if self.engine.asynchronous else 0
         if plan.collective:
             if capture not in self._watched:
                 self._watched[capture] = self.engine.watch(bool(capture))
@@ -321,7 +321,7 @@ class Workspace:
         slots = self._slots.get(capture) or self._slots.setdefault(capture, [None] * SLOTS)
         index = 0 if single else self.calls % SLOTS
         slot = slots[index]
-        if slot is None or not slot.fits(plan):
+        if slot is None or plan.words > slot.words or plan.slot_bytes > slot.nbytes:
             slot = slots[index] = self._grow(slots, index, plan, bool(capture))
         return slot
 
@@ -500,6 +500,23 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
             _begun.discard(key)
     workspace.refuse_within_block(operator)
     workspace.refuse_thread(operator)
+    return workspace
+
+
+def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
+    """The workspace of a call with an operand of that name."""
+    workspace = _workspaces.get((group, a.device, current().engine))
+    if workspace is not None and not (
+        workspace.error or workspace.closed or workspace.thread or workspace.block_open
+    ):
+        return workspace
+    if a.is_cpu and current().engine is None and backend_of(group) == "nccl":
+        raise ValueError(
+            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the GPU "
+            "or use a gloo group"
+        )
+    workspace = workspace_of(group, a.device, operator)
+    workspace.raise_error()
     return workspace
 
 
