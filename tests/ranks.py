@@ -174,12 +174,12 @@ def run(
         fresh: use processes of their own.
         lost: ranks of a fresh call that need not answer; what is left of them is killed at the end.
         env: environment of a fresh call.
-        timeout: seconds after which the call fails; by default 50 on CPUs and 100 on GPUs, where
-            the first call of a pool also brings up the vendor's libraries.
+        timeout: seconds after which the call fails; by default 100, since machines are busy, and
+            the first call of a pool on GPUs also brings up the vendor's libraries.
     """
     assert fresh or not (env or lost), "only fresh processes can have an environment or die"
     env = env or {}
-    timeout = timeout or {"cpu": 50.0, "cuda": 100.0}[device]
+    timeout = timeout or 100.0
     if device == "cuda" and most_gpu_ranks() < world:
         pytest.skip(f"needs {world} GPUs")
     if device == "cpu" and _around is not None:

@@ -530,7 +530,7 @@ def test_kernels_compile_for_gpus(
 
 def test_triton_is_imported_by_device_functions_alone() -> None:
     importers = {(one.unit, one.module.split(".")[0]) for one in imports()}
-    assert {unit for unit, module in importers if module == "triton"} == {"tile", "tiled"}
+    assert {unit for unit, module in importers if module == "triton"} == {"tile", "compute"}
     late = [node for node in ast.walk(ast.parse(Path(ficco.__file__).read_text()))]
     top = [node for node in late if isinstance(node, ast.Import) and node.col_offset == 0]
     assert not any("ficco.tile" in alias.name for node in top for alias in node.names)
