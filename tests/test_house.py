@@ -22,19 +22,19 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3480, 1840),
-    "dma": (7150, 4010),
+    "compute": (3470, 1840),
+    "dma": (7160, 4010),
     "heuristics": (1890, 880),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1460, 650),
     "nn": (2230, 1060),
-    "ops": (6340, 2910),
+    "ops": (6160, 2840),
     "passes": (1930, 1150),
     "plan": (960, 470),
     "problems": (2260, 1020),
     "proof": (1810, 1250),
-    "runtime": (1520, 910),
+    "runtime": (1730, 1020),
     "schedules": (4910, 3040),
     "simulate": (1240, 820),
     "tools": (13180, 7300),
@@ -58,7 +58,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "files that name experts": 15,
     "files that name tiled": 23,
     # Places in the same files of what a redesign is to leave once.
-    "calls of number_call": 9,
+    "calls of begin": 3,
     "autograd functions": 13,
     "copy steps": 11,
     "isinstance of problems": 14,
@@ -76,7 +76,7 @@ CAPABILITIES = {
 }
 #: Code of which there are to be few places.
 PLACES = {
-    "calls of number_call": r"\bnumber_call\(",
+    "calls of begin": r"\bworkspace\.begin\(",
     "autograd functions": r"autograd\.Function\)",
     "copy steps": r'Step\(\s*"copy"',
     "isinstance of problems": r"isinstance\((problem|asked|layer), ",
@@ -627,7 +627,7 @@ def test_nothing_is_over_budget() -> None:
         ("attic/old.py", "x = 1\n", {}),
         ("plan/model.py", "class Model:\n    pass\n", {"lines of the longest file": 1}),
         ("plan/model.py", "def scales(): ...\n", {"files that name fp8": 0}),
-        ("ops/call.py", "number_call()\n" * 2, {"calls of number_call": 1}),
+        ("ops/call.py", "workspace.begin()\n" * 2, {"calls of begin": 1}),
         ("api.py", "", {"loose files": 1}),
         ("ops/call.py", "", {"files": 1}),
     ],
@@ -649,6 +649,6 @@ def test_budgets_see_what_breaks_them(
         assert over_budget(figures(package)) == []
     for name, budget in budgets.items():
         monkeypatch.setitem(BUDGETS, name, budget)
-    (package / "tools" / "scales.py").write_text("def scales(): number_call()\n")
+    (package / "tools" / "scales.py").write_text("def scales(): workspace.begin()\n")
     (package / file).write_text(f'"""A file that names scales."""  # scales\n{text}')
     assert len(over_budget(figures(package))) == 1

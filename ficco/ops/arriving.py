@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -144,7 +146,7 @@ def arriving(
     """
     workspace = _checked(a_shard, group)
     try:
-        cached, call = begin(workspace, ArrivingCall(a_shard, rows, pieces, order, pull))
+        cached, call = begin(workspace, ArrivingCall(a_shard, rows, (pieces, order, pull)))
         engine, program = workspace.engine, program_of(workspace, cached)
         if program.slot is None:  # the caller reads the only rank's rows
             call.tensors["a"] = call.tensors["a"].contiguous()
@@ -203,20 +205,15 @@ def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> 
     return workspace_for(process_group(group), a_shard, "a_shard", NAME)
 
 
+@dataclass(eq=False)
 class ArrivingCall(Invocation):
     """A block of the caller's own, around which rows arrive."""
 
-    operator = NAME
-
-    def __init__(
-        self,
-        a_shard: torch.Tensor,
-        rows: Sequence[int] | None,
-        pieces: int | tuple[int, ...],
-        order: str,
-        pull: bool,
-    ) -> None:
-        self.a, self.rows, self.asked = a_shard, rows, (pieces, order, pull)
+    a: torch.Tensor
+    rows: Any
+    asked: tuple[int | tuple[int, ...], str, bool]
+    operator: str = NAME
+    purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         engine, a = workspace.engine, self.a

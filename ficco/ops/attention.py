@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from operator import index
 from typing import Any
@@ -119,11 +120,13 @@ def run_attention(
     heads, S/W] and, by the options, the keys and values that it has got, as rows. With the result
     of such a call and its gradient, ``of``, and what it has ``kept`` of keys and values, the
     gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
-    invocation = AttentionCall(q, k, v, schedule, asked, of, keeps, kept)
+    operator = NAME if of is None else f"{NAME}_backward"
+    invocation = AttentionCall(operator, q, k, v, schedule, asked, of, keeps, kept)
     invoke(workspace_for(group, q, "q", NAME), invocation)
     return invocation.results
 
 
+@dataclass(eq=False)
 class AttentionCall(Invocation):
     """A call of attention, or of its backward where there is a gradient (``of``).
 
@@ -131,22 +134,17 @@ class AttentionCall(Invocation):
         results: what the caller gets, once allocated.
     """
 
-    results: tuple[torch.Tensor, ...]
-
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        schedule: str | Schedule,
-        asked: dict[str, Any],
-        of: Result | None,
-        keeps: bool,
-        kept: torch.Tensor | None,
-    ) -> None:
-        self.operator = NAME if of is None else f"{NAME}_backward"
-        self.q, self.k, self.v, self.schedule, self.asked = q, k, v, schedule, asked
-        self.of, self.keeps, self.kept = of, keeps, kept
+    operator: str
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    schedule: str | Schedule
+    asked: dict[str, Any]
+    of: Result | None
+    keeps: bool
+    kept: torch.Tensor | None
+    results: tuple[torch.Tensor, ...] = ()
+    purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,27 +86,22 @@ def _empty(
     return a.new_empty((buffer.matrices, cols, each), dtype=dtype).transpose(1, 2)
 
 
+@dataclass(eq=False)
 class ProductCall(Invocation):
     """A call of an operator of products."""
 
-    def __init__(
-        self,
-        operator: str,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        schedule: str | Schedule,
-        rows: Any,
-        return_gathered: bool,
-        out: torch.Tensor | None,
-        purpose: str,
-        scales: Scales | None,
-        transposed: bool,
-    ) -> None:
-        self.operator, self.a, self.b, self.purpose = operator, a, b, purpose
-        self.schedule, self.rows, self.return_gathered = schedule, rows, return_gathered
-        self.out, self.scales, self.transposed = out, scales, transposed
-        self.source: tuple[Symmetric, int] | None = None
-        self.mode = "idle"
+    operator: str
+    a: torch.Tensor
+    b: torch.Tensor
+    schedule: str | Schedule
+    rows: Any
+    return_gathered: bool
+    out: torch.Tensor | None
+    purpose: str
+    scales: Scales | None
+    transposed: bool
+    source: tuple[Symmetric, int] | None = None
+    mode: str = "idle"
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         engine, schedule, scales = workspace.engine, self.schedule, self.scales

@@ -18,7 +18,7 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -222,6 +222,7 @@ def _run(
     return invocation.results
 
 
+@dataclass(eq=False)
 class RoundCall(Invocation):
     """A call of a layer of experts, or of a half of one.
 
@@ -229,19 +230,15 @@ class RoundCall(Invocation):
         results: by name, once allocated.
     """
 
-    operator = NAME
-    results: dict[str, torch.Tensor]
+    layer: ExpertLayer
+    schedule: str | Schedule
+    blocks: Blocks
+    operands: dict[str, torch.Tensor]
+    purpose: str
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        layer: ExpertLayer,
-        schedule: str | Schedule,
-        blocks: Blocks,
-        operands: dict[str, torch.Tensor],
-        purpose: str,
-    ) -> None:
-        self.layer, self.schedule, self.blocks, self.purpose = layer, schedule, blocks, purpose
-        self.operands, self.like = operands, next(iter(operands.values()))
+    def __post_init__(self) -> None:
+        self.operator, self.like = NAME, next(iter(self.operands.values()))
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         self.engine, layer = workspace.engine, self.layer
@@ -268,7 +265,6 @@ class RoundCall(Invocation):
             landing = starts[LANDING[0]][engine.rank]
             filled = Filled(starts, ends_of(cached.groups, landing, like.device))
             whole = cached.whole if engine.keeps_made else whole
-        self.results = {}
         for buffer in cached.plan.buffers:
             if buffer.memory in ("result", "local") and buffer.name not in whole:
                 rows, cols = buffer.shapes[engine.rank]

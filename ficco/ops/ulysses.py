@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -172,6 +173,7 @@ def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
     return sums
 
 
+@dataclass(eq=False)
 class HeadsCall(Invocation):
     """A call of attention by heads, or of its backward.
 
@@ -179,26 +181,22 @@ class HeadsCall(Invocation):
         results: rows of heads by name, once allocated.
     """
 
-    operator = NAME
-    results: dict[str, torch.Tensor]
+    of: TracedCall
+    shapes: tuple[torch.Size, torch.Size]
+    operands: dict[str, torch.Tensor]
+    saves: str
+    backward: bool = False
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        call: TracedCall,
-        shapes: tuple[torch.Size, torch.Size],
-        operands: dict[str, torch.Tensor],
-        saves: str,
-        backward: bool = False,
-    ) -> None:
-        self.asked, self.schedule, self.shapes = call.asked, call.schedule, shapes
-        self.operands, self.saves, self.backward = operands, saves, backward
-        self.like, self.purpose = next(iter(operands.values())), NAME + " backward" * backward
+    def __post_init__(self) -> None:
+        self.operator, self.purpose = NAME, NAME + " backward" * self.backward
+        self.like = next(iter(self.operands.values()))
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         if not self.backward:
-            check_together(self.operands, self.schedule, self.asked)
+            check_together(self.operands, self.of.schedule, self.of.asked)
         return (
-            *(NAME, *self.shapes, self.like.dtype, self.schedule, *self.asked.values()),
+            *(NAME, *self.shapes, self.like.dtype, self.of.schedule, *self.of.asked.values()),
             *(self.saves, self.backward, options.workspace_bytes, options.machine),
         )
 
@@ -206,11 +204,11 @@ class HeadsCall(Invocation):
         engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
         sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
         dtype = str(self.like.dtype).removeprefix("torch.")
-        asked = AttentionProblem(*sizes, dtype, **self.asked, hosts=engine.hosts.count)
+        asked = AttentionProblem(*sizes, dtype, **self.of.asked, hosts=engine.hosts.count)
         problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-        decision = BY_HEADS.decide(problem, self.schedule, machine=known.machine, mode=mode)
-        agreed = [str(known)] * (self.schedule == "auto")
+        decision = BY_HEADS.decide(problem, self.of.schedule, machine=known.machine, mode=mode)
+        agreed = [str(known)] * (self.of.schedule == "auto")
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
@@ -221,7 +219,6 @@ class HeadsCall(Invocation):
             name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))
             for name, one in self.operands.items()
         }
-        self.results = {}
         for buffer in cached.plan.buffers:
             if buffer.memory in ("result", "local"):
                 shape, dtype = cached.plan.shape(buffer.name), getattr(torch, buffer.dtype)

@@ -3,6 +3,7 @@
 =========  ===================================================================
 module     subject
 =========  ===================================================================
+invoke     the path of a call: number, look up or plan, allocate, post, run
 program    a Plan as operations of an engine
 workspace  what a group keeps: its engine, slots, programs and decisions
 board      what ranks tell each other of their calls

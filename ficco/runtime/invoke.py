@@ -32,7 +32,7 @@ class Invocation(ABC):
     """
 
     operator: str
-    purpose: str = ""
+    purpose: str
 
     @abstractmethod
     def key(self, workspace: Workspace, options: Options) -> Hashable:
