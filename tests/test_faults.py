@@ -32,7 +32,7 @@ from ficco.dma.cpu_collectives import collect
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
-from ficco.ops import planned
+from ficco.runtime import invoke
 from ficco.runtime.board import LATE_S
 from ficco.runtime.workspace import Workspace, workspaces
 from ficco.schedules import Schedule, plans
@@ -458,7 +458,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        planned._run(None, None, None)  # type: ignore[arg-type]  # it never gets to them
+        invoke._run(None, None, None)  # type: ignore[arg-type]  # it never gets to them
     assert torch.is_grad_enabled()
 
 
@@ -843,7 +843,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "caller's thread": (products, "multiply"),
     "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
-    "operations": (planned, "compile"),
+    "operations": (invoke, "compile"),
 }
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
