@@ -25,8 +25,7 @@ from ficco.heuristics.attention import GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Region, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
-from ficco.problems.mask import Mask, Rectangle, Segment
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import ASKABLE, FAMILIES, family_of, problem_of
+from ficco.heuristics.families import FAMILIES, family_of
 from ficco.machine import Machine, find
 from ficco.machine.flat import flat
 from ficco.plan import Planned
@@ -17,6 +17,7 @@ from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS
+from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.schedules import Schedule
 
 WORLD = 4

@@ -32,7 +32,7 @@ from ficco.machine import Machine, find
 from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.heads import HeadsProblem
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans
 from ficco.schedules.attention import attention_plans

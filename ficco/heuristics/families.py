@@ -3,12 +3,12 @@ takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics import Decision, decide, problem_of_sizes
+from ficco.heuristics import Decision, decide
 from ficco.heuristics.arrivals import Received
 from ficco.heuristics.attention import BY_HEADS, GATHERED
 from ficco.heuristics.candidates import suited
@@ -17,12 +17,8 @@ from ficco.heuristics.family import SERIAL, Family
 from ficco.heuristics.losses import bounds
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.experts import EXPERT_OPERATORS
 from ficco.problems.products import OPERATORS, Problem
-from ficco.problems.sizes import REQUIRED, SIZES, Size
-from ficco.problems.specification import gated as named_gated
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import predict
 
@@ -125,115 +121,3 @@ def family_of(problem: Planned) -> Family:
     if problem.operator not in FAMILIES:
         raise NotImplementedError(f"required one of {', '.join(FAMILIES)}, got {problem.operator}")
     return FAMILIES[problem.operator]
-
-
-# Problems from sizes.
-
-
-def _attention(
-    operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **more: Any
-) -> AttentionProblem | HeadsProblem:
-    if sequence % world:
-        raise InvalidArgument("sequence", f"required a multiple of {world} ranks, got {sequence}")
-    kv_heads = heads if more["kv_heads"] is None else more["kv_heads"]
-    if kv_heads < 1 or heads % kv_heads:
-        raise InvalidArgument("kv_heads", f"required a divisor of {heads} heads, got {kv_heads}")
-    del more["kv_heads"]
-    shape = more.pop("batch"), heads, kv_heads, head_size
-    problem = AttentionProblem(world, sequence // world, *shape, dtype, **more)
-    return problem if operator == problem.operator else HeadsProblem(problem)
-
-
-def _experts(
-    operator: str,
-    world: int,
-    dtype: str,
-    experts: int,
-    capacity: int,
-    k: int,
-    h: int,
-    n: int,
-    activation: str,
-    gated: bool,
-    split: str,
-    **more: Any,
-) -> ExpertLayer:
-    gathers = split == "columns"
-    if not gathers and experts % world:
-        raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
-    sizes = experts if gathers else experts // world, capacity, k, h, n
-    function = named_gated(activation) if gated else activation
-    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
-
-
-class Askable(NamedTuple):
-    """An operator that sizes describe.
-
-    Attributes:
-        whose: what all operators with such sizes are called.
-        sizes: by name.
-        make: the problem of an operator, ranks, a dtype and all sizes.
-        spread: of how rows are spread over ranks, and ranks over hosts, what can be said.
-    """
-
-    whose: str
-    sizes: Mapping[str, Size]
-    make: Callable[..., Planned]
-    spread: tuple[str, ...] = ()
-
-
-def _product(operator: str, world: int, dtype: str, m: int, n: int, k: int, **more: Any) -> Problem:
-    return problem_of_sizes(operator, m, n, k, dtype, world, **more)
-
-
-#: The operators of which a call can be described without its operands.
-ASKABLE: dict[str, Askable] = {
-    **{name: Askable(*SIZES[name], _product, ("rows", "hosts")) for name in OPERATORS},
-    "all_gather_attention": Askable(*SIZES["all_gather_attention"], _attention, ("hosts",)),
-    "ulysses_attention": Askable(*SIZES["ulysses_attention"], _attention, ("hosts",)),
-    "experts": Askable(*SIZES["experts"], _experts, ("hosts",)),
-}
-
-
-def size_of(operator: str, name: str) -> type | None:
-    """The type of a size of an operator that is given; None if it has no such size."""
-    asked = ASKABLE.get(operator)
-    return asked.sizes[name].kind if asked and name in asked.sizes else None
-
-
-def sizes_of(operator: str) -> list[str]:
-    """The names of the sizes without which no call of an operator is described."""
-    return [name for name, size in ASKABLE[operator].sizes.items() if size.default is REQUIRED]
-
-
-def problem_of(
-    operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
-) -> Planned:
-    """The problem of a call on so many ranks.
-
-    Args:
-        sizes: by name, those that were given, as :data:`ASKABLE` has them.
-        spread: ``hosts``, and of products ``rows``.
-
-    Raises:
-        ValueError: a size is wrong, missing, or none of the operator's.
-        NotImplementedError: the dtype is not served.
-    """
-    if operator not in ASKABLE:
-        raise InvalidArgument("operator", f"required one of {', '.join(ASKABLE)}, got {operator!r}")
-    asked = ASKABLE[operator]
-    spread = {name: value for name, value in spread.items() if value not in (None, 1)}
-    for name in (*sizes, *spread):
-        if name not in (asked.sizes if name in sizes else asked.spread):
-            there = ", ".join(asked.sizes)
-            raise InvalidArgument(name, f"required none for {operator}, which has {there}")
-    needed = sizes_of(operator)
-    if missing := [name for name in needed if name not in sizes]:
-        there = ", ".join(needed)
-        raise InvalidArgument(missing[0], f"required, since {operator} needs {there}; got none")
-    if world < 1:
-        raise InvalidArgument("world", f"required at least 1, got {world}")
-    given = {name: size.default for name, size in asked.sizes.items()} | dict(sizes)
-    for name, value in given.items():
-        asked.sizes[name].check(name, value)
-    return asked.make(operator, world, dtype, **given, **spread)

@@ -32,7 +32,7 @@ from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS
 from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
