@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, where
-from ficco.heuristics.families import family_of
+from ficco.heuristics import Decision, decide, where
 from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.ops.refusals import tells_refusals
@@ -157,8 +156,7 @@ def explain(
     setting = where(machine, each, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
-    how: Any = {"machine": setting.machine, "mode": setting.mode}
-    return family_of(problem).decide(problem, schedule, **how)
+    return decide(problem, schedule, machine=setting.machine, mode=setting.mode)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:

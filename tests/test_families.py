@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from ficco.heuristics import decide
 from ficco.heuristics.arrivals import last_arrival
 from ficco.heuristics.families import FAMILIES, family_of
 from ficco.machine import Machine, find
@@ -109,7 +110,7 @@ def test_serial_takes_as_long_as_its_parts(name: str) -> None:
     times = {str(one): family.seconds(problem, one, machine) for one in
              family.schedules(problem, machine)}  # fmt: skip
     assert times["serial"] == seconds and len(times) > 5
-    decision = family.decide(problem, machine=machine, mode="queued")
+    decision = decide(problem, machine=machine, mode="queued")
     assert decision.source == "model" and decision.problem == problem
     shares = {one.schedule: one.share for one in decision.candidates}
     assert shares["serial"] == pytest.approx(family.ideal(problem, machine) / seconds, rel=1e-3)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.compute.attention import Result
 from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
-from ficco.heuristics.attention import GATHERED
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
@@ -324,7 +324,7 @@ def _new_kind(
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
     known = workspace.known(options.machine)
-    decision = GATHERED.decide(problem, schedule, machine=known.machine, mode=mode)
+    decision = decide(problem, schedule, machine=known.machine, mode=mode)
     chosen = decision.schedule
     agreed += [str(known)] * (schedule == "auto")
     if chosen.mover not in engine.capabilities().movers:

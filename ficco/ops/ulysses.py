@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
-from ficco.heuristics.attention import BY_HEADS
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import ASKED, asked_for, check_together, save_all
 from ficco.ops.fit import keep_to_cap
@@ -232,7 +232,7 @@ def _new_kind(
     """Choose and plan for a kind of call that is seen for the first time."""
     engine, agreed = workspace.engine, []
     known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-    decision = BY_HEADS.decide(problem, schedule, machine=known.machine, mode=mode)
+    decision = decide(problem, schedule, machine=known.machine, mode=mode)
     agreed += [str(known)] * (schedule == "auto")
     (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
     problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
