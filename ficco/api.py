@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
-from ficco.heuristics import Decision, where
-from ficco.heuristics.families import family_of, problem_of, size_of
+from ficco.heuristics import Decision, decide, where
 from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.ops.refusals import tells_refusals
 from ficco.problems.products import MOST
+from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.runtime.workspace import close as close_workspaces
 from ficco.runtime.workspace import workspace_of, workspaces
 from ficco.schedules import Schedule
@@ -144,7 +144,8 @@ def explain(
         ConfigError: there is no such machine, or its file is damaged.
     """
     numbers = {"world": world, "hosts": hosts}
-    numbers |= {name: size for name, size in sizes.items() if size_of(operator, name) is int}
+    known = ASKABLE[operator].sizes if operator in ASKABLE else {}
+    numbers |= {name: sizes[name] for name in sizes if name in known and known[name].kind is int}
     for name, number in numbers.items():
         if not _is_size(number):
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
@@ -155,8 +156,7 @@ def explain(
     setting = where(machine, each, here, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
-    how: Any = {"machine": setting.machine, "mode": setting.mode}
-    return family_of(problem).decide(problem, schedule, **how)
+    return decide(problem, schedule, machine=setting.machine, mode=setting.mode)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:

@@ -21,12 +21,12 @@ import ficco
 import ficco.nn
 from ficco.compute.attention import Heads, Result, attention, backward, merge
 from ficco.compute.program import Part
-from ficco.heuristics.attention import GATHERED
+from ficco.heuristics import decide
+from ficco.heuristics.families import GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Region, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
-from ficco.problems.mask import Mask, Rectangle, Segment
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
@@ -502,7 +502,7 @@ def test_simulation_and_choice() -> None:
     problem = AttentionProblem(
         *(4, 16384, 1, 32, 8, 128, "bfloat16"), causal=True, placement="head-tail"
     )
-    chosen = GATHERED.decide(problem, machine=machine)
+    chosen = decide(problem, machine=machine)
     seconds = {one.schedule: one.queued for one in chosen.candidates}
     assert seconds.keys() == {*GATHERED.compared} and chosen.source == "model"
     assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
@@ -516,7 +516,7 @@ def test_simulation_and_choice() -> None:
     slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
     growing = Schedule.parse("growing")
     assert GATHERED.seconds(problem, growing, slow) > seconds["growing"]
-    assert str(GATHERED.decide(problem).schedule) == "growing"
+    assert str(decide(problem).schedule) == "growing"
 
 
 def test_two_lanes_fill_each_others_starts() -> None:

@@ -299,7 +299,7 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    for path in ("families.family_of", "heuristics.where", "families.problem_of"):
+    for path in ("heuristics.decide", "heuristics.where", "tools.cli.site.problem_of"):
         with monkeypatch.context() as patch:
             patch.setattr(f"ficco.{path}", refuse)
             assert cli.run(["explain", *SIZES]) == 2

@@ -22,7 +22,7 @@ from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
 from ficco import warn
-from ficco.heuristics import decide, problem_of_sizes, where
+from ficco.heuristics import decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
 from ficco.machine import (
@@ -259,7 +259,7 @@ def test_wrong_arguments() -> None:
 _ASK = """
 from ficco.heuristics import decide
 from ficco.machine import find
-from ficco.problem import Problem
+from ficco.problems.products import Problem
 machine = find("h200-4", None)
 for m, n, k in ((32768, 2048, 8192), (8192, 3584, 4096), (2048, 1024, 4096)):
     problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
@@ -452,8 +452,7 @@ def test_the_command_measures_what_it_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = [Schedule.parse(name) for name in ("serial:collective", "serial", "growing")]
-    module = sys.modules["ficco.heuristics.decide"]  # the package's own name is the function
-    monkeypatch.setattr(module, "candidates", lambda *_: tuple(few))
+    monkeypatch.setattr(families, "candidates", lambda *_: tuple(few))
     machine = replace(MACHINE, accelerator="cpu", ranks=2)
     save(machine, tmp_path / "mine.yaml")
     sizes = ["--m", "64", "--n", "16", "--k", "32", "--dtype", "float32"]

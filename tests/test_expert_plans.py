@@ -16,7 +16,8 @@ import ficco
 from ficco.compute.buffers import Buffers
 from ficco.compute.program import Call, Filled, Program
 from ficco.compute.ragged_blocks import grouped, moves, spans
-from ficco.heuristics.experts import EXPERTS, MARGIN
+from ficco.heuristics import decide
+from ficco.heuristics.families import EXPERTS, FAMILIES
 from ficco.heuristics.model import TIE
 from ficco.machine import find
 from ficco.plan import Plan, Step, render
@@ -200,7 +201,7 @@ def test_auto_takes_the_fastest_of_a_few() -> None:
         name: simulate(planned(asked, name), machine, "queued").stop_s for name in EXPERTS.compared
     }
     assert str(decision.schedule) == min(seconds, key=seconds.__getitem__) != "serial"
-    assert seconds["serial"] > (1 + MARGIN) * min(seconds.values())
+    assert seconds["serial"] > (1 + EXPERTS.margin) * min(seconds.values())
     # One decision for capacities that differ little.
     alike = ficco.explain("experts", capacity=1000, machine="h200-4", **sizes)
     assert alike.schedule == decision.schedule and f"(simulated as {asked})" in alike.reason
@@ -229,7 +230,9 @@ def test_auto_takes_what_was_measured_to_be_fast(experts: int, capacity: int) ->
         assert str(decision.schedule) in MEASURED[experts, capacity], decision.reason
 
 
-def test_of_predictions_that_are_equal_the_first_is_taken() -> None:
+def test_of_predictions_that_are_equal_the_first_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine = find("h100-8", None)
     asked = layer(capacity=5120, k=4096, h=14336, n=4096)
     seconds = {name: simulate(planned(asked, name), machine).stop_s for name in EXPERTS.compared}
@@ -237,17 +240,20 @@ def test_of_predictions_that_are_equal_the_first_is_taken() -> None:
     apart = seconds[second] / seconds[first] - 1
     assert EXPERTS.compared.index(second) < EXPERTS.compared.index(first) and 0 < apart < TIE
     for tie, taken in ((0.99 * apart, first), (1.01 * apart, second)):
-        decision = replace(EXPERTS, tie=tie).decide(asked, machine=machine)
+        monkeypatch.setitem(FAMILIES, "experts", replace(EXPERTS, tie=tie))
+        decision = decide(asked, machine=machine)
         assert str(decision.schedule) == taken
         assert ("; the first of those within" in decision.reason) == (taken == second)
 
 
-def test_auto_is_serial_where_little_is_predicted_to_be_gained() -> None:
+def test_auto_is_serial_where_little_is_predicted_to_be_gained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     decision = ficco.explain("experts", machine="h200-4", capacity=640, **(SIZES | {"h": 114688}))
     assert str(decision.schedule) == "serial"
     assert "less than the margin of 2%" in decision.reason
-    family = replace(EXPERTS, margin=0.025)
-    decision = family.decide(decision.problem, machine=find("h200-4", None))
+    monkeypatch.setitem(FAMILIES, "experts", replace(EXPERTS, margin=0.025))
+    decision = decide(decision.problem, machine=find("h200-4", None))
     assert "less than the margin of 2.5%" in decision.reason
 
 

@@ -18,7 +18,6 @@ from ranks import Failure, Rank, caught, ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
-from ficco.heuristics.family import Family
 from ficco.ops import expert_rounds as ops
 from ficco.ops.routing import Routing, _check_experts, rounded
 
@@ -386,13 +385,13 @@ def test_tokens_are_on_their_way_to_their_rows_before_a_rank_waits_for_counts() 
 def decided(at: Rank) -> list[tuple[int, bool]]:
     """The layers for which a schedule is chosen: all tokens go to two of four experts."""
     seen: list[tuple[int, bool]] = []
-    decide = Family.decide
+    decide = ops.decide
 
-    def noting(family: Family, layer: Any, *more: Any, **how: Any) -> Any:
+    def noting(layer: Any, *more: Any, **how: Any) -> Any:
         seen.append((layer.capacity, layer.exact))
-        return decide(family, layer, *more, **how)
+        return decide(layer, *more, **how)
 
-    with mock.patch.object(Family, "decide", noting):
+    with mock.patch.object(ops, "decide", noting):
         layer = Layer((40, 40), experts=4, k=16, routes="one")
         for capacity in (None, 40, None):
             call(at, layer, data(layer, at.rank), capacity=capacity)

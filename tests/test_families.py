@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from ficco.heuristics import decide
 from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import ASKABLE, FAMILIES, family_of, problem_of
+from ficco.heuristics.families import FAMILIES, family_of
 from ficco.machine import Machine, find
 from ficco.machine.flat import flat
 from ficco.plan import Planned
@@ -17,6 +18,7 @@ from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS
+from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.schedules import Schedule
 
 WORLD = 4
@@ -108,7 +110,7 @@ def test_serial_takes_as_long_as_its_parts(name: str) -> None:
     times = {str(one): family.seconds(problem, one, machine) for one in
              family.schedules(problem, machine)}  # fmt: skip
     assert times["serial"] == seconds and len(times) > 5
-    decision = family.decide(problem, machine=machine, mode="queued")
+    decision = decide(problem, machine=machine, mode="queued")
     assert decision.source == "model" and decision.problem == problem
     shares = {one.schedule: one.share for one in decision.candidates}
     assert shares["serial"] == pytest.approx(family.ideal(problem, machine) / seconds, rel=1e-3)

@@ -41,7 +41,7 @@ from test_operators import BLOCKS, SUMS
 
 import ficco
 from ficco.compute.scaled import quantized
-from ficco.heuristics.losses import ideal
+from ficco.heuristics.families import PRODUCTS
 from ficco.machine import find
 from ficco.plan import Plan
 from ficco.problems.products import Problem
@@ -328,7 +328,7 @@ def test_copies_begin_when_their_piece_is_cast() -> None:
     given, schedule = problem.given, Schedule.parse("hetero-fused-1d:pieces=4")
     with_cast, without = (predict(one, schedule, machine, "queued") for one in (problem, given))
     assert 0 < with_cast - without < 1.5 * took
-    assert ideal(problem, machine, predict) == ideal(given, machine, predict)
+    assert PRODUCTS.ideal(problem, machine) == PRODUCTS.ideal(given, machine)
 
 
 # Traced.

@@ -37,7 +37,7 @@ from ficco.dma.gloo import PeerExchange
 from ficco.dma.host import whereabouts
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
-from ficco.heuristics.decide import IN_COLUMNS, IN_ROWS
+from ficco.heuristics.families import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Plan, Region, Signal, Step, render
 from ficco.problems.products import OPERATORS, Problem

@@ -27,12 +27,13 @@ from test_hosts import CARD, PATIENCE_S, SLACK_S, TOPOLOGIES, host_of, network, 
 import ficco
 from ficco.dma.gloo import GlooLinks
 from ficco.errors import InvalidArgument
-from ficco.heuristics.attention import BY_HEADS, GATHERED
+from ficco.heuristics import decide
+from ficco.heuristics.families import BY_HEADS, GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.heads import HeadsProblem
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans
 from ficco.schedules.attention import attention_plans
@@ -431,7 +432,7 @@ def test_auto_goes_by_the_network(hosts: int) -> None:
     for masks in ({}, {"causal": True, "placement": "head-tail"}):
         case = AttentionCase(4096, 32, 8, 128, dtype="bfloat16", **masks)
         problem = case.problem(8 * hosts, hosts)
-        decision = GATHERED.decide(problem, machine=on)
+        decision = decide(problem, machine=on)
         assert decision.source == "model" and not decision.schedule.pull
         seconds = {one.schedule: one.queued for one in decision.candidates}
         assert {*seconds} == {name for name in GATHERED.compared if "pull" not in name}
@@ -449,7 +450,7 @@ def test_heads_go_by_the_network() -> None:
     case = AttentionCase(1024, 32, 16, 128, dtype="bfloat16", causal=True)
     problem = HeadsProblem(case.problem(16, 2))
     slow = replace(machine(), network=replace(CARD, bandwidth=1e9))
-    decision = BY_HEADS.decide(problem, machine=slow)
+    decision = decide(problem, machine=slow)
     assert decision.source == "model" and len(decision.candidates) == len(BY_HEADS.compared)
     rows = 8 * (2 + 1 + 1 + 2)  # for each rank of the other host: heads of q, k, v and the result
     nbytes = rows * problem.cols * 2
@@ -458,6 +459,6 @@ def test_heads_go_by_the_network() -> None:
 
 def test_without_a_network_the_model_says_what_it_lacks() -> None:
     problem = AttentionCase(64, dtype="bfloat16").problem(16, 2)
-    decision = GATHERED.decide(problem, machine=replace(machine(), network=None))
+    decision = decide(problem, machine=replace(machine(), network=None))
     assert decision.source == "fallback" and "lacks network" in decision.reason
     assert str(decision.schedule) == "growing" and decision.candidates == ()

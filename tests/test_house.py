@@ -24,7 +24,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3470, 1840),
     "dma": (7160, 4010),
-    "heuristics": (1890, 880),
+    "heuristics": (1630, 740),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1460, 650),
@@ -32,12 +32,12 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "ops": (6160, 2840),
     "passes": (1930, 1150),
     "plan": (960, 470),
-    "problems": (2260, 1020),
+    "problems": (2430, 1100),
     "proof": (1810, 1250),
     "runtime": (1730, 1020),
     "schedules": (4910, 3040),
     "simulate": (1240, 820),
-    "tools": (13180, 7300),
+    "tools": (13170, 7290),
     "__init__.py": (160, 50),
     "__main__.py": (10, 10),
     "accelerator.py": (10, 10),
@@ -48,21 +48,21 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 235,
+    "files": 232,
     "loose files": 9,
     "lines of the longest file": 1077,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
-    "files that name fp8": 46,
+    "files that name fp8": 45,
     "files that name hosts": 54,
-    "files that name attention": 31,
-    "files that name experts": 15,
+    "files that name attention": 30,
+    "files that name experts": 14,
     "files that name tiled": 23,
     # Places in the same files of what a redesign is to leave once.
     "calls of begin": 3,
     "autograd functions": 13,
     "copy steps": 11,
-    "isinstance of problems": 14,
-    "classes of decisions": 2,
+    "isinstance of problems": 13,
+    "classes of decisions": 1,
 }
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}

@@ -18,7 +18,8 @@ from ficco.heuristics import (
     rule,
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
-from ficco.heuristics.losses import copy_loss, gemm_loss, ideal
+from ficco.heuristics.families import PRODUCTS
+from ficco.heuristics.losses import copy_loss, gemm_loss
 from ficco.heuristics.model import Prediction, choose, lacking
 from ficco.heuristics.where import held_bytes
 from ficco.machine import (
@@ -450,15 +451,15 @@ def test_contention_by_hand() -> None:
 
 
 def test_the_ideal_by_hand() -> None:
-    assert ideal(PROBLEM, MACHINE, predict) == pytest.approx(4e-3)  # products
+    assert PRODUCTS.ideal(PROBLEM, MACHINE) == pytest.approx(4e-3)  # products
     wide = problem(4096, 256, 4096)  # a quarter of a tile takes as long
-    assert ideal(wide, MACHINE, predict) == pytest.approx(4e-3)
+    assert PRODUCTS.ideal(wide, MACHINE) == pytest.approx(4e-3)
     assert MACHINE.copies is not None
     curve = ((1.0, RATE / 2), (2.0**40, RATE / 2))
     slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), all_gather=None)
-    assert ideal(PROBLEM, slow, predict) == pytest.approx(6e-3)  # three shards, one after the other
+    assert PRODUCTS.ideal(PROBLEM, slow) == pytest.approx(6e-3)  # three shards, one after the other
     mesh = replace(slow, topology=Topology("mesh", RATE, BY))
-    assert ideal(PROBLEM, mesh, predict) == pytest.approx(4e-3)  # each on a link of its own
+    assert PRODUCTS.ideal(PROBLEM, mesh) == pytest.approx(4e-3)  # each on a link of its own
 
 
 def test_the_ideal_of_the_other_operators_by_hand() -> None:
@@ -478,7 +479,7 @@ def test_the_ideal_of_the_other_operators_by_hand() -> None:
         asked = problem_of_sizes(operator, 4096, 4096, k, "bfloat16", 4)
         if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank
             asked = Problem.of_blocks(operator, [[1024] * 4] * 4, 4096, k, "bfloat16")
-        assert ideal(asked, slow, predict) == pytest.approx(expected), operator
+        assert PRODUCTS.ideal(asked, slow) == pytest.approx(expected), operator
 
 
 # A machine that lacks something.

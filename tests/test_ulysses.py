@@ -25,7 +25,8 @@ from test_attention import (
 
 import ficco
 from ficco.compute.attention import Heads, Result, attention, backward
-from ficco.heuristics.attention import BY_HEADS
+from ficco.heuristics import decide
+from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
 from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionProblem
@@ -298,7 +299,7 @@ def test_simulation_and_choice() -> None:
     pairs = 16384 * 16385 // 2
     for kind, products in (((False, ""), 2), ((True, "heads"), 5)):
         problem = HeadsProblem(asked, *kind)
-        chosen = BY_HEADS.decide(problem, machine=machine)
+        chosen = decide(problem, machine=machine)
         seconds = {one.schedule: one.queued for one in chosen.candidates}
         least = min(seconds, key=seconds.__getitem__)
         gains = seconds[least] * (1 + BY_HEADS.margin) < seconds["serial"]
@@ -326,7 +327,7 @@ def test_simulation_and_choice() -> None:
             for one in calls
         )
         assert simulate(made, replace(machine, attention=slower)).stop_s - stop_s > 0.9 * later > 0
-    assert str(BY_HEADS.decide(problem).schedule) == "serial"
+    assert str(decide(problem).schedule) == "serial"
 
 
 # Calls on CPUs.

@@ -5,7 +5,8 @@ from ficco.heuristics.decide import Decision, decide
 from ficco.heuristics.losses import Losses, losses
 from ficco.heuristics.rule import Observation, fit_thresholds, rule
 from ficco.heuristics.table import Candidate
-from ficco.heuristics.where import Where, problem_of_sizes, where
+from ficco.heuristics.where import Where, where
+from ficco.problems.sizes import problem_of_sizes
 
 __all__ = [
     "Candidate",

@@ -7,11 +7,12 @@ caller    named a schedule
 tuned     this problem was measured on this machine
 model     every candidate is predicted from the machine's figures (:mod:`.model`)
 rule      the paper's, with the machine's thresholds (:mod:`.rule`)
-fallback  serial, on CPUs growing (over hosts in pieces): nothing is known of the machine
+fallback  the default of the family: nothing is known of the machine
 ========  ====================================================================================
 
-A decision depends on the problem and on facts that all ranks share, so that it is the same on
-every rank. Every schedule computes the same product: a wrong decision costs time only.
+What differs between operators is a row of :mod:`.families`. A decision depends on the problem and
+on facts that all ranks share, so that it is the same on every rank. Every schedule computes the
+same result: a wrong decision costs time only.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from ficco.heuristics.candidates import ALL_OFFERS, candidates, predictable, suited
-from ficco.heuristics.losses import ideal, losses
+from ficco.heuristics.candidates import ALL_OFFERS
+from ficco.heuristics.families import FAMILIES, Family, family_of
 from ficco.heuristics.model import (
     MODES,
     Predict,
@@ -32,42 +33,23 @@ from ficco.heuristics.model import (
     predictions,
     shortlist,
 )
-from ficco.heuristics.rule import rule
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
 from ficco.plan import Planned
 from ficco.plan.amounts import seconds_text
-from ficco.problems.products import Problem
-from ficco.schedules import Schedule, own_candidates, plan, refusal
-from ficco.simulate import predict as simulated
+from ficco.problems.products import OPERATORS
+from ficco.schedules import Schedule, own_candidates
 from ficco.warn import warn_once
 
 #: How to give ficco the figures of a machine.
 REMEDY = "`ficco tune` measures this machine"
 
-#: What a call takes on a machine that nobody described: on a GPU the vendor's collective, then the
-#: product, which never does harm; on CPUs, whose calls do not wait for a host, few products.
-FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
-#: On CPUs over several hosts what crosses goes in pieces, so that products begin with the first, or
-#: the first is sent early. Wide blocks of a product are cut by columns: a library's product of few
-#: rows can take twice as long (docs/results/hosts-cpu-16.md).
-IN_ROWS, IN_COLUMNS = "shard-overlap:pieces=8", "hetero-unfused-2d:pieces=8,order=peer"
-
-#: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
-#: is the most schedules times ranks squared: for four ranks all schedules, for eight the serial
-#: ones and five others, the best ones if rows were equal. That loses, in predicted time and in the
-#: mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 % where half of
-#: them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8 ranks on h100-8
-#: and mi300x-8).
-SIMULATION_BUDGET = 320
-#: At least so many schedules, and no more where rows differ by at most 1/64.
-FEWEST, NEARLY_EQUAL = 3, 64
-
 
 class _Query(NamedTuple):
     """What a prediction of the candidates depends on; the machine as the problem's ranks see it."""
 
-    problem: Problem
+    family: Family
+    problem: Any
     machine: Machine
     mode: str
     offers: tuple[str, ...]
@@ -92,7 +74,7 @@ class Decision:
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
-    _predict: Predict = field(default=simulated, repr=False, compare=False)
+    _predict: Predict | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.schedule} ({self.why})"
@@ -108,7 +90,7 @@ class Decision:
         first; empty where the machine's figures do not allow it."""
         if (query := self._query("queued")) is None:
             return ()
-        problem, machine = query.problem, query.machine
+        family, problem, machine, _, _, predict = query
         modes = MODES["queued"] if lacking(machine, "idle") else MODES["eager"]
         if not lacking(machine, self.mode):
             query = query._replace(mode=self.mode)
@@ -117,8 +99,8 @@ class Decision:
         for schedule, seconds in by_schedule.items():
             for mode in modes:
                 if mode not in seconds:
-                    seconds[mode] = self._predict(problem, schedule, machine, mode)
-        bound = ideal(problem, machine, self._predict)
+                    seconds[mode] = predict(problem, schedule, machine, mode)
+        bound = family.ideal(problem, machine, predict=predict)
         order = "idle" if self.mode == "idle" and "idle" in modes else "queued"
         return tuple(
             Candidate(
@@ -126,8 +108,8 @@ class Decision:
                 queued=seconds["queued"],
                 idle=seconds.get("idle"),
                 share=bound / seconds["queued"],
-                losses=losses(problem, schedule, machine, self._predict),
-                extra_bytes=plan(problem, schedule, 0).extra_bytes,
+                losses=family.losses and family.losses(problem, schedule, machine, predict),
+                extra_bytes=family.plans(problem, schedule, [0])[0].extra_bytes,
             )
             for schedule, seconds in sorted(by_schedule.items(), key=lambda one: one[1][order])
         )
@@ -139,7 +121,8 @@ class Decision:
         figures do not allow it. Those of the vendor's collective are left out."""
         if (query := self._query(self.mode)) is None:
             return ()
-        compared = [_compared(query), _compared(query._replace(problem=query.problem.evened))]
+        even, _ = query.family.evened(query.problem)
+        compared = [_compared(query), _compared(query._replace(problem=even))]
         ranked = (one.schedule for some in compared for one in by_loss(some, MODES[self.mode]))
         return tuple(one for one in dict.fromkeys(ranked) if one.mover != "collective")
 
@@ -147,14 +130,16 @@ class Decision:
         """What was decided, in a mode; None where the machine's figures do not allow predictions
         in it, or there is nothing to predict."""
         problem, machine = self.problem, self.machine
-        if not isinstance(problem, Problem) or machine is None:
+        if problem is None or machine is None or problem.operator not in FAMILIES:
             return None
-        if problem.flops == 0 or problem.world == 1:
+        family = family_of(problem)
+        if problem.world == 1 or family.empty(problem):
             return None
-        machine = described(machine, problem.local_world)
+        machine = described(machine, problem.world // problem.hosts)
         if machine is None or lacking(machine, mode, problem.hosts):
             return None
-        return _Query(problem, machine, mode, self.offers, self._predict)
+        predict = self._predict or family.seconds
+        return _Query(family, problem, machine, mode, self.offers, predict)
 
     def table(self, measured: Measured | None = None, width: int | None = None) -> str:
         """The candidates as text, the chosen one marked with a star.
@@ -167,13 +152,13 @@ class Decision:
 
 
 def decide(
-    problem: Problem,
+    problem: Planned,
     wanted: str | Schedule = "auto",
     *,
     machine: Machine | None = None,
     mode: str = "eager",
     offers: tuple[str, ...] = ALL_OFFERS,
-    predict: Predict = simulated,
+    predict: Predict | None = None,
 ) -> Decision:
     """Choose the schedule.
 
@@ -182,66 +167,66 @@ def decide(
         wanted: ``"auto"``, a name, or a Schedule.
         machine: what is known of this kind of host; None if nobody described it.
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
-            a graph; ``"idle"``, carried out by the caller itself (the CPU engine).
+            a graph; ``"idle"``, carried out by the caller itself (the CPU engine). Other operators
+            than products are decided as ``"queued"`` where the mode is ``"eager"``.
         offers: what the engine offers, as far as the machine's figures say how fast.
-        predict: seconds of a problem under a schedule on a machine in a mode.
+        predict: seconds of a problem under a schedule on a machine in a mode; None: the family's.
 
     Raises:
         ValueError: no schedule or mode is called that, or the operator cannot take the schedule.
+        NotImplementedError: the problem is of no family.
     """
+    family = family_of(problem)
     offers = (*offers, *(name for name in own_candidates() if name not in offers))
     if mode not in MODES:
         raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
     if not isinstance(wanted, (str, Schedule)):
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
+    mode = family.eager if mode == "eager" else mode
 
     def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
         if isinstance(schedule, str):
             schedule = Schedule.parse(schedule)
         return Decision(schedule, source, reason, problem, machine, mode, offers, predict)
 
-    otherwise = FALLBACK[mode]
-    if problem.transposed:  # which no collective serves
-        otherwise = FALLBACK["idle"]
-    elif problem.hosts > 1 and mode == "idle":
-        wide = problem.kind.scatters and problem.n > max(problem.rows)
-        otherwise = IN_COLUMNS if wide else IN_ROWS
     if wanted != "auto":
         given = decision(wanted, "caller", "given")
-        if why := refusal(problem, given.schedule):
+        if why := family.refusal(problem, given.schedule):
             raise ValueError(why)
         return given
+    default, local_world = family.default(problem, mode), problem.world // problem.hosts
     if problem.world == 1:
         return decision("serial", "rule", "one rank has nothing to wait for")
-    if problem.flops == 0:
-        return decision(otherwise, "rule", "there is nothing to multiply")
+    if family.empty(problem):
+        return decision(default, "rule", "there is nothing to multiply")
     if machine is None:
-        return decision(otherwise, "fallback", f"nobody described this machine; {REMEDY}")
+        return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
     # Entries are of one host.
-    if problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
+    if family.tuned and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
-    known = described(machine, problem.local_world)
+    known = described(machine, local_world)
     if known is None:
-        why = f"machine {machine.name} describes {machine.ranks} ranks, not {problem.local_world}"
-        return decision(otherwise, "fallback", f"{why}; {REMEDY}")
-    missing = lacking(known, mode, problem.hosts)
-    if not missing:
-        chosen, reason = _modelled(_Query(problem, known, mode, offers, predict))
-        if block := known.unmeasured(problem.scaling):
-            lacks = f"{known.name} lacks {block}, products are predicted by gemm; {REMEDY}"
-            reason = f"{reason} ({lacks})"
-        return decision(chosen, "model", reason)
-    lacks = f"machine {machine.name} lacks {', '.join(missing)}"
-    if known.thresholds is not None:
-        name, reason = rule(problem, known.thresholds)
-        return decision(
-            suited(Schedule.parse(name), problem, known), "rule", f"{reason} ({lacks}; {REMEDY})"
-        )
-    return decision(otherwise, "fallback", f"{lacks} and thresholds; {REMEDY}")
+        why = f"machine {machine.name} describes {machine.ranks} ranks, not {local_world}"
+        return decision(default, "fallback", f"{why}; {REMEDY}")
+    if missing := lacking(known, mode, problem.hosts):
+        lacks = f"machine {machine.name} lacks {', '.join(missing)}"
+        if family.rule and known.thresholds is not None:
+            schedule, reason = family.rule(problem, known)
+            return decision(schedule, "rule", f"{reason} ({lacks}; {REMEDY})")
+        lacks += " and thresholds" * bool(family.rule)
+        return decision(default, "fallback", f"{lacks}; {REMEDY}")
+    asked = family.rounded(problem)
+    query = _Query(family, asked, known, mode, offers, predict or family.seconds)
+    schedule, reason = _modelled(query)
+    if asked != problem:
+        reason += f" (simulated as {asked})"
+    if block := known.unmeasured(getattr(problem, "scaling", None)):
+        reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
+    return decision(schedule, "model", reason)
 
 
 def _tuned(
-    problem: Problem, machine: Machine, mode: str, offers: tuple[str, ...]
+    problem: Any, machine: Machine, mode: str, offers: tuple[str, ...]
 ) -> tuple[Schedule, str] | None:
     """The schedule that was measured best for a problem, and the reason, if it can still run.
 
@@ -260,7 +245,7 @@ def _tuned(
                 raise ValueError(f"nothing here moves bytes by {schedule.mover!r}")
             if schedule.grouping == "tiled" and "tiled" not in offers:
                 raise ValueError("no product whose tiles wait is here")
-            if why := refusal(problem, schedule):
+            if why := family_of(problem).refusal(problem, schedule):
                 raise ValueError(why)
         except ValueError as error:
             warn_once(
@@ -277,24 +262,19 @@ def _tuned(
 def _compared(query: _Query) -> tuple[Prediction, ...]:
     """Predictions of the schedules that the model compares: all candidates or, where rows are not
     equal, those that would be the best if they were."""
-    problem, machine, mode, offers, predict = query
-    modes = MODES[mode]
-    named = [
-        one for one in candidates(problem, machine, offers) if predictable(one, problem, machine)
-    ]
-    sizes = [size for row in problem.blocks for size in row] or problem.rows
-    alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
-    most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
-    if not problem.equal and len(named) > most:
-        named = shortlist(_compared(query._replace(problem=problem.evened)), modes, most)
-    return predictions(problem, named, machine, modes, predict)
+    family, problem, machine, mode, offers, predict = query
+    schedules, (even, most) = family.schedules(problem, machine, offers), family.evened(problem)
+    if even != problem and len(schedules) > most:
+        schedules = shortlist(_compared(query._replace(problem=even)), MODES[mode], most)
+    return predictions(problem, schedules, machine, MODES[mode], predict)
 
 
 @lru_cache(maxsize=4096)
 def _modelled(query: _Query) -> tuple[Schedule, str]:
     """What the model takes, and why."""
-    scatters = query.problem.kind.scatters
-    choice = choose(_compared(query), query.machine, query.mode, scatters)
+    family, problem, machine, mode, *_ = query
+    scatters = problem.operator in OPERATORS and problem.kind.scatters
+    choice = choose(_compared(query), machine, mode, scatters, family.margin, family.tie)
     return choice.chosen.schedule, choice.reason
 
 

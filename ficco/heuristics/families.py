@@ -1,85 +1,182 @@
-"""All that can be asked, by the name of the operator: its sizes, its Plans, and what ``auto``
-takes."""
+"""Families of operators that are planned, predicted and decided alike, as rows of data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics import Decision, decide, problem_of_sizes
-from ficco.heuristics.arrivals import Received
-from ficco.heuristics.attention import BY_HEADS, GATHERED
-from ficco.heuristics.candidates import suited
-from ficco.heuristics.experts import EXPERTS
-from ficco.heuristics.family import SERIAL, Family
-from ficco.heuristics.losses import bounds
+from ficco.heuristics.arrivals import Received, crossed, last_arrival, received
+from ficco.heuristics.candidates import candidates, predictable, suited
+from ficco.heuristics.losses import Losses, bounds, losses
+from ficco.heuristics.model import TIE, Predict
+from ficco.heuristics.rule import rule
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned
-from ficco.problems.attention import AttentionProblem
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS, Problem
-from ficco.problems.sizes import REQUIRED, SIZES, Size
-from ficco.problems.specification import gated as named_gated
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
-from ficco.simulate import predict
+from ficco.schedules.attention import attention_plans
+from ficco.schedules.attention import refusal as attention_refusal
+from ficco.schedules.experts import expert_plans
+from ficco.schedules.heads import heads_plans
+from ficco.simulate import predict, simulate
 
-# Families.
+SERIAL = "serial"
+
+#: Kinds of bars that are what a rank computes, without copies and sums of parts.
+COMPUTED = ("matmul", "attend", "apply")
+
+#: Schedules without figures of a machine: on a GPU the vendor's collective, then the product, which
+#: never does harm; on CPUs, whose calls do not wait for a host, few products.
+FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
+#: On CPUs over several hosts what crosses goes in pieces, so that products begin with the first, or
+#: the first is sent early. Wide blocks of a product are cut by columns: a library's product of few
+#: rows can take twice as long (docs/results/hosts-cpu-16.md).
+IN_ROWS, IN_COLUMNS = "shard-overlap:pieces=8", "hetero-unfused-2d:pieces=8,order=peer"
+
+#: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
+#: is the most schedules times ranks squared: for four ranks all schedules, for eight the serial
+#: ones and five others, the best ones if rows were equal. That loses, in predicted time and in the
+#: mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 % where half of
+#: them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8 ranks on h100-8
+#: and mi300x-8).
+SIMULATION_BUDGET = 320
+#: At least so many schedules, and no more where rows differ by at most 1/64.
+FEWEST, NEARLY_EQUAL = 3, 64
 
 
-class Products(Family):
-    """Products, of which more is known than of other families."""
+def _no_result(problem: Planned) -> bool:
+    results = problem.specification.results
+    return not any(rows * cols for one in results for rows, cols in one.shapes)
+
+
+def _no_turns(problem: Planned, nbytes: int) -> str:
+    return (
+        f"required none for {problem.operator}, whose steps do not take turns on staging, "
+        f"got {nbytes}"
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """Operators that are planned, predicted and decided alike.
+
+    Attributes:
+        make: Plans of a problem under a schedule: of some ranks, None for all; with a cap on
+            staging in bytes, None for no cap; with columns packed where they land.
+        compared: names of the schedules to compare.
+        default: schedule of a problem in a mode where nothing can be predicted.
+        margin: predicted gain over serial below which serial is taken; None: the machine's.
+        tie: share within which predictions are equal; the first of equal ones is taken.
+        refusal: why a schedule cannot serve a problem; empty if it can.
+        uncapped: why a cap of so many bytes on staging is refused; empty if it is not.
+        empty: whether a problem has nothing to compute.
+        rounded: problem whose decision holds for this one, too.
+        eager: mode in which eager calls are predicted.
+        listed: schedules to compare, in place of ``compared``: those with a name or, for the offers
+            of an engine, those of ``auto``.
+        evened: problem with equal rows, and number of schedules to simulate with unequal rows.
+        tuned: whether machines have tuned entries.
+        rule: schedule and reason by a machine's thresholds.
+        predict: seconds of a call; None: of a simulation of all ranks.
+        parts: as :meth:`bounds`; None: by a simulation of serial.
+        losses: losses of a schedule.
+        movements: problems that move what a problem moves, one after the other.
+    """
+
+    make: Callable[..., Sequence[Plan]]
+    compared: tuple[str, ...] = ()
+    default: Callable[[Any, str], str] = lambda problem, mode: SERIAL
+    margin: float | None = None
+    tie: float = 0.0
+    refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
+    uncapped: Callable[[Any, int], str] = _no_turns
+    empty: Callable[[Any], bool] = _no_result
+    rounded: Callable[[Any], Any] = lambda problem: problem
+    eager: str = "queued"
+    listed: Callable[[Any, Machine, Sequence[str] | None], list[Schedule]] | None = None
+    evened: Callable[[Any], tuple[Any, int]] = lambda problem: (problem, 0)
+    tuned: bool = False
+    rule: Callable[[Any, Machine], tuple[Schedule, str]] | None = None
+    predict: Predict | None = None
+    parts: Callable[[Any, Machine, Predict, str], dict[str, float]] | None = None
+    losses: Callable[[Any, Schedule, Machine, Predict], Losses] | None = None
+    movements: Callable[[Any], Sequence[Any]] = lambda problem: (problem,)
 
     def plans(
         self,
         problem: Any,
         schedule: Schedule,
-        packs_columns: bool = False,
+        ranks: Sequence[int] | None = None,
+        *,
         staging_bytes: int | None = None,
+        packs_columns: bool = False,
     ) -> Sequence[Plan]:
-        if staging_bytes is not None and problem.kind.scatters:
-            raise InvalidArgument(
-                "workspace_bytes",
-                f"required an operator that gathers, got {problem.operator}, whose calls go by "
-                "columns of b under a cap; plan fewer columns with n",
-            )
-        return plans(problem, schedule, staging_bytes, packs_columns)
+        """The Plans of some ranks, or of all, with at most so many bytes of staging.
 
-    def decide(self, problem: Any, wanted: str | Schedule = "auto", **how: Any) -> Decision:
-        return decide(problem, wanted, **how)
-
-    def schedules(self, problem: Any, machine: Machine) -> list[Schedule]:
-        """Every named schedule, and the serial composition with the vendor's collective.
-
-        On a mesh they copy over all links at once, but for Async TP, which goes peer after peer.
-        Tiles that wait are left out where the machine has no figures for them.
+        Raises:
+            ValueError: the schedule cannot serve the problem, or not with such a cap.
         """
-        named = [
-            schedule if name == "shard-overlap" else suited(schedule, problem, machine)
-            for name, schedule in NAMED.items()
-            if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
-        ]
-        return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
+        if staging_bytes is not None and (why := self.uncapped(problem, staging_bytes)):
+            raise InvalidArgument("workspace_bytes", why)
+        return self.make(problem, schedule, ranks, staging_bytes, packs_columns)
+
+    def schedules(
+        self, problem: Any, machine: Machine, offers: Sequence[str] | None = None
+    ) -> list[Schedule]:
+        """The schedules to compare; with the offers of an engine, those that ``auto`` compares."""
+        if self.listed:
+            return self.listed(problem, machine, offers)
+        named = map(Schedule.parse, self.compared)
+        return [schedule for schedule in named if not self.refusal(problem, schedule)]
 
     def seconds(
         self, problem: Any, schedule: Schedule, machine: Machine, mode: str = "queued"
     ) -> float:
-        return predict(problem, schedule, machine, mode)
+        """Simulated seconds of a call."""
+        if self.predict:
+            return self.predict(problem, schedule, machine, mode)
+        return simulate(self.plans(problem, schedule), machine, mode).stop_s
 
     def received(self, problem: Any, rank: int) -> list[Received]:
-        return [
-            [
-                part.block(peer, rank) * part.k * part.itemsize
-                for peer in range(part.world)
-                if peer != rank
-            ]
-            for part in movements(problem)
-        ]
+        """Bytes that a rank gets, in stages."""
+        return [stage for part in self.movements(problem) for stage in received(part, rank)]
 
-    def bounds(self, problem: Any, machine: Machine, mode: str) -> dict[str, float]:
-        return bounds(problem, machine, predict, mode)
+    def bounds(
+        self, problem: Any, machine: Machine, mode: str, predict: Predict | None = None
+    ) -> dict[str, float]:
+        """Seconds of the parts of a call, with nothing else running, on the slowest rank: what is
+        computed first, then what travels, by each mover that can move it."""
+        if self.parts:
+            return self.parts(problem, machine, predict or self.seconds, mode)
+        plans = self.plans(problem, Schedule.parse(SERIAL))
+        timeline = simulate(plans, machine, mode)
+        spent = [
+            sum(bar.stop_s - bar.start_s for bar in bars if bar.kind in COMPUTED)
+            for bars in timeline.ranks
+        ]
+        arrivals = [
+            max(last_arrival(self.received(problem, plan.rank), machine), crossed(plan, machine))
+            for plan in plans
+        ]
+        return {"computed": max(spent), "copies": max(arrivals)}
+
+    def ideal(
+        self,
+        problem: Any,
+        machine: Machine,
+        mode: str = "queued",
+        predict: Predict | None = None,
+    ) -> float:
+        """Lower bound in seconds: what is computed, or what travels by the fastest mover if that
+        takes longer."""
+        computed, *moved = self.bounds(problem, machine, mode, predict).values()
+        return max(computed, min(moved, default=0.0))
+
+
+# Products.
 
 
 def movements(problem: Problem) -> tuple[Problem, ...]:
@@ -101,12 +198,160 @@ def movements(problem: Problem) -> tuple[Problem, ...]:
     return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
 
 
-def _some(problem: Problem, schedule: Schedule, ranks: Sequence[int] | None) -> list[Plan]:
-    some = range(problem.world) if ranks is None else ranks
-    return [plan(problem, schedule, rank) for rank in some]
+def _product_plans(
+    problem: Problem,
+    schedule: Schedule,
+    ranks: Sequence[int] | None,
+    staging_bytes: int | None,
+    packs_columns: bool,
+) -> list[Plan]:
+    how = staging_bytes, packs_columns
+    if ranks is None:
+        return plans(problem, schedule, *how)
+    return [plan(problem, schedule, rank, *how) for rank in ranks]
 
 
-PRODUCTS = Products(_some, compared=(SERIAL,), default=SERIAL)
+def _product_schedules(
+    problem: Problem, machine: Machine, offers: Sequence[str] | None
+) -> list[Schedule]:
+    """Every named schedule, and the serial composition with the vendor's collective.
+
+    On a mesh they copy over all links at once, but for Async TP, which goes peer after peer. Tiles
+    that wait are left out where the machine has no figures for them.
+    """
+    if offers is not None:
+        compared = candidates(problem, machine, tuple(offers))
+        return [one for one in compared if predictable(one, problem, machine)]
+    named = [
+        schedule if name == "shard-overlap" else suited(schedule, problem, machine)
+        for name, schedule in NAMED.items()
+        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
+    ]
+    return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
+
+
+def _product_default(problem: Problem, mode: str) -> str:
+    if problem.transposed:  # which no collective serves
+        return FALLBACK["idle"]
+    if problem.hosts > 1 and mode == "idle":
+        wide = problem.kind.scatters and problem.n > max(problem.rows)
+        return IN_COLUMNS if wide else IN_ROWS
+    return FALLBACK[mode]
+
+
+def _evened(problem: Problem) -> tuple[Problem, int]:
+    sizes = [size for row in problem.blocks for size in row] or problem.rows
+    alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
+    most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
+    return problem.evened, most
+
+
+def _by_rule(problem: Problem, machine: Machine) -> tuple[Schedule, str]:
+    assert machine.thresholds is not None
+    name, reason = rule(problem, machine.thresholds)
+    return suited(Schedule.parse(name), problem, machine), reason
+
+
+def _columns(problem: Problem, nbytes: int) -> str:
+    if not problem.kind.scatters:
+        return ""
+    return (
+        f"required an operator that gathers, got {problem.operator}, whose calls go by columns of "
+        "b under a cap; plan fewer columns with n"
+    )
+
+
+PRODUCTS = Family(
+    _product_plans,
+    default=_product_default,
+    tie=TIE,
+    refusal=refusal,
+    uncapped=_columns,
+    empty=lambda problem: problem.flops == 0,
+    eager="eager",
+    listed=_product_schedules,
+    evened=_evened,
+    tuned=True,
+    rule=_by_rule,
+    predict=predict,
+    parts=bounds,
+    losses=losses,
+    movements=movements,
+)
+
+# Attention.
+
+#: Attention to keys that are gathered. Growing groups are few calls of a library; the others wait
+#: less for the first or after the last piece. On one H100 two lanes took 0.94 to 0.99 of the time
+#: of one for growing groups, 0.89 to 0.99 for single shards
+#: (docs/results/attention-replay-h100-8.csv and -4.csv).
+GATHERED = Family(
+    lambda problem, schedule, ranks, cap, _: attention_plans(problem, schedule, ranks, cap),
+    compared=(
+        "growing",
+        "growing:compute=2",
+        "growing:tail=2,compute=2",
+        "growing:pull",
+        "shard-overlap",
+        "shard-overlap:compute=2",
+        "shard-overlap:pull",
+        "hetero-fused-1d:pieces=2",
+        "hetero-fused-1d:pieces=2,copy=4",
+        "serial",
+    ),
+    default=lambda problem, mode: "growing",
+    margin=0.0,
+    refusal=attention_refusal,
+    uncapped=lambda problem, nbytes: "",
+)
+
+#: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 two groups
+#: on one lane lost 3 % to serial, simulated 1 %; two groups on two lanes gained 6 %, simulated 4 %
+#: (docs/results/attention-h100-2.csv).
+BY_HEADS = Family(
+    lambda problem, schedule, ranks, *_: heads_plans(problem, schedule, ranks),
+    compared=(
+        "serial",
+        *(f"uniform-fused-1d:pieces={pieces}" for pieces in (2, 4, 8)),
+        *(f"uniform-fused-1d:pieces={pieces},copy=4" for pieces in (2, 4, 8)),
+        *(f"uniform-fused-1d:pieces={pieces},compute=2" for pieces in (2, 4)),
+    ),
+    margin=0.025,
+)
+
+# Layers of experts.
+
+
+def _rounded(layer: ExpertLayer) -> ExpertLayer:
+    """Round the capacity up to a multiple of 2^k / 8, so that close token counts, which change from
+    step to step, share a decision."""
+    step = 1 << max((layer.capacity - 1).bit_length() - 4, 0)
+    return replace(layer, capacity=-(-layer.capacity // step) * step)
+
+
+#: ``uniform-fused-1d`` cuts by experts, whose weights are then read once; of unequal pieces little
+#: is left to wait for before the first products and after the last ones. The margin: what was taken
+#: for 12 layers on one H100 with replayed arrivals (docs/results/experts-replay-h100-4.md and
+#: -8.md), with predicted gains of 3 % and more, was 1.03 to 1.44 times as fast as serial. Of those
+#: layers, what is fastest as simulated, or first of what is within 1 % of that, loses 0.4 % of the
+#: fastest of the seven that were measured in the mean, 1.3 % at worst; without these ties 0.5 and
+#: 2.3 %. A second lane gains 1 to 4 % with wide experts and loses 1 to 4 % with narrow ones, as is
+#: simulated.
+EXPERTS = Family(
+    lambda problem, schedule, ranks, *_: expert_plans(problem, schedule, ranks),
+    compared=(
+        "serial",
+        "growing",
+        "shard-overlap",
+        "hetero-fused-1d:pieces=2",
+        "uniform-fused-1d:pieces=2",
+        "uniform-fused-1d:pieces=1+3+3+1,copy=3",
+        "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",
+    ),
+    margin=0.02,
+    tie=TIE,
+    rounded=_rounded,
+)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(OPERATORS, PRODUCTS),
@@ -125,115 +370,3 @@ def family_of(problem: Planned) -> Family:
     if problem.operator not in FAMILIES:
         raise NotImplementedError(f"required one of {', '.join(FAMILIES)}, got {problem.operator}")
     return FAMILIES[problem.operator]
-
-
-# Problems from sizes.
-
-
-def _attention(
-    operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **more: Any
-) -> AttentionProblem | HeadsProblem:
-    if sequence % world:
-        raise InvalidArgument("sequence", f"required a multiple of {world} ranks, got {sequence}")
-    kv_heads = heads if more["kv_heads"] is None else more["kv_heads"]
-    if kv_heads < 1 or heads % kv_heads:
-        raise InvalidArgument("kv_heads", f"required a divisor of {heads} heads, got {kv_heads}")
-    del more["kv_heads"]
-    shape = more.pop("batch"), heads, kv_heads, head_size
-    problem = AttentionProblem(world, sequence // world, *shape, dtype, **more)
-    return problem if operator == problem.operator else HeadsProblem(problem)
-
-
-def _experts(
-    operator: str,
-    world: int,
-    dtype: str,
-    experts: int,
-    capacity: int,
-    k: int,
-    h: int,
-    n: int,
-    activation: str,
-    gated: bool,
-    split: str,
-    **more: Any,
-) -> ExpertLayer:
-    gathers = split == "columns"
-    if not gathers and experts % world:
-        raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
-    sizes = experts if gathers else experts // world, capacity, k, h, n
-    function = named_gated(activation) if gated else activation
-    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
-
-
-class Askable(NamedTuple):
-    """An operator that sizes describe.
-
-    Attributes:
-        whose: what all operators with such sizes are called.
-        sizes: by name.
-        make: the problem of an operator, ranks, a dtype and all sizes.
-        spread: of how rows are spread over ranks, and ranks over hosts, what can be said.
-    """
-
-    whose: str
-    sizes: Mapping[str, Size]
-    make: Callable[..., Planned]
-    spread: tuple[str, ...] = ()
-
-
-def _product(operator: str, world: int, dtype: str, m: int, n: int, k: int, **more: Any) -> Problem:
-    return problem_of_sizes(operator, m, n, k, dtype, world, **more)
-
-
-#: The operators of which a call can be described without its operands.
-ASKABLE: dict[str, Askable] = {
-    **{name: Askable(*SIZES[name], _product, ("rows", "hosts")) for name in OPERATORS},
-    "all_gather_attention": Askable(*SIZES["all_gather_attention"], _attention, ("hosts",)),
-    "ulysses_attention": Askable(*SIZES["ulysses_attention"], _attention, ("hosts",)),
-    "experts": Askable(*SIZES["experts"], _experts, ("hosts",)),
-}
-
-
-def size_of(operator: str, name: str) -> type | None:
-    """The type of a size of an operator that is given; None if it has no such size."""
-    asked = ASKABLE.get(operator)
-    return asked.sizes[name].kind if asked and name in asked.sizes else None
-
-
-def sizes_of(operator: str) -> list[str]:
-    """The names of the sizes without which no call of an operator is described."""
-    return [name for name, size in ASKABLE[operator].sizes.items() if size.default is REQUIRED]
-
-
-def problem_of(
-    operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
-) -> Planned:
-    """The problem of a call on so many ranks.
-
-    Args:
-        sizes: by name, those that were given, as :data:`ASKABLE` has them.
-        spread: ``hosts``, and of products ``rows``.
-
-    Raises:
-        ValueError: a size is wrong, missing, or none of the operator's.
-        NotImplementedError: the dtype is not served.
-    """
-    if operator not in ASKABLE:
-        raise InvalidArgument("operator", f"required one of {', '.join(ASKABLE)}, got {operator!r}")
-    asked = ASKABLE[operator]
-    spread = {name: value for name, value in spread.items() if value not in (None, 1)}
-    for name in (*sizes, *spread):
-        if name not in (asked.sizes if name in sizes else asked.spread):
-            there = ", ".join(asked.sizes)
-            raise InvalidArgument(name, f"required none for {operator}, which has {there}")
-    needed = sizes_of(operator)
-    if missing := [name for name in needed if name not in sizes]:
-        there = ", ".join(needed)
-        raise InvalidArgument(missing[0], f"required, since {operator} needs {there}; got none")
-    if world < 1:
-        raise InvalidArgument("world", f"required at least 1, got {world}")
-    given = {name: size.default for name, size in asked.sizes.items()} | dict(sizes)
-    for name, value in given.items():
-        asked.sizes[name].check(name, value)
-    return asked.make(operator, world, dtype, **given, **spread)

@@ -108,13 +108,6 @@ def copy_seconds(nbytes: float, copies: Copies) -> float:
     return copies.gap + nbytes / copies.rate(nbytes) if nbytes else 0.0
 
 
-def ideal(problem: Problem, machine: Machine, predict: Predict) -> float:
-    """Lower bound in seconds, queued: one whole product, or what travels by the vendor's collective
-    or the copy engines, whichever is faster, if that takes longer."""
-    seconds = bounds(problem, machine, predict, "queued")
-    return max(seconds.pop("gemm"), min(seconds.values(), default=0.0))
-
-
 def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> dict[str, float]:
     """Seconds of the parts of a call, with nothing else running: one whole product, ``"gemm"``;
     what travels by the copy engines, ``"copies"``, and by the vendor's collective,

@@ -107,15 +107,22 @@ def shortlist(predicted: Sequence[Prediction], modes: Sequence[str], most: int) 
 
 
 def choose(
-    predicted: Sequence[Prediction], machine: Machine, mode: str, scatters: bool = False
+    predicted: Sequence[Prediction],
+    machine: Machine,
+    mode: str,
+    scatters: bool = False,
+    margin: float | None = None,
+    tie: float = TIE,
 ) -> Choice:
-    """The prediction to take; serial where the gain is under the machine's margin.
+    """The prediction to take; serial where the gain is under the margin.
 
     The baseline is one of serial's two forms, the one that loses less in its worse mode: the better
-    form of each mode would be a schedule that does not exist. Of predictions within ``TIE`` of the
-    best the first in ``predicted`` is taken. ``scatters``: the product travels.
+    form of each mode would be a schedule that does not exist. Of predictions within ``tie`` of the
+    best the first in ``predicted`` is taken. ``scatters``: the product travels. With a ``margin``
+    in place of the machine's, the fastest must gain it, and the first may gain less.
     """
-    modes, margin = MODES[mode], machine.margin
+    modes, own = MODES[mode], margin is not None
+    margin = machine.margin if margin is None else margin
     best = {m: min(one.seconds[m] for one in predicted) for m in modes}
     others = [one for one in predicted if not one.serial]
 
@@ -125,33 +132,38 @@ def choose(
 
     def first(some: Sequence[Prediction]) -> Prediction:
         least = min(map(loss, some))[0]
-        return next(one for one in some if loss(one)[0] <= least + TIE)
+        return next(one for one in some if loss(one)[0] <= least + tie)
 
     serial = min((one for one in predicted if one.serial), key=loss)
 
     def gains(one: Prediction) -> list[float]:
         return [serial.seconds[m] / one.seconds[m] - 1.0 for m in modes]
 
-    harmless = [one for one in others if min(gains(one)) >= -margin]
+    least = 0.0 if own else -margin
+    harmless = [one for one in others if min(gains(one)) >= least]
     winner = first(harmless) if harmless else serial
     on = f"on {machine.name}"
     if winner is serial:
         fastest = min(others, key=loss, default=serial)
+        taken = seconds_text(serial.seconds[mode]) if own else _times(serial, modes)
         reason = (
-            f"{fastest.schedule} is predicted to take {_times(fastest, modes)} {on}, "
-            f"serial {_times(serial, modes)}"
+            f"{fastest.schedule} is predicted to take {_times(fastest, modes)} {on}, serial {taken}"
         )
         return Choice(serial, serial, reason)
-    most = max(gains(winner))
+    judged = min(harmless, key=loss) if own else winner
+    most = max(gains(judged))
     if most < margin:
-        outcome = f"gain {most:.1%} {on}, less than the margin of {margin:.1%}"
+        share = f"{100 * margin:g}%" if own else f"{margin:.1%}"
+        outcome = f"gain {most:.1%} {on}, less than the margin of {share}"
         if most <= -ROUNDING:
             outcome = f"lose {-most:.1%} {on}"
         elif most < ROUNDING:
             outcome = f"gain nothing {on}"
-        return Choice(serial, serial, f"{winner.schedule} is predicted to {outcome}")
+        return Choice(serial, serial, f"{judged.schedule} is predicted to {outcome}")
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
+    if own and winner is not judged:
+        reason += f"; the first of those within {100 * tie:g}%"
     if winner.schedule.grouping == "tiled":
         library = first([one for one in others if one.schedule.grouping != "tiled"])
         gained = (library.seconds[mode] / winner.seconds[mode] for mode in modes)

@@ -4,16 +4,13 @@ whether a call fits there."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ficco.errors import InvalidArgument
 from ficco.heuristics.decide import described
 from ficco.machine import Fingerprint, Machine, find, nearest
 from ficco.plan.amounts import bytes_text
-from ficco.problems.products import MOST_RANKS, OPERATORS, Problem
-from ficco.problems.scaling import operands_of
+from ficco.problems.products import Problem
 
 _KNOWN = "with --machine or FICCO_MACHINE"
 
@@ -50,69 +47,6 @@ class Where:
                 f"{self.world}` measures another",
             )
         return machine
-
-
-def problem_of_sizes(
-    operator: str,
-    m: int,
-    n: int,
-    k: int,
-    dtype: str,
-    world: int,
-    rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    hosts: int = 1,
-) -> Problem:
-    """The Problem of a call on so many ranks.
-
-    Args:
-        operator: name of the public operator.
-        m: rows that a rank multiplies; where they differ, those of the rank with most.
-        n, k: as :class:`Problem` has them.
-        dtype: likewise, or a name of :data:`ficco.problems.scaling.SCALED`.
-        world: number of ranks.
-        rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
-            as equal ones as there are.
-        hosts: how many hosts the ranks are on.
-
-    Raises:
-        ValueError: an argument is wrong, or they do not fit together.
-    """
-    if operator not in OPERATORS:
-        raise InvalidArgument(
-            "operator", f"required one of {', '.join(OPERATORS)}, got {operator!r}"
-        )
-    if m < 0:
-        raise InvalidArgument("m", f"required at least 0, got {m}")
-    if world > MOST_RANKS:
-        raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
-    kind, ranks = OPERATORS[operator], range(world)
-    dtype, scaling = operands_of(dtype)
-    more: Any = {"scaling": scaling, "hosts": hosts}
-    if rows is None:
-        equal = tuple(m // world + (rank < m % world) for rank in ranks)
-        if not kind.blocks:
-            return Problem(operator, equal, n, k, dtype, **more)
-        table = [equal] * world  # as many rows for each peer
-        if not kind.scatters:
-            table = list(zip(*table, strict=True))
-        return Problem.of_blocks(operator, table, n, k, dtype, **more)
-    if kind.returns:
-        raise InvalidArgument(
-            "rows", f"required none for {operator}, whose result is the same everywhere"
-        )
-    given = [list(one) if isinstance(one, Sequence) else one for one in rows]
-    width = world if kind.blocks else None
-    widths = [len(one) if isinstance(one, list) else None for one in given]
-    if widths != [width] * world:
-        numbers = f"a table of {world} x {world}" if kind.blocks else world
-        raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
-    make: Any = Problem.of_blocks if kind.blocks else Problem
-    sizes = given if kind.blocks else tuple(given), n, k, dtype
-    problem: Problem = make(operator, *sizes, **more)
-    if problem.m != m:
-        most = "the largest sum" if kind.blocks else "the sum"
-        raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")
-    return problem
 
 
 def where(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.compute.attention import Result
 from ficco.compute.program import Call
 from ficco.errors import InvalidArgument
-from ficco.heuristics.attention import GATHERED
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.gradients import refusing_second
@@ -26,7 +26,7 @@ from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
-from ficco.problems.sizes import PLACEMENTS
+from ficco.problems.mask import PLACEMENTS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
@@ -168,7 +168,7 @@ class AttentionCall(Invocation):
         forward = AttentionProblem(*sizes, dtype, **facts)
         problem = forward if self.of is None else AttentionGradient(forward, self.kept is not None)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-        decision = GATHERED.decide(problem, self.schedule, machine=known.machine, mode=mode)
+        decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
         chosen = decision.schedule
         agreed = [str(known)] * (self.schedule == "auto")
         if chosen.mover not in engine.capabilities().movers:

@@ -31,7 +31,7 @@ from ficco.compute.products import FUNCTIONS
 from ficco.compute.program import Call, Filled, Groups
 from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
 from ficco.dma.engine import Engine
-from ficco.heuristics.experts import EXPERTS
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain
@@ -249,7 +249,7 @@ class RoundCall(Invocation):
         engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
         mode = "idle" if layer.exact else "queued"  # the host has waited for the device
         usual = _usual(layer, self.blocks)
-        decision = EXPERTS.decide(usual, self.schedule, machine=known.machine, mode=mode)
+        decision = decide(usual, self.schedule, machine=known.machine, mode=mode)
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)

@@ -24,8 +24,7 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
 from ficco.options import carried, current
-from ficco.problems.sizes import ACTIVATIONS
-from ficco.problems.specification import gated
+from ficco.problems.specification import ACTIVATIONS, gated
 from ficco.schedules import Schedule
 
 #: The operator of compilers for layers that serve all pairs.

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
-from ficco.heuristics.attention import BY_HEADS
+from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import ASKED, asked_for, check_together, save_all
 from ficco.ops.fit import keep_to_cap
@@ -207,7 +207,7 @@ class HeadsCall(Invocation):
         asked = AttentionProblem(*sizes, dtype, **self.of.asked, hosts=engine.hosts.count)
         problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-        decision = BY_HEADS.decide(problem, self.of.schedule, machine=known.machine, mode=mode)
+        decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
         agreed = [str(known)] * (self.of.schedule == "auto")
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)

@@ -8,9 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from ficco.errors import InvalidArgument
-from ficco.problems.mask import Mask, Rectangle, Segment, Span, merged
+from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment, Span, merged
 from ficco.problems.products import Problem, digest
-from ficco.problems.sizes import PLACEMENTS
 from ficco.problems.specification import Attention, Buffer, Exchange, Specification
 
 #: Dtypes that libraries' attention has, with the dtype of its sums.
@@ -79,7 +78,7 @@ class AttentionProblem:
         kv_heads: heads of keys and values, a divisor of ``heads``.
         dtype: its name.
         causal, window, cu_seqlens: see :class:`Mask`.
-        placement: one of :data:`ficco.problems.sizes.PLACEMENTS`.
+        placement: one of :data:`ficco.problems.mask.PLACEMENTS`.
         scale: by what scores are multiplied; None: 1 / sqrt(size).
         symmetric: keys and values lie in symmetric memory as they travel.
         keeps: the rows of KV that a rank gets, its own among them, are a second result.

@@ -10,8 +10,14 @@ import numpy as np
 
 from ficco.errors import InvalidArgument
 from ficco.problems.products import ITEMSIZE, MOST, MOST_RANKS
-from ficco.problems.sizes import ACTIVATIONS
-from ficco.problems.specification import Buffer, Contraction, Exchange, Specification, gated
+from ficco.problems.specification import (
+    ACTIVATIONS,
+    Buffer,
+    Contraction,
+    Exchange,
+    Specification,
+    gated,
+)
 
 #: By operator, whether tokens are dispatched to a first product, and whether those of a last one
 #: are brought back.

@@ -19,6 +19,11 @@ BLOCK = 128
 #: scores, the gradients of these and of the weights, and those of q, k and v.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
+#: Which positions a rank holds. ``"ranks"``: the sequence in the order of the ranks.
+#: ``"head-tail"``: of 2 W chunks, rank r the chunks r and 2 W - 1 - r, so that under a causal mask
+#: all ranks attend to equally many keys.
+PLACEMENTS = ("ranks", "head-tail")
+
 #: First and last row or position, exclusive.
 Span = tuple[int, int]
 

@@ -1,22 +1,25 @@
-"""The sizes, switches and names by which calls are described without their operands.
+"""The sizes by which calls are described without their operands, and the problems of such calls.
 
-Plain data, which the command line lists in its help before anything that plans is imported.
+The command line lists the sizes in its help before anything that plans is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.problems.products import MOST, OPERATORS
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.experts import ExpertLayer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.mask import PLACEMENTS
+from ficco.problems.products import MOST, MOST_RANKS, OPERATORS, Problem
+from ficco.problems.scaling import operands_of
+from ficco.problems.specification import ACTIVATIONS
+from ficco.problems.specification import gated as named_gated
 
-#: Which positions a rank holds. ``"ranks"``: the sequence in the order of the ranks.
-#: ``"head-tail"``: of 2 W chunks, rank r the chunks r and 2 W - 1 - r, so that under a causal mask
-#: all ranks attend to equally many keys.
-PLACEMENTS = ("ranks", "head-tail")
-
-#: The functions between the products of experts.
-ACTIVATIONS = ("relu", "silu", "gelu")
+#: A problem that sizes describe.
+Asked = Problem | AttentionProblem | HeadsProblem | ExpertLayer
 
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
@@ -84,11 +87,165 @@ OF_EXPERTS = {
     "split": Size("what of the experts a rank has", "experts", str, ("experts", "columns")),
 }
 
-#: Of the operators of which a call can be described: what all with such sizes are called, and the
-#: sizes by name.
-SIZES: dict[str, tuple[str, dict[str, Size]]] = {
-    **dict.fromkeys(OPERATORS, ("products", OF_PRODUCTS)),
-    "all_gather_attention": ("attention", OF_ATTENTION),
-    "ulysses_attention": ("attention", OF_HEADS),
-    "experts": ("experts", OF_EXPERTS),
+
+def problem_of_sizes(
+    operator: str,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    world: int,
+    rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    hosts: int = 1,
+) -> Problem:
+    """The Problem of a call on so many ranks.
+
+    Args:
+        operator: name of the public operator.
+        m: rows that a rank multiplies; where they differ, those of the rank with most.
+        n, k: as :class:`Problem` has them.
+        dtype: likewise, or a name of :data:`ficco.problems.scaling.SCALED`.
+        world: number of ranks.
+        rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
+            as equal ones as there are.
+        hosts: how many hosts the ranks are on.
+
+    Raises:
+        ValueError: an argument is wrong, or they do not fit together.
+    """
+    if operator not in OPERATORS:
+        raise InvalidArgument(
+            "operator", f"required one of {', '.join(OPERATORS)}, got {operator!r}"
+        )
+    if m < 0:
+        raise InvalidArgument("m", f"required at least 0, got {m}")
+    if world > MOST_RANKS:
+        raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
+    kind, ranks = OPERATORS[operator], range(world)
+    dtype, scaling = operands_of(dtype)
+    more: Any = {"scaling": scaling, "hosts": hosts}
+    if rows is None:
+        equal = tuple(m // world + (rank < m % world) for rank in ranks)
+        if not kind.blocks:
+            return Problem(operator, equal, n, k, dtype, **more)
+        table = [equal] * world  # as many rows for each peer
+        if not kind.scatters:
+            table = list(zip(*table, strict=True))
+        return Problem.of_blocks(operator, table, n, k, dtype, **more)
+    if kind.returns:
+        raise InvalidArgument(
+            "rows", f"required none for {operator}, whose result is the same everywhere"
+        )
+    given = [list(one) if isinstance(one, Sequence) else one for one in rows]
+    width = world if kind.blocks else None
+    widths = [len(one) if isinstance(one, list) else None for one in given]
+    if widths != [width] * world:
+        numbers = f"a table of {world} x {world}" if kind.blocks else world
+        raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
+    make: Any = Problem.of_blocks if kind.blocks else Problem
+    sizes = given if kind.blocks else tuple(given), n, k, dtype
+    problem: Problem = make(operator, *sizes, **more)
+    if problem.m != m:
+        most = "the largest sum" if kind.blocks else "the sum"
+        raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")
+    return problem
+
+
+def _attention(
+    operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **more: Any
+) -> AttentionProblem | HeadsProblem:
+    if sequence % world:
+        raise InvalidArgument("sequence", f"required a multiple of {world} ranks, got {sequence}")
+    kv_heads = heads if more["kv_heads"] is None else more["kv_heads"]
+    if kv_heads < 1 or heads % kv_heads:
+        raise InvalidArgument("kv_heads", f"required a divisor of {heads} heads, got {kv_heads}")
+    del more["kv_heads"]
+    shape = more.pop("batch"), heads, kv_heads, head_size
+    problem = AttentionProblem(world, sequence // world, *shape, dtype, **more)
+    return problem if operator == problem.operator else HeadsProblem(problem)
+
+
+def _experts(
+    operator: str,
+    world: int,
+    dtype: str,
+    experts: int,
+    capacity: int,
+    k: int,
+    h: int,
+    n: int,
+    activation: str,
+    gated: bool,
+    split: str,
+    **more: Any,
+) -> ExpertLayer:
+    gathers = split == "columns"
+    if not gathers and experts % world:
+        raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
+    sizes = experts if gathers else experts // world, capacity, k, h, n
+    function = named_gated(activation) if gated else activation
+    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
+
+
+class Askable(NamedTuple):
+    """An operator that sizes describe.
+
+    Attributes:
+        whose: name of all operators with these sizes.
+        sizes: by name.
+        make: the problem of an operator, ranks, a dtype and all sizes, by keyword.
+        spread: options that spread rows over ranks, and ranks over hosts.
+    """
+
+    whose: str
+    sizes: Mapping[str, Size]
+    make: Callable[..., Asked]
+    spread: tuple[str, ...] = ("hosts",)
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the sizes without a default."""
+        return [name for name, size in self.sizes.items() if size.default is REQUIRED]
+
+
+_OF_PRODUCTS = Askable("products", OF_PRODUCTS, problem_of_sizes, ("rows", "hosts"))
+
+#: The operators of which a call can be described without its operands.
+ASKABLE: dict[str, Askable] = {
+    **dict.fromkeys(OPERATORS, _OF_PRODUCTS),
+    "all_gather_attention": Askable("attention", OF_ATTENTION, _attention),
+    "ulysses_attention": Askable("attention", OF_HEADS, _attention),
+    "experts": Askable("experts", OF_EXPERTS, _experts),
 }
+
+
+def problem_of(
+    operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
+) -> Asked:
+    """The problem of a call on so many ranks.
+
+    Args:
+        sizes: by name, as :data:`ASKABLE` has them; those with a default may be missing.
+        spread: ``hosts``, and for products ``rows``.
+
+    Raises:
+        ValueError: a size is wrong, missing or unknown.
+        NotImplementedError: the dtype is not served.
+    """
+    if operator not in ASKABLE:
+        raise InvalidArgument("operator", f"required one of {', '.join(ASKABLE)}, got {operator!r}")
+    asked = ASKABLE[operator]
+    spread = {name: value for name, value in spread.items() if value not in (None, 1)}
+    for name in (*sizes, *spread):
+        if name not in (asked.sizes if name in sizes else asked.spread):
+            known = ", ".join(asked.sizes)
+            raise InvalidArgument(name, f"required none for {operator}, which has {known}")
+    if missing := [name for name in asked.required if name not in sizes]:
+        needed = ", ".join(asked.required)
+        raise InvalidArgument(missing[0], f"required, since {operator} needs {needed}; got none")
+    if world < 1:
+        raise InvalidArgument("world", f"required at least 1, got {world}")
+    values = {name: size.default for name, size in asked.sizes.items()} | dict(sizes)
+    for name, value in values.items():
+        asked.sizes[name].check(name, value)
+    return asked.make(operator=operator, world=world, dtype=dtype, **values, **spread)

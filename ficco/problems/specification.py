@@ -22,6 +22,9 @@ ITEMSIZES = {
     "float64": 8,
 }
 
+#: The functions between the products of experts.
+ACTIVATIONS = ("relu", "silu", "gelu")
+
 #: Slot buffers begin at multiples of these bytes.
 ALIGNMENT = 512
 

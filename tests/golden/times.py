@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ficco.heuristics.families import problem_of
+from ficco.problems.sizes import problem_of
 from ficco.tools.bench.simulated import simulate_problem
 from golden.asks import machine, named
 

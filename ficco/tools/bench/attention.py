@@ -26,11 +26,11 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.compute.attention import Heads, Merge, attention, by_heads, merge
 from ficco.compute.program import Part
-from ficco.heuristics.families import problem_of
 from ficco.hip_kernels.launch import Kernels
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import Rectangle, Segment
+from ficco.problems.sizes import problem_of
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION

@@ -19,11 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ficco
-from ficco.heuristics.experts import EXPERTS as EXPERTS_FAMILY
-from ficco.heuristics.families import problem_of
+from ficco.heuristics.families import EXPERTS as EXPERTS_FAMILY
 from ficco.ops.expert_rounds import spread as spread_rows
 from ficco.ops.expert_rounds import weighted_sum
 from ficco.plan import Planned
+from ficco.problems.sizes import problem_of
 from ficco.tools.bench.attention import exchanged
 from ficco.tools.bench.frames import EXPERTS
 from ficco.tools.bench.series import Stopwatch

@@ -93,7 +93,8 @@ def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
 
 @lru_cache(maxsize=16)
 def _plans(problem: Planned, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
-    return tuple(family_of(problem).plans(problem, Schedule.parse(schedule), packs_columns))
+    family = family_of(problem)
+    return tuple(family.plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
 
 
 def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> list[Arrival]:

@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from ficco.heuristics.families import family_of
+from ficco.heuristics import decide
 from ficco.plan import Planned
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import Runner
@@ -234,7 +234,7 @@ def taken_by_auto(problem: Planned, watch: Stopwatch) -> str:
     """The schedule that ``auto`` stands for."""
     machine = workspace_of(watch.group, watch.device).known(None).machine
     mode = "queued" if watch.on_gpu else "idle"
-    return str(family_of(problem).decide(problem, machine=machine, mode=mode).schedule)
+    return str(decide(problem, machine=machine, mode=mode).schedule)
 
 
 def _figures(times: pd.DataFrame, ways: Mapping[str, Way]) -> pd.DataFrame:

@@ -51,19 +51,19 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ficco.heuristics.families import family_of
+    from ficco.heuristics import decide
 
     if arguments.from_log:
         return _from_log(arguments)
     _refuse(arguments)
     asked = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
-    asked_of, how = problem(arguments, asked.world), {"machine": asked.machine, "mode": asked.mode}
+    asked_of = problem(arguments, asked.world)
     if arguments.measure and asked_of.operator not in OPERATORS:
         raise ValueError(
             f"--measure: required an operator of products, got {asked_of.operator}; "
             "`ficco bench --attention` and `ficco bench --experts` time the others"
         )
-    decision = family_of(asked_of).decide(asked_of, arguments.schedule, **how)
+    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
     measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
     if arguments.json:
         print(json.dumps(as_json(decision, measured), indent=2))
@@ -90,8 +90,8 @@ def _from_log(arguments: argparse.Namespace) -> int:
     decisions = []
     for one in problems:
         asked = site(arguments.machine, one.local_world, captured=arguments.captured)
-        how: Any = {"machine": asked.machine, "mode": asked.mode}
-        decisions.append(decide(one, arguments.schedule, **how))
+        mode = asked.mode
+        decisions.append(decide(one, arguments.schedule, machine=asked.machine, mode=mode))
     if arguments.json:
         print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
         return 0

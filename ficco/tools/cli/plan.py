@@ -41,6 +41,7 @@ def options(parser: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ficco.heuristics import decide
     from ficco.heuristics.families import family_of
     from ficco.heuristics.where import too_large
     from ficco.plan import render
@@ -53,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
     picture(arguments.draw)
     drawn = asked.simulated if arguments.draw or arguments.trace else None
-    how: Any = {"machine": asked.machine, "mode": asked.mode}
     family = family_of(asked_of)
-    decision = family.decide(asked_of, arguments.schedule, **how)
+    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
     made = family.plans(asked_of, decision.schedule, staging_bytes=arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
-from ficco.problems.sizes import MODES
+from ficco.problems.sizes import ASKABLE, MODES, problem_of
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import Case
 from ficco.tools.cli.site import (
@@ -77,7 +77,6 @@ def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import pandas as pd
 
-    from ficco.heuristics.families import sizes_of
     from ficco.schedules import NAMED, Schedule
     from ficco.tools.bench import simulated
     from ficco.tools.bench.frames import append, records
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(records(rows)))
     else:
         print(", ".join(dict.fromkeys(map(_what, problems))))
-        names = sizes_of(problems[0].operator)
+        names = ASKABLE[problems[0].operator].required
         what = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
         given = sizes(arguments)
         _print(rows, f"{what}; candidate", ", ".join(str(given.get(name)) for name in names))
@@ -121,7 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Problems, and what rows say of them."""
-    from ficco.heuristics.families import problem_of
     from ficco.tools.bench.simulated import shape_of
 
     given, operator = sizes(arguments), arguments.operator

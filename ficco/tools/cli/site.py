@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.problems.scaling import CAST_KINDS
-from ficco.problems.sizes import SIZES, Size
+from ficco.problems.sizes import ASKABLE, Size, problem_of
 from ficco.tools import launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
 
@@ -118,12 +118,12 @@ def add_files(parser: Any, folder: str, what: str) -> None:
 
 def add_sizes(parser: Any) -> None:
     """Add the options that say which operator is asked about, and what its sizes are."""
-    text = f"one of {', '.join(SIZES)} (default: {GATHERS})"
+    text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
     parser.add_argument("--operator", metavar="NAME", help=text)
     options: dict[str, dict[str, Size]] = {}  # by name, whose
-    for kind_of_call, of_kind in SIZES.values():
-        for name, size in of_kind.items():
-            options.setdefault(name, {}).setdefault(kind_of_call, size)
+    for asked in ASKABLE.values():
+        for name, size in asked.sizes.items():
+            options.setdefault(name, {}).setdefault(asked.whose, size)
     groups: dict[str, Any] = {}
     for name, sizes in options.items():
         (whose, size), *others = sizes.items()
@@ -141,7 +141,7 @@ def add_sizes(parser: Any) -> None:
 
 def sizes(arguments: Any) -> dict[str, Any]:
     """The sizes that were given."""
-    names = {name for _, of_kind in SIZES.values() for name in of_kind}
+    names = {name for asked in ASKABLE.values() for name in asked.sizes}
     given = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -184,8 +184,6 @@ def problem(arguments: Any, local_world: int) -> Planned:
     Raises:
         ValueError: an option is wrong, or they do not fit together.
     """
-    from ficco.heuristics.families import problem_of
-
     rows: Any = None
     if arguments.rows:
         table = [line.split(",") for line in arguments.rows.split(";")]
