@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -149,8 +149,13 @@ def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str
     mode = mode or ("idle" if device.type == "cpu" else "eager")
     workspace, asked = workspace_of(group, device), current()
     machine = workspace.known(asked.machine).machine
-    offers = workspace.engine.capabilities().offers
-    return decide(problem, machine=machine, mode=mode, offers=offers)
+    engine = workspace.engine
+    offers = engine.capabilities().offers
+    decision = decide(problem, machine=machine, mode=mode, offers=offers)
+    served = (one for one in decision.others if not engine.refuses(problem, one))
+    if engine.refuses(problem, decision.schedule):
+        return replace(decision, schedule=next(served))
+    return decision
 
 
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

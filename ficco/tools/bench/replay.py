@@ -40,6 +40,7 @@ from ficco.heuristics.arrivals import crossing
 from ficco.heuristics.families import family_of
 from ficco.machine import Machine
 from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
+from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS
 from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
@@ -249,8 +250,10 @@ class ReplayEngine(GpuEngine):
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         raise _without_peers("mover 'kernel'")
 
-    def collective(self, program: Program, step: int) -> Op:
-        raise _without_peers("the collective of the group's library")
+    def refuses(self, problem: Problem, schedule: Schedule) -> str:
+        if schedule.mover == "collective":
+            return str(_without_peers("the collective of the group's library"))
+        return super().refuses(problem, schedule)
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         if any(part.rank != self.rank for part in reduction.parts):
