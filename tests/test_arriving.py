@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -542,7 +543,10 @@ def test_without_triton_the_device_functions_say_what_to_install(
     monkeypatch.delitem(sys.modules, "ficco.tile", raising=False)
     monkeypatch.delitem(vars(ficco), "tile", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ImportError, match=r"ficco\.tile needs Triton .*pip install triton"):
+    advice = r"ficco\.tile needs Triton .*pip install triton"
+    with pytest.raises(ImportError, match=advice):
+        import_module("ficco.tile")
+    with pytest.raises(AttributeError, match=advice):  # as help(ficco) and hasattr expect
         _ = ficco.tile
 
 
