@@ -763,7 +763,7 @@ def _operands_behind_an_error(at: Rank) -> list[bool]:
     collecting = gc.isenabled()
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
-            patch.setattr(calls, "execute", refuse)
+            patch.setattr(invoke, "execute", refuse)
         try:
             for iteration in (1, 2, 3):
                 made = make(at, case, iteration, group)
@@ -983,7 +983,7 @@ def _all_refuse_a_part(at: Rank) -> tuple[Any, bool]:
     def summed() -> torch.Tensor:
         return ficco.matmul_reduce_scatter(a, b, group=group, schedule="shard-overlap")
 
-    asked, operands = [0], calls._operands
+    asked, operands = [0], calls.ProductCall.allocate
 
     def refuse(*args: Any) -> Any:
         asked[0] += 1
@@ -994,7 +994,7 @@ def _all_refuse_a_part(at: Rank) -> tuple[Any, bool]:
     with ficco.options(timeout_s=20, workspace_bytes=6000):
         summed()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(calls, "_operands", refuse)
+            patch.setattr(calls.ProductCall, "allocate", refuse)
             first = caught(summed)
         again = bool((summed() == 16).all())
     ficco.close(group)
@@ -1020,7 +1020,7 @@ def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
-            patch.setattr(calls, "_operands", refuse)
+            patch.setattr(calls.ProductCall, "allocate", refuse)
         found = [caught(lambda: call(case, made.a, made.b, group))]
     ficco.close(group)
     for name in (schedule, "growing"):
@@ -1054,7 +1054,7 @@ def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
     case = equal(at.world, 8, 8, 8)
     for iteration in range(3):
         exact(at, case, iteration, group)
-    made, operands = make(at, case, 4, group), calls._operands
+    made, operands = make(at, case, 4, group), calls.ProductCall.allocate
     (workspace,) = workspaces(group)
     late = ficco.SignalTimeout(
         operator="x", rank=1, peer=0, step="x", schedule="x", seconds=1.0, wanted=1, found=0
@@ -1068,7 +1068,7 @@ def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
 
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=20):
         if at.rank == 1:
-            patch.setattr(calls, "_operands", fail)
+            patch.setattr(calls.ProductCall, "allocate", fail)
         found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
     ficco.close(group)
     dist.destroy_process_group(group)
