@@ -31,6 +31,8 @@ from ficco.schedules import NAMED, plan
 class Engine:
     """Memory that cannot be had, and calls that are over at a time."""
 
+    asynchronous = True
+
     def __init__(self, over_at: float = 0.0) -> None:
         self.over_at = over_at
         self.did: list[str] = []

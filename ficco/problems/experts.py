@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ficco.errors import InvalidArgument
 from ficco.problems.products import ITEMSIZE, MOST, MOST_RANKS
@@ -18,6 +16,9 @@ from ficco.problems.specification import (
     Specification,
     gated,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: By operator, whether tokens are dispatched to a first product, and whether those of a last one
 #: are brought back.
