@@ -124,10 +124,9 @@ def assert_unusable(found: dict[str, Any]) -> None:
 
 def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
     """Though another one is behind, and the process is gone only a moment later."""
-    (plan,) = plans(
+    _, plan, _ = plans(
         problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3),
         Schedule.parse("serial:collective"),
-        ranks=[1],
     )
     step = next(i for i, one in enumerate(plan.steps) if one.op == "collective")
     looks = iter([(2, False)] * 3)
@@ -701,9 +700,16 @@ def test_one_rank_with_wrong_arguments(what: str, warm: bool) -> None:
 # Ranks that fail by themselves, before a call or in it.
 
 
-def _short_of_memory(
-    at: Rank, case: Case, warm: bool, what: str, owner: Any = None
-) -> dict[str, Any]:
+#: Whose functions run out of memory, by their names.
+OWNERS: dict[str, Any] = {
+    "readable": calls,
+    "allocate": calls.ProductCall,
+    "execute": invoke,
+    "keep": Workspace,
+}
+
+
+def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, Any]:
     group = dist.new_group(list(range(at.world)))
     if warm:
         for iteration in range(3):
@@ -715,7 +721,7 @@ def _short_of_memory(
 
     with pytest.MonkeyPatch.context() as patch:
         if at.rank == 1:
-            patch.setattr(owner or calls, what, refuse)
+            patch.setattr(OWNERS[what], what, refuse)
         with ficco.options(timeout_s=10 * PATIENCE_S):
             first, waited = timed(lambda: call(case, made.a, made.b, group))
     with ficco.options(timeout_s=PATIENCE_S):
@@ -727,18 +733,18 @@ def _short_of_memory(
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("what", ["readable", "_operands", "execute"])
+@pytest.mark.parametrize("what", ["readable", "allocate", "execute"])
 def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
     """At once: none of them waits for as long as a call may take."""
     _without_memory(equal(2, 8, 8, 8, schedule="growing"), warm, what)
 
 
 def test_a_rank_that_cannot_remember_a_call_tells_its_peers() -> None:
-    _without_memory(equal(2, 8, 8, 8, schedule="growing"), False, "keep", Workspace)
+    _without_memory(equal(2, 8, 8, 8, schedule="growing"), False, "keep")
 
 
-def _without_memory(case: Case, warm: bool, what: str, owner: Any = None) -> None:
-    other, odd = run(2, _short_of_memory, case, warm, what, owner)
+def _without_memory(case: Case, warm: bool, what: str) -> None:
+    other, odd = run(2, _short_of_memory, case, warm, what)
     assert odd["first"].type == "MemoryError"
     # One that has not agreed to the call yet may be right: all may say so.
     agreed = what in ("execute", "keep")

@@ -676,6 +676,7 @@ def _ranges(at: Rank, how: str) -> tuple[list[str], list[str]]:
             patch.setattr(ranges, "marked", None)  # nobody may call it
         if how == "tool":
             patch.setattr(ranges, "TOOLED", True)
+            patch.setattr(ranges, "active", lambda: True)
             patch.setattr(ranges, "gpu", stub)
         profiled = how in ("profiler", "steps")
         with profile if profiled else nullcontext():
