@@ -32,7 +32,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "ops": (6160, 2840),
     "passes": (1930, 1150),
     "plan": (960, 470),
-    "problems": (2430, 1100),
+    "problems": (2440, 1110),
     "proof": (1810, 1250),
     "runtime": (1730, 1020),
     "schedules": (4910, 3040),
