@@ -741,7 +741,7 @@ def _benched(at: ranks.Rank, folder: Path, wrong: bool) -> pd.DataFrame | None:
         modes=("idle",),
         device="cpu",
         rounds=2,
-        seconds=60.0,  # two rounds are over long before
+        seconds=600.0,  # two rounds end long before
         csv=folder / "family.csv",
         quiet=True,
     )
@@ -847,7 +847,7 @@ WAYS = (
 
 
 def _ways(
-    at: ranks.Rank, folder: Path, which: int, spoilt: str, seconds: float = 30.0
+    at: ranks.Rank, folder: Path, which: int, spoilt: str, seconds: float = 600.0
 ) -> pd.DataFrame | None:
     """A short bench of ways; ``spoilt``: an operator whose results rank 1 doubles."""
     room, cases, _, _ = WAYS[which]
@@ -876,7 +876,7 @@ def _ways(
 @pytest.mark.parametrize("which", range(len(WAYS)))
 def test_ways_are_proven_and_timed(tmp_path: Path, which: int) -> None:
     room, _, operator, note = WAYS[which]
-    rows, none = ranks.run(2, _ways, tmp_path, which, "")
+    rows, none = ranks.run(2, _ways, tmp_path, which, "", timeout=300.0)
     assert none is None
     assert set(rows["status"]) == {"ok", "skipped"} and rows["note"].iloc[-1] == note
     ok = rows[rows["status"] == "ok"]
@@ -1044,7 +1044,7 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path) -> None:
     shapes = tmp_path / "tiny.csv"
     shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
     words = [sys.executable, "-m", "ficco", "bench", "--shapes", str(shapes), "--ranks", "2"]
-    words += ["--device", "cpu", "--rounds", "3", "--seconds", "60", "--json", "--timelines"]
+    words += ["--device", "cpu", "--rounds", "3", "--seconds", "600", "--json", "--timelines"]
     words += ["--out", str(tmp_path / "out"), "--name", "tiny"]
     words += ["--schedules", "growing", "hetero-fused-1d:pieces=4@stages=2", "auto"]
     words += ["shrinking"]

@@ -428,7 +428,7 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
         modes=("queued", "idle"),
         device="cpu",
         rounds=2,
-        seconds=60,
+        seconds=600,
         csv=Path(folder) / "rows.csv",
         world=3,
         rank=1,
@@ -512,7 +512,7 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
             schedules=schedules,
             device="cpu",
             rounds=3,
-            seconds=60,
+            seconds=600,
             csv=Path(folder) / f"{room.SUBJECT.name}.csv",
             replayed=replayed,
         )
