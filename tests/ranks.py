@@ -426,11 +426,11 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
 def counted() -> Iterator[Counter[str]]:
     """How often this rank runs ficco's operators, in backwards and compiled code, too."""
     from ficco.nn import functional
-    from ficco.ops import gradients, library, operate
+    from ficco.ops import gradients, library, operators
 
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
-        for module in (operate, library, gradients, functional):
+        for module in (operators, library, gradients, functional):
 
             def run(operator: str, *args: Any, _run: Any = module.run, **kwargs: Any) -> Any:
                 counts[operator] += 1

@@ -132,7 +132,7 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
         made = chain.from_iterable(call.parts[index] for index in steps)
-        parts = [part.within(first, last) for part in made if part.meets(first, last)]
+        parts = [some for part in made if (some := part.within(first, last))]
         merge(out, None if lse is None else lse[:, :, first:last], parts)
 
     return op
@@ -146,8 +146,7 @@ def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[sli
     for end, further in zip(ends, [*ends[1:], 0], strict=True):
         if further and sum(part.meets(begin, further) for part in parts) <= most:
             continue
-        some = [part.within(begin, end) for part in parts if part.meets(begin, end)]
-        yield slice(begin, end), some
+        yield slice(begin, end), [some for part in parts if (some := part.within(begin, end))]
         begin = end
 
 
@@ -298,11 +297,11 @@ def _on_cpu(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Ten
 def _flash_on_cpu(
     heads: Heads, rectangle: Rectangle, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    banded = not (rectangle.whole or rectangle.causal)
-    mask = _band(heads, rectangle) if banded else None
+    band = rectangle.left, rectangle.right
+    mask = None if band in ((None, 0), (None, None)) else _band(heads, rectangle)
     try:
         mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, 0.0, rectangle.causal, attn_mask=mask, scale=scale
+            *heads, 0.0, band == (None, 0), attn_mask=mask, scale=scale
         )
     except RuntimeError:  # an older PyTorch, or a shape that it does not have
         return None

@@ -89,10 +89,13 @@ class Part(NamedTuple):
         some = slice(first - self.first, last - self.first)
         return Part(first, last, self.mean[:, :, some], self.lse[:, :, some])
 
-    def within(self, first: int, last: int) -> Part:
-        """What it has of a range, whose first query becomes number 0."""
-        part = self.rows(max(self.first, first), min(self.last, last))
-        return part._replace(first=part.first - first, last=part.last - first)
+    def within(self, first: int, last: int) -> Part | None:
+        """What it has of a range, whose first query becomes number 0; None for nothing."""
+        begin, end = max(self.first, first), min(self.last, last)
+        if begin >= end:
+            return None
+        some = slice(begin - self.first, end - self.first)
+        return Part(begin - first, end - first, self.mean[:, :, some], self.lse[:, :, some])
 
 
 #: The groups of a grouped product: the first block, how many each has, and how many groups.

@@ -15,9 +15,8 @@ rank is not in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,24 +24,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
+from ficco.ops.autograd import Differentiable, Gradients, Needs
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
+    GATHERS,
     OperatorCall,
     SavedTensors,
     backward,
-    refusing_second,
 )
 from ficco.ops.operands import frozen, process_group
-from ficco.ops.operate import (
+from ficco.ops.operators import matmul_all_reduce
+from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.refusals import tells_refusals
+from ficco.ops.tracing import (
     name_of_schedule,
     refuse_derivatives,
     refuse_sharded,
     under_autocast,
     watched,
 )
-from ficco.ops.operators import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from ficco.ops.recipes import Float8Recipe, recipe_of
-from ficco.ops.refusals import tells_refusals
 from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 
@@ -77,17 +77,8 @@ def gathered_linears(
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
-    # Not _Joined where the call is traced or watched: a compiler chooses by itself what to keep,
-    # and dispatch modes and tensor wrappers see the backward of operators only.
-    if recipe is not None:
-        call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
-        y = _of_float8(flat, call, *weights)
-    elif len(weights) == 1 or watched(x, *weights):
-        y = all_gather_matmul(flat, _cat(weights).t(), group=group, schedule=schedule, rows=cut)
-    else:
-        call = OperatorCall("all_gather_matmul", group, schedule, cut)
-        x, *weights = under_autocast(flat, *weights)
-        y, _ = _Joined.apply(x, call, *weights)
+    call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
+    y = _of_weights(flat, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     outs = _parts(y, [weight.shape[0] for weight in weights])
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
@@ -123,11 +114,8 @@ def scattered_linear(
     batch = x.shape[1:-1]
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
-    if recipe is not None:
-        call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
-        y = _of_float8(flat, call, weight)
-    else:
-        y = matmul_reduce_scatter(flat, weight.t(), group=group, schedule=schedule, rows=cut)
+    call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
+    y = _of_weights(flat, call, weight)
     y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
@@ -151,11 +139,8 @@ def reduced_linear(
     refuse_derivatives(vmap=False)
     refuse_sharded(x=x, weight=weight)
     group = process_group(group)
-    if recipe is not None:
-        call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
-        y = _of_float8(_rows(x), call, weight, equal=True)
-    else:
-        y = _Reduced.apply(*under_autocast(_rows(x), weight), group, schedule)
+    call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
+    y = _of_weights(_rows(x), call, weight, equal=True)
     return _biased(_with_batch(y, x), bias)
 
 
@@ -177,11 +162,10 @@ def copied_linears(
     """
     refuse_derivatives(vmap=False)
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    call = OperatorCall(
-        "matmul_all_reduce", process_group(group), schedule, None, recipe=recipe_of(recipe)
+    outs = _LOCAL(
+        _Local(recipe_of(recipe), process_group(group), schedule),
+        *under_autocast(_rows(x), *weights),
     )
-    first, *rest = under_autocast(_rows(x), *weights)
-    outs = _Copied.apply(first, call, *rest)
     return tuple(_biased(_with_batch(y, x), bias) for y, bias in zip(outs, biases, strict=True))
 
 
@@ -210,8 +194,7 @@ def partial_linear(
         return torch.nn.functional.linear(x, weight, bias)
     refuse_derivatives(vmap=False)
     refuse_sharded(x=x, weight=weight)
-    first, right = under_autocast(_rows(x), weight)
-    y = _Partial.apply(first, recipe, right)
+    (y,) = _LOCAL(_Local(recipe), *under_autocast(_rows(x), weight))
     return _biased(_with_batch(y, x), bias)
 
 
@@ -231,7 +214,7 @@ def sum_gradient(
     """
     refuse_derivatives(vmap=False)
     refuse_sharded(tensor=tensor)
-    out: torch.Tensor = _SumGradient.apply(tensor, process_group(group))
+    out: torch.Tensor = _SUM_GRADIENT(process_group(group), tensor)[0]
     return out
 
 
@@ -304,27 +287,27 @@ def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _of_float8(
+def _of_weights(
     x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor, equal: bool = False
 ) -> torch.Tensor:
-    """A call by a recipe, of several weights as one. ``equal``: of a sum all ranks do the same with
-    it (``options(all_reduce_gradients="equal")``)."""
-    refuse_derivatives(vmap=False)
+    """A call, of several weights as one. ``equal``: of a sum with which all ranks do the same
+    (``options(all_reduce_gradients="equal")``)."""
+    refuse_derivatives(vmap=call.recipe is None and not equal)
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
     x, *rest = under_autocast(x, *weights)
     if watched(x, *rest):
         schedule, text, recipe = call.schedule, current_text(), call.recipe
-        assert recipe is not None
         if equal:  # in words that a compiler can trace
             text = (f"{text[:-1]}, " if text else "{") + '"all_reduce_gradients": "equal"}'
         name = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         where = call.group.group_name, name, call.rows, text, False
-        return library.call(call.operator, x, _cat(rest).t(), *where, recipe=recipe.text)[0]
+        cast = recipe.text if recipe is not None else ""
+        return library.call(call.operator, x, _cat(rest).t(), *where, recipe=cast)[0]
     options = current()
     if equal:
         options = replace(options, all_reduce_gradients="equal")
     with carried(options):
-        out: torch.Tensor = _Joined.apply(x, call, *rest)[0]
+        out: torch.Tensor = _JOINED(_Joining(call, x.shape, _sizes(rest)), x, *rest)[0]
     return out
 
 
@@ -332,152 +315,101 @@ def _cat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(weights)) if len(weights) > 1 else weights[0]
 
 
-class _Joined(torch.autograd.Function):
+def _sizes(weights: Sequence[torch.Tensor]) -> list[int]:
+    return [weight.shape[0] for weight in weights]
+
+
+class _Joining(NamedTuple):
+    """A call of several weights as one, which needs gradients: ``shape`` of x, ``sizes`` of the
+    weights' results."""
+
+    call: OperatorCall
+    shape: Sequence[int]
+    sizes: list[int]
+
+
+def _joined(request: _Joining, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
     """An operator's [m, k] x [n, k] for several weights -> [m', sum of n].
 
     The weights are joined anew in each pass: the backward reads the parameters, so that no joined
     copy is kept.
     """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.call, ctx.options, ctx.shape = call, current(), x.shape
-        ctx.sizes = [weight.shape[0] for weight in weights]
-        some, joined = any(ctx.needs_input_grad[2:]), _cat(weights)
-        a, b, scales = call.operands(x, joined)
-        # What is gathered in float8 is not what the gradients of weights are made of.
-        saves = ctx.options.save_gathered and some and scales is None
-        what = call.group, call.schedule, call.rows, saves
-        y, gathered = run(call.operator, a, b, *what, scales=scales)
-        gathered = gathered if saves else None
-        needed = weights if ctx.needs_input_grad[0] else ()
-        ctx.save_for_backward(x if some and gathered is None else None, gathered, *needed)
-        ctx.set_materialize_grads(False)
-        return y, gathered  # what is saved, too: autograd then knows that it comes from x
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor, _: None
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, gathered, *weights = tensors
-        wanted = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
-        joined = _cat(weights).t() if wanted[0] else None
-        saved = SavedTensors(x, joined, gathered, ctx.shape, columns=True)
-        grad_x, grad_joined = backward(ctx.call, ctx.options, grad, None, saved, wanted)
-        if grad_joined is None:
-            return grad_x, None, *(None for _ in ctx.sizes)
-        return grad_x, None, *grad_joined.t().split(ctx.sizes)
+    call, (x, *weights) = request.call, operands
+    to_x, to_weights = needs[0], any(needs[1:])
+    a, b, scales = call.operands(x, _cat(weights))
+    # What is gathered in float8 is not what the gradients of weights are made of.
+    saves = current().save_gathered and to_weights and scales is None and call.operator in GATHERS
+    what = call.group, call.schedule, call.rows, saves
+    y, gathered = run(call.operator, a, b, *what, scales=scales)
+    gathered = gathered if saves else None
+    saved = x if to_weights and gathered is None else None, gathered, *(weights if to_x else ())
+    return (y, gathered), saved  # autograd then knows that what is saved comes from x
 
 
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        # A copy: upstream may use the incoming gradient elsewhere, too.
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+def _joined_backward(request: _Joining, grads: Any, tensors: Any, needs: Needs) -> Gradients:
+    (call, shape, sizes), (x, gathered, *weights) = request, tensors
+    wanted = needs[0], any(needs[1:])
+    joined = _cat(weights).t() if wanted[0] else None
+    saved = SavedTensors(x, joined, gathered, shape, columns=True)
+    grad_x, grad_joined = backward(call, grads[0], None, saved, wanted)
+    if grad_joined is None:
+        return grad_x, *(None for _ in needs[1:])
+    return grad_x, *grad_joined.t().split(sizes)
 
 
-class _Reduced(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n], summed over ranks, whose gradient is the same on all of them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        group: ProcessGroup,
-        schedule: str | Schedule,
-    ) -> torch.Tensor:
-        to_x, to_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        return matmul_all_reduce(x, weight.t(), group=group, schedule=schedule)
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight = tensors
-        to_x, to_weight = ctx.needs_input_grad[:2]
-        return grad @ weight if to_x else None, grad.t() @ x if to_weight else None, None, None
+_JOINED = Differentiable(_joined, _joined_backward, zeros=False)
 
 
-class _Partial(torch.autograd.Function):
-    """[m, k] x [n, k] -> [m, n] in float8, without communication."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, recipe: Float8Recipe, weight: torch.Tensor
-    ) -> torch.Tensor:
-        to_x, _, to_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
-        ctx.recipe = recipe
-        return recipe.product(x, weight)
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, weight = tensors
-        to_x, _, to_weight = ctx.needs_input_grad
-        of_x = None
-        if to_x and ctx.recipe.gradient:
-            of_x = ctx.recipe.product(grad, weight.t(), backward=True)
-        elif to_x:
-            of_x = grad @ weight
-        return of_x, None, grad.t() @ x if to_weight else None
+def _same(group: ProcessGroup | None, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
+    (tensor,) = operands
+    return (tensor.view_as(tensor),), ()
 
 
-class _Copied(torch.autograd.Function):
-    """[m, k] x [n, k] for several weights -> [m, n] for each; the gradient of x is summed over
-    ranks as it is computed."""
+def _summed_backward(group: ProcessGroup | None, grads: Any, saved: Any, needs: Needs) -> Gradients:
+    # A copy: upstream may use the incoming gradient elsewhere, too.
+    grad = grads[0].clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(grad, group=group)
+    return (grad,)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        to_x, _, *to_weights = ctx.needs_input_grad
-        needed = weights if to_x else ()
-        ctx.save_for_backward(x if any(to_weights) else None, *needed)
-        ctx.call = call
-        # Compiled code keeps the options of its compilation, forward and backward.
-        ctx.options = None if torch.compiler.is_compiling() else current()
-        if call.recipe is None:
-            return tuple(x @ weight.t() for weight in weights)
-        joined = call.recipe.product(x, _cat(weights))
-        sizes = [weight.shape[0] for weight in weights]
-        return tuple(y.contiguous() for y in joined.split(sizes, 1))
 
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        x, *weights = tensors
-        call, scales = ctx.call, {}
-        to_x, _, *to_weights = ctx.needs_input_grad
-        of_x = None
-        if to_x:
-            joined = torch.cat(grads, 1) if len(grads) > 1 else grads[0]
-            weight = _cat(weights)
-            if call.recipe is not None and call.recipe.gradient:
-                joined, weight, given = call.recipe.operands(joined, weight.t(), backward=True)
+_SUM_GRADIENT = Differentiable(_same, _summed_backward)
+
+
+class _Local(NamedTuple):
+    """A product of an input that every rank has, or of one rank, if there is no group."""
+
+    recipe: Float8Recipe | None
+    group: ProcessGroup | None = None
+    schedule: str | Schedule = "auto"
+
+
+def _local(request: _Local, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
+    """[m, k] x [n, k] for several weights -> [m, n] for each, without communication."""
+    x, *weights = operands
+    saved = x if any(needs[1:]) else None, *(weights if needs[0] else ())
+    if request.recipe is None:
+        return tuple(x @ weight.t() for weight in weights), saved
+    joined = request.recipe.product(x, _cat(weights))
+    return tuple(y.contiguous() for y in joined.split(_sizes(weights), 1)), saved
+
+
+def _local_backward(request: _Local, grads: Any, saved: Any, needs: Needs) -> Gradients:
+    """The gradient of x is summed over the ranks of the group as it is computed."""
+    (recipe, group, schedule), (x, *weights), of_x = request, saved, None
+    if needs[0]:
+        joined, weight = torch.cat(grads, 1) if len(grads) > 1 else grads[0], _cat(weights)
+        scales: dict[str, Any] = {}
+        if recipe is not None and recipe.gradient and group is None:
+            of_x = recipe.product(joined, weight.t(), backward=True)
+        elif group is None:
+            of_x = joined @ weight
+        else:
+            if recipe is not None and recipe.gradient:
+                joined, weight, given = recipe.operands(joined, weight.t(), backward=True)
                 scales = given._asdict()
-            where: dict[str, Any] = {"group": call.group, "schedule": call.schedule}
-            with nullcontext() if ctx.options is None else carried(ctx.options):
-                of_x = matmul_all_reduce(joined, weight, **where, **scales)
-        pairs = zip(grads, to_weights, strict=True)
-        return of_x, None, *(grad.t() @ x if wanted else None for grad, wanted in pairs)
+            of_x = matmul_all_reduce(joined, weight, group=group, schedule=schedule, **scales)
+    pairs = zip(grads, needs[1:], strict=True)
+    return of_x, *(grad.t() @ x if wanted else None for grad, wanted in pairs)
+
+
+_LOCAL = Differentiable(_local, _local_backward)

@@ -23,8 +23,8 @@ from ficco.ops.operands import (
     readable,
     rows_by_rank,
 )
-from ficco.ops.operate import refuse_sharded, watched
 from ficco.ops.refusals import tells_refusals
+from ficco.ops.tracing import refuse_sharded, watched
 from ficco.options import Options
 from ficco.problems.products import OPERATORS
 from ficco.runtime.invoke import Invocation, begin, new_kind, program_of

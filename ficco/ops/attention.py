@@ -17,13 +17,13 @@ from ficco.compute.program import Call
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
 from ficco.ops import problem_log
+from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap, ring
-from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import bounds_of, check_bounds, plain, process_group
-from ficco.ops.operate import check_traced, under_autocast
+from ficco.ops.record import Record, Request, stand_in
 from ficco.ops.refusals import tells_refusals
-from ficco.ops.traced import Needs, TracedCall, TracedOperator, listed, trace
-from ficco.options import Options, carried, current
+from ficco.ops.tracing import check_traced, under_autocast
+from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.mask import PLACEMENTS
@@ -96,34 +96,7 @@ def all_gather_attention(
     traced = check_traced(q=q, k_shard=k_shard, v_shard=v_shard)
     q, k_shard, v_shard = under_autocast(q, k_shard, v_shard)
     asked = asked_for(traced, causal, scale, window, cu_seqlens, placement=placement)
-    given = process_group(group), schedule, asked
-    if traced:
-        return trace(NAME, (q, k_shard, v_shard), *given)
-    if torch.is_grad_enabled() and any(one.requires_grad for one in (q, k_shard, v_shard)):
-        out: torch.Tensor = _Attention.apply(q, k_shard, v_shard, *given)
-        return out
-    return run_attention(q, k_shard, v_shard, *given)[0]
-
-
-def run_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: ProcessGroup,
-    schedule: str | Schedule,
-    asked: dict[str, Any],
-    of: Result | None = None,
-    keeps: bool = False,
-    kept: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """One call: its result and, if it ``keeps`` what a backward needs, the log-sum-exp [batch,
-    heads, S/W] and, by the options, the keys and values that it has got, as rows. With the result
-    of such a call and its gradient, ``of``, and what it has ``kept`` of keys and values, the
-    gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
-    operator = NAME if of is None else f"{NAME}_backward"
-    invocation = AttentionCall(operator, q, k, v, schedule, asked, of, keeps, kept)
-    invoke(workspace_for(group, q, "q", NAME), invocation)
-    return invocation.results
+    return ATTENTION(Request(process_group(group), schedule, asked), (q, k_shard, v_shard), traced)
 
 
 @dataclass(eq=False)
@@ -140,17 +113,20 @@ class AttentionCall(Invocation):
     v: torch.Tensor
     schedule: str | Schedule
     asked: dict[str, Any]
-    of: Result | None
-    keeps: bool
-    kept: torch.Tensor | None
+    of: Result | None = None
+    keeps: bool = False
+    kept: torch.Tensor | None = None
     results: tuple[torch.Tensor, ...] = ()
     purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
         check_together(operands, self.schedule, self.asked)
-        self.q, self.k, self.v = q, k, v = [_heads(plain(one)) for one in operands.values()]
-        self.kv = _packed(k, v) if self.kept is None else self.kept
+        self.q, k = (q := _heads(plain(self.q))), self.k
+        if self.kept is None:
+            self.kv = _packed(_heads(plain(k)), _heads(plain(self.v)))
+        else:
+            self.kv = self.kept
         self.source = workspace.symmetric_source(self.kv) if self.kept is None else None
         place = self.source and (self.source[0].serial, self.source[1])
         self.gathers = self.keeps and options.save_gathered and workspace.engine.world > 1
@@ -200,42 +176,6 @@ class AttentionCall(Invocation):
         return call
 
 
-class _Attention(torch.autograd.Function):
-    """A call whose operands need gradients. All of them are made."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: ProcessGroup,
-        schedule: str | Schedule,
-        asked: dict[str, Any],
-    ) -> torch.Tensor:
-        out, lse, *kept = run_attention(q, k, v, group, schedule, asked, keeps=True)
-        ctx.save_for_backward(q, out, lse, *(kept or (k, v)))
-        ctx.given, ctx.options, ctx.shape = (group, schedule, asked), current(), k.shape
-        return out
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        q, out, lse, *keys = tensors
-        of, kept = Result(out, lse, _heads(grad)), None
-        if len(keys) == 1:  # rows of keys and values, as many as the own ones at least
-            batch, heads, rows, size = ctx.shape
-            (kept,) = keys
-            some = kept[:rows].view(rows, 2, batch, heads, size)  # for their sizes alone
-            keys = [one.permute(1, 2, 0, 3) for one in some.unbind(1)]
-        (k, v), (group, schedule, asked) = keys, ctx.given
-        with carried(ctx.options):
-            found = run_attention(q, k, v, group, schedule, asked, of, kept=kept)
-        return *_gradients(found), None, None, None
-
-
 def asked_for(
     traced: bool,
     causal: Any,
@@ -256,6 +196,23 @@ def asked_for(
     if traced:
         check_asked(asked)
     return asked
+
+
+def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
+    """``cu_seqlens`` as an operator of ``torch.library`` takes them; can be traced.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if not torch.compiler.is_compiling():
+        positions = bounds_of(bounds)
+        check_bounds(positions)
+        return list(positions)
+    if isinstance(bounds, torch.Tensor):
+        raise ValueError("cu_seqlens: required a list in a compiled function, got a tensor")
+    if isinstance(bounds, (int, float, str)) or bounds is not None and not len(bounds):
+        raise ValueError(f"cu_seqlens: required a list or None, got {bounds!r}; pass one")
+    return list(bounds or ())
 
 
 def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
@@ -401,43 +358,54 @@ def _wide(q: torch.Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# What compilers see.
+# The record.
 
-#: Of the schema of attention.
-ASKED = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "int[]"}
-
-
-def save_all(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
-    """All is needed for any of the gradients."""
-    return tensors
+#: Types of the facts of attention in a schema.
+FACTS = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "int[]"}
 
 
-def _traced_forward(
-    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+def _record_forward(
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
+    """The result and, if a gradient is needed, the log-sum-exp [batch, heads, S/W] and, by the
+    options, the keys and values that have arrived, as rows."""
     q, k, v = operands
-    return run_attention(q, k, v, *call, keeps=any(needs))
+    invocation = AttentionCall(NAME, q, k, v, request.schedule, request.facts, keeps=any(needs))
+    invoke(workspace_for(request.group, q, "q", NAME), invocation)
+    return invocation.results
 
 
-def _traced_backward(
-    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+    """All is needed for any of the gradients; of keys and values only their shapes where the rows
+    that have arrived are kept."""
+    q, k, v, out, lse, *gathered = tensors
+    return (q, stand_in(k), stand_in(v), out, lse, *gathered) if gathered else tensors
+
+
+def _record_backward(
+    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    q, k, v, out, lse = saved
-    return run_attention(q, k, v, *call, of=Result(out, lse, _heads(grad)))
+    """The gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
+    q, k, v, out, lse, *gathered = saved
+    of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
+    name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
+    invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, kept=kept)
+    invoke(workspace_for(request.group, q, "q", NAME), invocation)
+    return invocation.results
 
 
 def _fake_forward(
-    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
     q, k, v = operands
-    check_together({"q": q, "k_shard": k, "v_shard": v}, call.schedule, call.asked)
+    check_together({"q": q, "k_shard": k, "v_shard": v}, request.schedule, request.facts)
     batch, heads, rows, size = q.shape
     out = q.new_empty(batch, rows, heads, size).transpose(1, 2)
     return (out, q.new_empty(batch, heads, rows, dtype=_wide(q))) if any(needs) else (out,)
 
 
 def _fake_backward(
-    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> list[torch.Tensor]:
     q, k, *_ = saved
     batch, heads, rows, size = q.shape
@@ -445,14 +413,15 @@ def _fake_backward(
     return [dq, q.new_empty(rows, 2, batch, k.shape[1], size)]
 
 
-TracedOperator(
+ATTENTION = Record(
+    NAME,
     ("q", "k_shard", "v_shard"),
-    {**ASKED, "placement": "str"},
+    {**FACTS, "placement": "str"},
     ("lse",),
-    _traced_forward,
+    _record_forward,
     _fake_forward,
-    save_all,
-    _traced_backward,
+    _save,
+    _record_backward,
     _fake_backward,
-    lambda made, needs: _gradients(made),
-).declare(NAME)
+    lambda gradients, needs: _gradients(gradients),
+)

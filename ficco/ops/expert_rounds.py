@@ -33,11 +33,11 @@ from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
 from ficco.dma.engine import Engine
 from ficco.heuristics import decide
 from ficco.ops import problem_log
+from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
-from ficco.ops.traced import Needs
 from ficco.options import Options
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import gated

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.ops.autograd import Needs
 from ficco.ops.expert_rounds import (
     NAME,
     ExpertCall,
@@ -17,13 +18,11 @@ from ficco.ops.expert_rounds import (
     run_round,
     wide_of,
 )
-from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import check_dtype, process_group
-from ficco.ops.operate import check_traced, under_autocast
+from ficco.ops.record import Record, Request
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
-from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
-from ficco.options import carried, current
+from ficco.ops.tracing import check_traced, under_autocast
 from ficco.problems.specification import ACTIVATIONS, gated
 from ficco.schedules import Schedule
 
@@ -108,63 +107,27 @@ def experts(
     _fits(indices, tokens, weights)
     if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
         indices = wanted(indices, total)
-    call = ExpertCall(members, schedule, function, gathers)
-    if traced:
-        return _trace(call, (tokens, weights, up, down), indices, capacity, on_overflow)
-    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    request = Request(members, schedule, {"function": function, "gathers": gathers})
     operands = tokens, weights, up, down
-    if not (torch.is_grad_enabled() and any(one.requires_grad for one in operands)):
-        return summed(_rounds(call, routing, operands), tokens.dtype)
-    turns = range(routing.rounds)
-    rounds = (ExpertFunction.apply(*operands, routing, turn, call) for turn in turns)
-    return summed(rounds, tokens.dtype)
+    if traced:
+        return _trace(request, operands, indices, capacity, on_overflow)
+    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    return summed(_rounds(request, routing, operands), tokens.dtype)
 
 
 def _rounds(
-    call: ExpertCall, routing: Routing, operands: Sequence[torch.Tensor]
+    request: Request, routing: Routing, operands: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """The weighted sums of each round of a call that needs no gradient, one after the other."""
-    dtype, none = operands[0].dtype if routing.rounds == 1 else None, (False,) * 4
+    """The weighted sums of each round, one after the other."""
+    request = request._replace(facts={**request.facts, "blocks": routing})
     for slots in map(routing.slots, range(routing.rounds)):
-        yield run_round(call, routing, slots, operands, none, dtype).summed
+        yield EXPERTS(request, (*operands, slots), traced=False)
 
 
 def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The result of a layer, of its rounds."""
     total = reduce(torch.add, rounds)
     return total.to(dtype)
-
-
-class ExpertFunction(torch.autograd.Function):
-    """One round: the weighted sums, not rounded yet."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        weights: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        routing: Routing,
-        turn: int,
-        call: ExpertCall,
-    ) -> torch.Tensor:
-        slots, needs = routing.slots(turn), ctx.needs_input_grad[:4]
-        dtype = tokens.dtype if routing.rounds == 1 else None
-        result, *kept = run_round(call, routing, slots, (tokens, weights, up, down), needs, dtype)
-        ctx.save_for_backward(slots, weights, up, down, *kept)
-        ctx.call, ctx.routing, ctx.options = call, routing, current()
-        return result
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[Any], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        (slots, *saved), needs = tensors, ctx.needs_input_grad[:4]
-        given = ctx.call, ctx.routing, slots, grad, saved[:3], saved[3:], needs
-        with carried(ctx.options):
-            return *round_gradients(*given), *[None] * 3
 
 
 def check_split(split: str) -> bool:
@@ -256,12 +219,13 @@ def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Te
         )
 
 
-# What compilers see: layers with a capacity, of which nothing goes in further rounds; and those
-# that serve all pairs, whose rows depend on data, and which are made again for their gradients.
+# The records: of one round of a layer, which compilers see of layers with a capacity, of which
+# nothing goes in further rounds; and, for compilers only, of a layer that serves all pairs, whose
+# rows depend on data, and which is computed again for its gradients.
 
 
 def _trace(
-    call: ExpertCall,
+    request: Request,
     operands: Sequence[torch.Tensor],
     indices: torch.Tensor | Routing,
     capacity: int | None,
@@ -269,63 +233,69 @@ def _trace(
 ) -> torch.Tensor:
     if isinstance(indices, Routing):
         capacity, overflow = indices.limit, indices.overflow
-    asked = {"capacity": capacity, "function": call.function, "gathers": call.gathers}
-    where = call.group, call.schedule, asked
+    request = request._replace(facts={"capacity": capacity, **request.facts})
     if not isinstance(indices, Routing):
-        return trace(ALL, (*operands, indices), *where)
+        return EXPERTS_ALL.trace(request, (*operands, indices))
     if capacity is None or overflow != "drop":
-        return trace(ALL, (*operands, indices.indices), *where)
-    return trace(NAME, (*operands, indices.slots()), *where)
+        return EXPERTS_ALL.trace(request, (*operands, indices.indices))
+    return EXPERTS.trace(request, (*operands, indices.slots()))
 
 
-def _call_of(given: TracedCall) -> ExpertCall:
-    asked = given.asked
-    return ExpertCall(given.group, given.schedule, asked["function"], asked["gathers"])
+def _call_of(request: Request) -> ExpertCall:
+    group, schedule, facts = request
+    return ExpertCall(group, schedule, facts["function"], facts["gathers"])
 
 
-def _total(call: ExpertCall, up: torch.Tensor) -> int:
+def _total(request: Request, up: torch.Tensor) -> int:
     """Experts of all ranks."""
-    return up.shape[0] * (1 if call.gathers else call.group.size())
+    return up.shape[0] * (1 if request.facts["gathers"] else request.group.size())
 
 
-def _traced_forward(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+def _blocks(request: Request, up: torch.Tensor) -> Blocks:
+    """The blocks of a round: those of the routing, or as many as a compiler knows."""
+    facts = request.facts
+    return facts["blocks"] if "blocks" in facts else Blocks(_total(request, up), facts["capacity"])
+
+
+def _forward(
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> Sequence[torch.Tensor | None]:
-    call, (*operands, slots) = _call_of(given), operands
-    blocks = Blocks(_total(call, operands[2]), given.asked["capacity"])
-    return run_round(call, blocks, slots, operands, needs[:4], operands[0].dtype)
+    *operands, slots = operands
+    blocks = _blocks(request, operands[2])
+    dtype = operands[0].dtype if blocks.rounds == 1 else None
+    return run_round(_call_of(request), blocks, slots, operands, needs[:4], dtype)
 
 
 def _fake_forward(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> Sequence[torch.Tensor | None]:
-    call, (tokens, _, up, down, _) = _call_of(given), operands
-    own = _total(call, up) * given.asked["capacity"]
-    there = own * (call.group.size() if call.gathers else 1)
+    (tokens, _, up, down, _), gathers = operands, request.facts["gathers"]
+    own = _total(request, up) * request.facts["capacity"]
+    there = own * (request.group.size() if gathers else 1)
     summed = tokens.new_empty(tokens.shape[0], down.shape[2])
-    dtype = wide_of(tokens.dtype) if call.gathers else tokens.dtype
+    dtype = wide_of(tokens.dtype) if gathers else tokens.dtype
     back = tokens.new_empty(own + 1, down.shape[2], dtype=dtype) if needs[1] else None
     if not (needs[0] or needs[2] or needs[3]):
         return summed, back
     return summed, back, *(tokens.new_empty(there, columns) for columns in up.shape[1:])
 
 
-def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
     _, *operands, _, back, arrived, hidden = tensors
     return None, *operands, None, back, arrived, hidden
 
 
-def _traced_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+def _backward(
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    call, (_, weights, up, down, slots, _, *kept) = _call_of(given), saved
-    blocks = Blocks(_total(call, up), given.asked["capacity"])
-    made = round_gradients(call, blocks, slots, grad, (weights, up, down), kept, needs[:4])
-    return [one for one in made if one is not None]
+    _, weights, up, down, slots, _, *kept = saved
+    operands, blocks = (weights, up, down), _blocks(request, up)
+    gradients = round_gradients(_call_of(request), blocks, slots, grad, operands, kept, needs[:4])
+    return [one for one in gradients if one is not None]
 
 
 def _fake_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
     _, weights, up, down, *_ = saved
     d_tokens = up.new_empty(grad.shape[0], up.shape[1])
@@ -333,66 +303,68 @@ def _fake_backward(
     return [one for one, need in zip((d_tokens, *others), needs, strict=False) if need]
 
 
-def _routed(given: TracedCall, up: torch.Tensor, indices: torch.Tensor) -> Routing:
-    call, capacity = _call_of(given), given.asked["capacity"]
+def _routed(request: Request, up: torch.Tensor, indices: torch.Tensor) -> Routing:
+    capacity = request.facts["capacity"]
     overflow = "drop" if capacity is None else "again"
-    return make_routing(indices, _total(call, up), capacity, overflow, call.group)
+    return make_routing(indices, _total(request, up), capacity, overflow, request.group)
 
 
 def _all_forward(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    (*operands, indices), call = operands, _call_of(given)
-    routing = _routed(given, operands[2], indices)
-    return (summed(_rounds(call, routing, operands), operands[0].dtype),)
+    *operands, indices = operands
+    routing = _routed(request, operands[2], indices)
+    return (summed(_rounds(request, routing, operands), operands[0].dtype),)
 
 
 def _all_fake_forward(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     tokens, _, _, down, _ = operands
     return (tokens.new_empty(tokens.shape[0], down.shape[2]),)
 
 
-def _all_saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _all_save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
     *operands, _ = tensors
     return *operands, None
 
 
 def _all_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
     """Round by round, the last one first, as autograd goes."""
-    (*operands, indices, _), call = saved, _call_of(given)
-    routing, total = _routed(given, operands[2], indices), None
+    (*operands, indices, _), call = saved, _call_of(request)
+    routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):
         slots = routing.slots(turn)
         _, *kept = run_round(call, routing, slots, operands, needs[:4], None)
         more = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
-        made = [one for one in more if one is not None]
-        total = made if total is None else list(map(torch.add, total, made))
+        gradients = [one for one in more if one is not None]
+        total = gradients if total is None else list(map(torch.add, total, gradients))
     assert total is not None
     return total
 
 
-TracedOperator(
+EXPERTS = Record(
+    NAME,
     ("tokens", "weights", "up", "down", "slots"),
     {"capacity": "SymInt", "function": "str", "gathers": "bool"},
     ("back", "arrived", "hidden"),
-    _traced_forward,
+    _forward,
     _fake_forward,
-    _saved,
-    _traced_backward,
+    _save,
+    _backward,
     _fake_backward,
-).declare(NAME)
+)
 
-TracedOperator(
+EXPERTS_ALL = Record(
+    ALL,
     ("tokens", "weights", "up", "down", "indices"),
     {"capacity": "SymInt?", "function": "str", "gathers": "bool"},
     (),
     _all_forward,
     _all_fake_forward,
-    _all_saved,
+    _all_save,
     _all_backward,
     _fake_backward,
-).declare(ALL)
+)

@@ -46,19 +46,20 @@ the ranks compare, so otherwise they get ``RankMismatch``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
-from typing import Any, NamedTuple, NoReturn
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.compute.scaled import dequantized
+from ficco.ops.autograd import Differentiable
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import Scales, left_of
 from ficco.ops.recipes import Float8Recipe
-from ficco.options import Options, carried, current
+from ficco.options import current
 from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
 
@@ -128,14 +129,12 @@ class SavedTensors(NamedTuple):
 
 def backward(
     call: OperatorCall,
-    options: Options,
     grad: torch.Tensor | None,
     grad_gathered: torch.Tensor | None,
     saved: SavedTensors,
     wanted: Sequence[bool],
 ) -> Gradients:
-    """dA and dB, computed under the options of the forward; None for one that is not wanted or is
-    zero.
+    """dA and dB, under the options of the forward; None for one that is not wanted or is zero.
 
     Args:
         grad: gradient of the product; None for zero.
@@ -147,12 +146,11 @@ def backward(
         saved = saved._replace(a=saved.a.flatten(0, -2))
     call = call._replace(purpose=_purpose(call.operator, *wanted))
     grad_a = grad_b = None
-    with carried(options):
-        if grad is not None:
-            grad_a, grad_b = _of_product(call, grad, saved, *wanted)
-        if grad_gathered is not None and wanted[0]:
-            returned = _returned(call, grad_gathered.contiguous())
-            grad_a = returned if grad_a is None else grad_a.add_(returned)
+    if grad is not None:
+        grad_a, grad_b = _of_product(call, grad, saved, *wanted)
+    if grad_gathered is not None and wanted[0]:
+        returned = _returned(call, grad_gathered.contiguous())
+        grad_a = returned if grad_a is None else grad_a.add_(returned)
     return None if grad_a is None else grad_a.view(saved.shape), grad_b
 
 
@@ -360,124 +358,79 @@ def _side_stream(caller: gpu.Stream) -> gpu.Stream:
 # With autograd.
 
 
-def save(ctx: Any, a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None) -> None:
-    """Save the tensors of a forward that its backward needs, and no others."""
-    needs_a, needs_b = ctx.needs_input_grad[:2]
-    ctx.shape, ctx.columns = a.shape, by_columns(b)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
+def to_save(
+    a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None, needs: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Of the tensors of a forward those that its backward needs: see :class:`SavedTensors`."""
+    needs_a, needs_b = needs
+    return (
         a if needs_b and gathered is None else None,
         b if needs_a else None,
         gathered if needs_b else None,
     )
 
 
-def refuse_batched(*grads: torch.Tensor | None) -> None:
-    """``NotImplementedError`` for batched gradients, as ``vmap`` makes them."""
-    if torch.compiler.is_compiling():
-        return
-    kinds = torch._C._functorch
-    for grad in grads:
-        if grad is not None and (
-            kinds.is_batchedtensor(grad) or kinds.is_legacy_batchedtensor(grad)
-        ):
-            raise NotImplementedError(
-                "batched gradients (vmap over a backward, is_grads_batched=True, "
-                "jacobian(vectorize=True)) are not served; go through them one by one"
-            )
+class ProductRequest(NamedTuple):
+    """A call whose operands need gradients.
 
-
-#: The text of the error that a second differentiation raises.
-REFUSAL = "second derivatives of ficco's operators are not served"
-
-Backward = Callable[..., tuple["torch.Tensor | None", ...]]
-
-
-def refuse_second(ctx: Any, *grads: Any) -> NoReturn:
-    """The gradients of an operator of ``torch.library`` that makes gradients itself."""
-    raise NotImplementedError(REFUSAL)
-
-
-def refusing_second(backward: Backward) -> Backward:
-    """Wrap a backward so that its gradients cannot be differentiated again.
-
-    PyTorch's ``once_differentiable`` refuses only if an incoming gradient requires a gradient
-    itself, and only where the engine comes by its node. But a gradient also depends on the other
-    operand, and ``torch.autograd.grad`` visits only what leads to its inputs: so the node that
-    refuses lies between the gradients and all that they depend on.
-
-    Args:
-        backward: gets the context, its saved tensors and the gradients of the results.
+    Attributes:
+        shape: of A.
+        columns: see :class:`SavedTensors`.
+        gathers: the caller gets the gathered A.
+        scales: those of an A that the call casts, and of a B of float8.
+        dtype: of A.
     """
 
-    @wraps(backward)
-    def refusing(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_batched(*grads)
-        saved = ctx.saved_tensors  # once: a checkpointed block would run for each time
-        if not torch.is_grad_enabled():
-            return backward(ctx, saved, *grads)
-        with torch.no_grad():
-            results = backward(ctx, saved, *grads)
-        if torch.compiler.is_compiling():  # compiled backwards refuse by themselves
-            return results
-        sources = [source for source in (*saved, *grads) if source is not None]
-        refuse: Any = torch._C._functions.DelayedError(
-            REFUSAL.encode(), len(results) + len(sources)
-        )
-        plain = (None if result is None else result.detach() for result in results)
-        refused: tuple[torch.Tensor | None, ...] = refuse(*plain, *sources)
-        return refused[: len(results)]
-
-    return refusing
+    call: OperatorCall
+    shape: Sequence[int]
+    columns: bool
+    gathers: bool = False
+    scales: Scales | None = None
+    dtype: torch.dtype | None = None
 
 
-class Differentiable(torch.autograd.Function):
-    """A call whose operands need gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, call: OperatorCall, return_gathered: bool
-    ) -> Any:
-        ctx.call, ctx.options = call, current()
-        saves = ctx.options.save_gathered and call.operator in GATHERS and ctx.needs_input_grad[1]
-        operator, group, schedule, rows, *_ = call
-        out, gathered = run(operator, a, b, group, schedule, rows, return_gathered or saves)
-        save(ctx, a, b, gathered if saves else None)
-        return out, gathered  # what is saved, too: autograd then knows that it comes from ``a``
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any,
-        tensors: Sequence[torch.Tensor | None],
-        grad: torch.Tensor | None,
-        grad_gathered: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, ...]:
-        a, b, gathered = tensors
-        saved = SavedTensors(a, b, gathered, ctx.shape, ctx.columns)
-        needed = ctx.needs_input_grad[:2]
-        return *backward(ctx.call, ctx.options, grad, grad_gathered, saved, needed), None, None
+def _forward(
+    request: ProductRequest, operands: Sequence[torch.Tensor], needs: Sequence[bool]
+) -> Any:
+    (operator, group, schedule, rows, *_), (a, b) = request.call, operands
+    saves = current().save_gathered and operator in GATHERS and needs[1]
+    out, gathered = run(operator, a, b, group, schedule, rows, request.gathers or saves)
+    # What is saved is a result, too: autograd then knows that it comes from ``a``.
+    return (out, gathered), to_save(a, b, gathered if saves else None, needs)
 
 
-class Casting(torch.autograd.Function):
-    """A call that casts A itself. Its gradient is that of A without the cast: a product of the
-    dtype of the result with B as float8 has it."""
+def _backward(
+    request: ProductRequest, grads: Any, tensors: Any, needs: Sequence[bool]
+) -> Gradients:
+    (a, b, gathered), (grad, grad_gathered) = tensors, grads
+    saved = SavedTensors(a, b, gathered, request.shape, request.columns)
+    return backward(request.call, grad, grad_gathered, saved, needs)
 
-    @staticmethod
-    def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, call: OperatorCall, scales: Scales
-    ) -> torch.Tensor:
-        ctx.call, ctx.options, ctx.shape, ctx.dtype = call, current(), a.shape, a.dtype
-        ctx.save_for_backward(b, scales.scale_b)
-        operator, group, schedule, rows, *_ = call
-        return run(operator, a, b, group, schedule, rows, scales=scales)[0]
 
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        wide = dequantized(*tensors).to(grad.dtype)
-        saved = SavedTensors(None, wide, None, ctx.shape, columns=True)
-        grad_a, _ = backward(ctx.call, ctx.options, grad, None, saved, (True, False))
-        return _there(grad_a).to(ctx.dtype), None, None, None
+#: Products: of A and B, the product and the gathered A.
+PRODUCT = Differentiable(_forward, _backward, zeros=False)
+
+
+def _casting_forward(
+    request: ProductRequest, operands: Sequence[torch.Tensor], needs: Sequence[bool]
+) -> Any:
+    (operator, group, schedule, rows, *_), (a, b), scales = request.call, operands, request.scales
+    assert scales is not None
+    out, _ = run(operator, a, b, group, schedule, rows, scales=scales)
+    return (out,), (b, scales.scale_b)
+
+
+def _casting_backward(
+    request: ProductRequest, grads: Any, tensors: Any, needs: Sequence[bool]
+) -> Gradients:
+    (grad,) = grads
+    saved = SavedTensors(
+        None, dequantized(*tensors).to(grad.dtype), None, request.shape, columns=True
+    )
+    grad_a, _ = backward(request.call, grad, None, saved, (True, False))
+    return _there(grad_a).to(request.dtype), None
+
+
+#: Products that cast A. The gradient of A is that of A without the cast: a product of the dtype of
+#: the result with B as float8 has it.
+CASTING = Differentiable(_casting_forward, _casting_backward)

@@ -14,7 +14,7 @@ A group is passed by its name, as in PyTorch's functional collectives, and a sch
 ``rows`` is a flat list, even for an all-to-all's table. ``options`` are those of a call and its
 backward, see :func:`ficco.options.current_text`; the default is those in force at the call.
 A call inside a compiled backward thus runs under the options of its compilation, wherever the
-backward runs. Eager calls do not come here, see :mod:`ficco.ops.operate`.
+backward runs. Eager calls do not come here, see :mod:`ficco.ops.operators`.
 
 PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 """
@@ -33,6 +33,7 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
 
+from ficco.ops.autograd import refuse_second
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
@@ -41,13 +42,13 @@ from ficco.ops.gradients import (
     OperatorCall,
     SavedTensors,
     backward,
-    refuse_second,
+    by_columns,
     rows_multiplied,
-    save,
+    to_save,
 )
 from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
-from ficco.ops.registration import Declared, declare, overload
+from ficco.ops.record import Declared, declare, overload
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problems.products import OPERATORS
 
@@ -255,7 +256,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     text = text or to_text(current())
     ctx.call = *call, text, recipe
     saves = isinstance(output, tuple) and from_text(text).save_gathered
-    save(ctx, a, b, output[1] if saves else None)
+    ctx.shape, ctx.columns = a.shape, by_columns(b)
+    ctx.set_materialize_grads(False)
+    needs = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*to_save(a, b, output[1] if saves else None, needs))
 
 
 def _autograd(
@@ -275,8 +279,8 @@ def _backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     given = _Backward(*args, **kwargs)
     saved = SavedTensors(given.a, given.b, given.gathered, given.shape, given.columns)
     grads, needed = (given.grad, given.grad_gathered), (given.needs_a, given.needs_b)
-    options = from_text(given.options)
-    results = backward(_called(operator, given), options, *grads, saved, needed)
+    with carried(from_text(given.options)):
+        results = backward(_called(operator, given), *grads, saved, needed)
     return [gradient for gradient in results if gradient is not None]
 
 

@@ -23,13 +23,12 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.ops.autograd import Needs
 from ficco.ops.call import run_unwatched as run
-from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import process_group
-from ficco.ops.operate import check_traced, under_autocast
+from ficco.ops.record import Record, Request, stand_in
 from ficco.ops.refusals import tells_refusals
-from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
-from ficco.options import carried, current
+from ficco.ops.tracing import check_traced, under_autocast
 from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 
@@ -88,12 +87,9 @@ def ulysses_project(
     operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     traced, group = check_traced(**operands), process_group(group)
     x, *weights = _checked(group, operands, partial(_check_project, size))
-    call = ProjectionCall(group, schedule, {"size": size, "batch": x.shape[0]})
-    rows, keys = _by_positions(x), _Shares.of(call, *weights[:2]).keys_each
-    if traced:
-        whole = trace(PROJECT, (rows, *weights), *call)
-    else:
-        whole = _Project.apply(rows, *weights, call)
+    request = Request(group, schedule, {"size": size, "batch": x.shape[0]})
+    rows, keys = _by_positions(x), _Shares.of(request, *weights[:2]).keys_each
+    whole = PROJECTION(request, (rows, *weights), traced)
     return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
 
 
@@ -140,157 +136,15 @@ def ulysses_output(
     traced, group = check_traced(**operands), process_group(group)
     out, weight = _checked(group, operands, _check_output)
     batch, heads, *_ = out.shape
-    call = ProjectionCall(group, schedule, {"heads": heads, "batch": batch})
-    blocks = _as_blocks(out, group.size())
-    rows = trace(OUTPUT, (blocks, weight), *call) if traced else _Output.apply(blocks, weight, call)
+    request = Request(group, schedule, {"heads": heads, "batch": batch})
+    rows = OUTPUT_PROJECTION(request, (_as_blocks(out, group.size()), weight), traced)
     return _by_batch(rows, batch)
-
-
-class ProjectionCall(NamedTuple):
-    """What a call is, without its operands."""
-
-    group: ProcessGroup
-    schedule: str | Schedule
-    asked: dict[str, Any]
-
-    def run(
-        self,
-        operator: str,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        rows: Any = None,
-        gathers: bool = False,
-        out: torch.Tensor | None = None,
-        purpose: str = "",
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One call of an operator, of what travels transposed."""
-        what = self.group, self.schedule, rows, gathers, out, purpose
-        return run(operator, a, b, *what, transposed=True)
-
-
-class _Project(torch.autograd.Function):
-    """Of rows of positions, like the operator that compilers see."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: ProjectionCall,
-    ) -> torch.Tensor:
-        shares = _Shares.of(call, q, k)
-        weights = shares.packed(q, k, v)
-        ctx.call, ctx.shares, ctx.options = call, shares, current()
-        of_rows, *of_weights = ctx.needs_input_grad[:4]
-        ctx.save_for_backward(rows if any(of_weights) else None, weights if of_rows else None)
-        return _projected(call, shares, rows, weights)
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        given = ctx.shares, grad.contiguous(), *tensors, ctx.needs_input_grad[:4]
-        with carried(ctx.options):
-            return *_project_gradients(ctx.call, *given), None
-
-
-def _projected(
-    call: ProjectionCall, shares: _Shares, rows: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """The heads of this rank at all positions, those of queries, of keys and of values side by
-    side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
-    table = (shares.channels,) * shares.world
-    purpose = (
-        f"for {PROJECT} of {shares.heads_in_all} heads, {shares.kv_heads} of keys, size "
-        f"{shares.size}, batch {call.asked['batch']}"
-    )
-    blocks, _ = call.run("matmul_all_to_all", weights, rows.t(), table, purpose=purpose)
-    return blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size)
-
-
-def _project_gradients(
-    call: ProjectionCall,
-    shares: _Shares,
-    grad: torch.Tensor,
-    rows: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    needs: Needs,
-) -> list[torch.Tensor | None]:
-    """Those of the rows of positions, which needs the weights of all ranks, and of each weight,
-    which needs these rows. ``grad``: of the heads as they lie."""
-    of_x: torch.Tensor | None = None
-    made: Sequence[torch.Tensor | None] = [None] * 3
-    blocks = grad.view(shares.world, -1, shares.channels[shares.rank]).transpose(1, 2)
-    table = tuple((channels,) * shares.world for channels in shares.channels)
-    purpose = _purpose(PROJECT, ("x", "q_weight", "k_weight", "v_weight"), needs)
-    if rows is None:
-        assert weights is not None
-        operator = "all_to_all_transposed_matmul"
-        of_x, _ = call.run(operator, blocks, weights, table, purpose=purpose)
-    else:
-        given = blocks, rows, table, weights is not None
-        of_weights, gathered = call.run("all_to_all_matmul", *given, purpose=purpose)
-        made = shares.unpacked(of_weights)
-        if weights is not None and gathered is not None:
-            of_x = torch.mm(gathered.t(), weights)
-    return [one if need else None for one, need in zip((of_x, *made), needs, strict=True)]
-
-
-class _Output(torch.autograd.Function):
-    """Of rows of positions, a block of them for each rank, like the operator."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, blocks: torch.Tensor, weight: torch.Tensor, call: ProjectionCall
-    ) -> torch.Tensor:
-        ctx.call, ctx.options = call, current()
-        of_blocks, of_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(blocks if of_weight else None, weight if of_blocks else None)
-        return _output(call, blocks, weight)
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor | None], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        with carried(ctx.options):
-            return *_output_gradients(ctx.call, grad, *tensors), None
 
 
 def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
     """Attention of a rank's heads as rows of positions, a block of them for each rank."""
     batch, heads, positions, size = out.shape
     return out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
-
-
-def _output(call: ProjectionCall, blocks: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The projection of such blocks at this rank's positions, [S/W * batch, features]."""
-    purpose = f"for {OUTPUT} of {call.asked['heads']} heads a rank, batch {call.asked['batch']}"
-    given = blocks.transpose(1, 2), weight.t()
-    made, _ = call.run("all_to_all_transposed_matmul", *given, purpose=purpose)
-    return made
-
-
-def _output_gradients(
-    call: ProjectionCall,
-    grad: torch.Tensor,
-    blocks: torch.Tensor | None,
-    weight: torch.Tensor | None,
-) -> list[torch.Tensor | None]:
-    """Those of the blocks, which needs the weight, and of the weight, which needs the blocks."""
-    of_blocks = of_weight = None
-    purpose = _purpose(OUTPUT, ("out", "weight"), (weight is not None, blocks is not None))
-    if weight is not None:
-        made, _ = call.run("matmul_all_to_all", weight.t(), grad.t(), purpose=purpose)
-        of_blocks = made.transpose(1, 2)
-    if blocks is not None:
-        of_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
-        given = blocks.transpose(1, 2), grad, None, False, of_weight.t()
-        call.run("all_to_all_matmul", *given, purpose=purpose)
-    return [of_blocks, of_weight]
 
 
 def _by_positions(x: torch.Tensor) -> torch.Tensor:
@@ -393,11 +247,11 @@ class _Shares(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, call: ProjectionCall, q: torch.Tensor, k: torch.Tensor) -> _Shares:
+    def of(cls, request: Request, q: torch.Tensor, k: torch.Tensor) -> _Shares:
         """Those of weights; their number is none that a compiler leaves open."""
-        size = call.asked["size"]
+        size = request.facts["size"]
         heads, keys = int(q.shape[0] // size), int(k.shape[0] // size)
-        return cls(call.group.size(), call.group.rank(), heads, keys, size)
+        return cls(request.group.size(), request.group.rank(), heads, keys, size)
 
     def keys(self, rank: int) -> list[int]:
         return keys_of(rank, self.world, self.heads_in_all, self.kv_heads)
@@ -454,98 +308,154 @@ class _Shares(NamedTuple):
         return [torch.cat([summed(some) for some in heads]) for heads in parts]
 
 
-# What compilers see: rows of positions, and blocks.
+# The records: of rows of positions, and of blocks of them.
 
 
-def _saved(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
-    """The weights, for their sizes, too, and the first operand where a gradient of these is
-    needed."""
+def _run(
+    request: Request,
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: Any = None,
+    gathers: bool = False,
+    out: torch.Tensor | None = None,
+    purpose: str = "",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One call of an operator, of what travels transposed."""
+    what = request.group, request.schedule, rows, gathers, out, purpose
+    return run(operator, a, b, *what, transposed=True)
+
+
+def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+    """The first operand, where weights need gradients, and the weights; only their shapes, where
+    the first operand needs none."""
     first, *weights, _ = tensors
+    if not needs[0]:
+        weights = [stand_in(weight) for weight in weights]
     return first if any(needs[1:]) else None, *weights, None
 
 
-def _traced_project(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+def _project(
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    call, (rows, *weights) = ProjectionCall(*given), operands
-    shares = _Shares.of(call, *weights[:2])
-    return (_projected(call, shares, rows, shares.packed(*weights)),)
+    """The heads of this rank at all positions, those of queries, of keys and of values side by
+    side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
+    rows, *weights = operands
+    shares = _Shares.of(request, *weights[:2])
+    table = (shares.channels,) * shares.world
+    purpose = (
+        f"for {PROJECT} of {shares.heads_in_all} heads, {shares.kv_heads} of keys, size "
+        f"{shares.size}, batch {request.facts['batch']}"
+    )
+    packed = shares.packed(*weights)
+    blocks, _ = _run(request, "matmul_all_to_all", packed, rows.t(), table, purpose=purpose)
+    return (blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size),)
 
 
 def _fake_project(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     rows, *weights = operands
-    shares = _Shares.of(ProjectionCall(*given), *weights[:2])
+    shares = _Shares.of(request, *weights[:2])
     heads = shares.each + 2 * shares.keys_each
     return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
 
 
-def _traced_project_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+def _project_backward(
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    call, (rows, *weights, _) = ProjectionCall(*given), saved
-    shares = _Shares.of(call, *weights[:2])
-    packed = shares.packed(*weights) if needs[0] else None
-    made = _project_gradients(call, shares, grad.contiguous(), rows, packed, needs)
-    return [one for one in made if one is not None]
+    """The gradients of the rows of positions, which need the weights of all ranks, and of each
+    weight, which need these rows. ``grad``: of the heads as they lie."""
+    rows, *weights, _ = saved
+    shares = _Shares.of(request, *weights[:2])
+    blocks = grad.contiguous().view(shares.world, -1, shares.channels[shares.rank])
+    blocks, packed = blocks.transpose(1, 2), shares.packed(*weights) if needs[0] else None
+    table = tuple((channels,) * shares.world for channels in shares.channels)
+    purpose = _purpose(PROJECT, PROJECTION.operands, needs)
+    if rows is None:
+        assert packed is not None
+        operator = "all_to_all_transposed_matmul"
+        return [_run(request, operator, blocks, packed, table, purpose=purpose)[0]]
+    of_weights, gathered = _run(
+        request, "all_to_all_matmul", blocks, rows, table, packed is not None, purpose=purpose
+    )
+    gradients = [None, *shares.unpacked(of_weights)]
+    if packed is not None and gathered is not None:
+        gradients[0] = torch.mm(gathered.t(), packed)
+    return [one for one, need in zip(gradients, needs, strict=True) if need and one is not None]
 
 
 def _fake_project_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    (_, *weights, _), world = saved, given.group.size()
+    (_, *weights, _), world = saved, request.group.size()
     shapes = (grad.shape[0] // world, weights[0].shape[1]), *(one.shape for one in weights)
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
-def _traced_output(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+def _output(
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    return (_output(ProjectionCall(*given), *operands),)
+    """The projection of blocks of rows at this rank's positions, [S/W * batch, features]."""
+    blocks, weight = operands
+    facts, operator = request.facts, "all_to_all_transposed_matmul"
+    purpose = f"for {OUTPUT} of {facts['heads']} heads a rank, batch {facts['batch']}"
+    return _run(request, operator, blocks.transpose(1, 2), weight.t(), purpose=purpose)[:1]
 
 
 def _fake_output(
-    given: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     blocks, weight = operands
     return (blocks.new_empty(blocks.shape[1], weight.shape[0]),)
 
 
-def _traced_output_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+def _output_backward(
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    blocks, weight, _ = saved
-    made = _output_gradients(ProjectionCall(*given), grad, blocks, weight if needs[0] else None)
-    return [one for one in made if one is not None]
+    """The gradients of the blocks, which need the weight, and of the weight, which need the
+    blocks."""
+    (blocks, weight, _), gradients = saved, []
+    purpose = _purpose(OUTPUT, OUTPUT_PROJECTION.operands, needs)
+    if needs[0]:
+        sent, _ = _run(request, "matmul_all_to_all", weight.t(), grad.t(), purpose=purpose)
+        gradients.append(sent.transpose(1, 2))
+    if needs[1]:
+        of_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
+        what = "all_to_all_matmul", blocks.transpose(1, 2), grad, None, False, of_weight.t()
+        _run(request, *what, purpose=purpose)
+        gradients.append(of_weight)
+    return gradients
 
 
 def _fake_output_backward(
-    given: TracedCall, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    (_, weight, _), world = saved, given.group.size()
+    (_, weight, _), world = saved, request.group.size()
     shapes = (world, grad.shape[0], weight.shape[1] // world), weight.shape
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
-TracedOperator(
+PROJECTION = Record(
+    PROJECT,
     ("x", "q_weight", "k_weight", "v_weight"),
     {"size": "int", "batch": "SymInt"},
     (),
-    _traced_project,
+    _project,
     _fake_project,
-    _saved,
-    _traced_project_backward,
+    _save,
+    _project_backward,
     _fake_project_backward,
-).declare(PROJECT)
+)
 
-TracedOperator(
+OUTPUT_PROJECTION = Record(
+    OUTPUT,
     ("out", "weight"),
     {"heads": "SymInt", "batch": "SymInt"},
     (),
-    _traced_output,
+    _output,
     _fake_output,
-    _saved,
-    _traced_output_backward,
+    _save,
+    _output_backward,
     _fake_output_backward,
-).declare(OUTPUT)
+)

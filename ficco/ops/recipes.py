@@ -10,7 +10,7 @@ import torch
 
 from ficco.compute.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
-from ficco.ops.registration import Declared, declare
+from ficco.ops.record import Declared, declare
 from ficco.problems.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
 #: Scalings that every engine may serve.

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.operands import process_group
-from ficco.ops.operate import check_traced
+from ficco.ops.record import Declared, declare, overload
 from ficco.ops.refusals import tells_refusals
-from ficco.ops.registration import Declared, declare, overload
+from ficco.ops.tracing import check_traced
 from ficco.options import current
 from ficco.runtime.board import TOLD
 from ficco.runtime.workspace import Workspace, workspace_for, workspaces

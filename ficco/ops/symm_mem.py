@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ficco.ops.operate import operate
-from ficco.ops.operators import matmul_reduce_scatter
+from ficco.ops.operators import matmul_reduce_scatter, operate
 
 #: Where tensors of CPUs and of GPUs of any vendor are dispatched to. PyTorch has kernels for GPUs
 #: alone.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.compute.program import Call
 from ficco.heuristics import decide
 from ficco.ops import problem_log
-from ficco.ops.attention import ASKED, asked_for, check_together, save_all
+from ficco.ops.attention import FACTS, asked_for, check_together
+from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap
-from ficco.ops.gradients import refusing_second
 from ficco.ops.operands import plain, process_group
-from ficco.ops.operate import check_traced, under_autocast
+from ficco.ops.record import Record, Request, stand_in
 from ficco.ops.refusals import tells_refusals
-from ficco.ops.traced import Needs, TracedCall, TracedOperator, trace
-from ficco.options import Options, carried, current
+from ficco.ops.tracing import check_traced, under_autocast
+from ficco.options import Options, current
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.runtime.invoke import Invocation, invoke, new_kind
@@ -30,6 +29,9 @@ from ficco.schedules.heads import heads_plans
 
 #: What errors and the board call it.
 NAME = "ulysses_attention"
+
+#: What a forward keeps for its backward, the heads only under ``options(save_gathered=True)``.
+KEPT = ("kept lse", "kept q", "kept k", "kept v", "kept out")
 
 
 @tells_refusals
@@ -89,75 +91,51 @@ def ulysses_attention(
     traced = check_traced(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
     asked = asked_for(traced, causal, scale, window, cu_seqlens)
-    call = TracedCall(process_group(group), schedule, asked)
-    if traced:
-        return trace(NAME, (q, k, v), *call)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out: torch.Tensor = HeadsFunction.apply(q, k, v, call)
-        return out
-    return _forward(call, q, k, v, "")["out"]
-
-
-class HeadsFunction(torch.autograd.Function):
-    """A call whose operands need gradients. All of them are made."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: TracedCall
-    ) -> torch.Tensor:
-        ctx.call, ctx.options, ctx.shapes = call, current(), (q.shape, k.shape)
-        made = _forward(call, q, k, v, "heads" if ctx.options.save_gathered else "shards")
-        out = made.pop("out")
-        if "kept q" not in made:
-            made |= {"q": q, "k": k, "v": v, "out": out}
-        ctx.names = tuple(made)
-        ctx.save_for_backward(*made.values())
-        return out
-
-    @staticmethod
-    @refusing_second
-    def backward(
-        ctx: Any, tensors: Sequence[torch.Tensor], grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        saved = dict(zip(ctx.names, tensors, strict=True))
-        with carried(ctx.options):
-            made = _backward(ctx.call, {"grad": grad, **saved}, *ctx.shapes)
-        needed = zip(made, ctx.needs_input_grad, strict=False)
-        return *(one if needs else None for one, needs in needed), None
+    return HEADS(Request(process_group(group), schedule, asked), (q, k, v), traced)
 
 
 def _forward(
-    call: TracedCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, saves: str
-) -> dict[str, torch.Tensor]:
-    """The result, and what its gradient needs of what was made."""
-    operands = {"q": q, "k": k, "v": v}
-    invocation = HeadsCall(call, (q.shape, k.shape), operands, saves)
-    invoke(workspace_for(call.group, q, "q", NAME), invocation)
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
+) -> tuple[torch.Tensor, ...]:
+    """The result and, if a gradient is needed, what the gradients are computed from: the
+    log-sum-exp and, by the options, the heads that have arrived, in the order of ``KEPT``."""
+    q, k, v = operands
+    saves = ("heads" if current().save_gathered else "shards") if any(needs) else ""
+    invocation = HeadsCall(request, (q.shape, k.shape), {"q": q, "k": k, "v": v}, saves)
+    invoke(workspace_for(request.group, q, "q", NAME), invocation)
     results = invocation.results
-    return {**results, "out": _by_batch(results["out"], q.shape)}
+    return _by_batch(results["out"], q.shape), *(results[name] for name in KEPT if name in results)
+
+
+def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+    """All is needed for any of the gradients; of operands only their shapes where the heads that
+    have arrived are kept."""
+    if len(tensors) <= 5:
+        return tensors
+    return *map(stand_in, tensors[:4]), *tensors[4:]
 
 
 def _backward(
-    call: TracedCall, operands: dict[str, torch.Tensor], q_shape: torch.Size, k_shape: torch.Size
+    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v. What several ranks have made for a head of keys is summed."""
-    saves = "heads" if "kept q" in operands else "shards"
-    workspace = workspace_for(call.group, operands["grad"], "gradient", NAME)
-    invocation = HeadsCall(call, (q_shape, k_shape), operands, saves, backward=True)
+    """The gradients of q, k and v. Those of a head of keys that several ranks have are summed."""
+    q, k, v, out, *kept = saved
+    operands = {"grad": grad, **dict(zip(KEPT, kept, strict=False))}
+    if len(kept) == 1:
+        operands |= {"q": q, "k": k, "v": v, "out": out}
+    saves = "shards" if len(kept) == 1 else "heads"
+    workspace = workspace_for(request.group, grad, "gradient", NAME)
+    invocation = HeadsCall(request, (q.shape, k.shape), operands, saves, backward=True)
     invoke(workspace, invocation)
     results = invocation.results
-    heads, shared = q_shape[1] // workspace.engine.world, q_shape[1] // k_shape[1]
+    heads, shared = q.shape[1] // workspace.engine.world, q.shape[1] // k.shape[1]
     owners = [
         key
-        for first in range(0, q_shape[1], heads)
+        for first in range(0, q.shape[1], heads)
         for key in range(first // shared, (first + heads - 1) // shared + 1)
     ]
-    dk, dv = (_summed(results[name], owners, k_shape[1]) for name in ("dk", "dv"))
-    return (
-        _by_batch(results["dq"], q_shape),
-        _by_batch(dk, k_shape),
-        _by_batch(dv, k_shape),
-    )
+    dk, dv = (_summed(results[name], owners, k.shape[1]) for name in ("dk", "dv"))
+    return _by_batch(results["dq"], q.shape), _by_batch(dk, k.shape), _by_batch(dv, k.shape)
 
 
 def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
@@ -181,7 +159,7 @@ class HeadsCall(Invocation):
         results: rows of heads by name, once allocated.
     """
 
-    of: TracedCall
+    of: Request
     shapes: tuple[torch.Size, torch.Size]
     operands: dict[str, torch.Tensor]
     saves: str
@@ -194,9 +172,9 @@ class HeadsCall(Invocation):
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         if not self.backward:
-            check_together(self.operands, self.of.schedule, self.of.asked)
+            check_together(self.operands, self.of.schedule, self.of.facts)
         return (
-            *(NAME, *self.shapes, self.like.dtype, self.of.schedule, *self.of.asked.values()),
+            *(NAME, *self.shapes, self.like.dtype, self.of.schedule, *self.of.facts.values()),
             *(self.saves, self.backward, options.workspace_bytes, options.machine),
         )
 
@@ -204,7 +182,7 @@ class HeadsCall(Invocation):
         engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
         sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
         dtype = str(self.like.dtype).removeprefix("torch.")
-        asked = AttentionProblem(*sizes, dtype, **self.of.asked, hosts=engine.hosts.count)
+        asked = AttentionProblem(*sizes, dtype, **self.of.facts, hosts=engine.hosts.count)
         problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
@@ -244,53 +222,38 @@ def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # What compilers see.
 
 
-def _traced_forward(
-    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
-    q, k, v = operands
-    made = _forward(call, q, k, v, "shards" if any(needs) else "")
-    return (made["out"], made["kept lse"]) if any(needs) else (made["out"],)
-
-
-def _traced_backward(
-    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
-    q, k, v, out, lse = saved
-    operands = {"grad": grad, "kept lse": lse, "q": q, "k": k, "v": v, "out": out}
-    return _backward(call, operands, q.shape, k.shape)
-
-
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     batch, heads, rows, size = tensor.shape
     return tensor.new_empty(heads, rows, batch, size).permute(2, 0, 1, 3)
 
 
 def _fake_forward(
-    call: TracedCall, operands: Sequence[torch.Tensor], needs: Needs
+    request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
     q, k, v = operands
-    check_together({"q": q, "k": k, "v": v}, call.schedule, call.asked)
+    check_together({"q": q, "k": k, "v": v}, request.schedule, request.facts)
     if not any(needs):
         return (_fake_like(q),)
-    (batch, heads, rows, _), world = q.shape, call.group.size()
+    (batch, heads, rows, _), world = q.shape, request.group.size()
     wide = torch.promote_types(q.dtype, torch.float32)
     return _fake_like(q), q.new_empty(heads // world, world * rows * batch, dtype=wide)
 
 
 def _fake_backward(
-    call: TracedCall, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
+    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> list[torch.Tensor]:
     return [_fake_like(one) for one in saved[:3]]
 
 
-TracedOperator(
+HEADS = Record(
+    NAME,
     ("q", "k", "v"),
-    ASKED,
+    FACTS,
     ("lse",),
-    _traced_forward,
+    _forward,
     _fake_forward,
-    save_all,
-    _traced_backward,
+    _save,
+    _backward,
     _fake_backward,
-    lambda made, needs: made,
-).declare(NAME)
+    lambda gradients, needs: gradients,
+)

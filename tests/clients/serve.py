@@ -42,10 +42,10 @@ def make(folder: Path) -> None:
 
 def calls(worker: Any) -> dict[str, int]:
     """Counts ficco's calls from the second time on that this is asked."""
-    from ficco.ops import library, operate
+    from ficco.ops import library, operators
 
     counts = vars(worker).setdefault("ficco_calls", Counter())
-    for module in (operate, library):
+    for module in (operators, library):
         if not hasattr(module.run, "counts"):
 
             def run(operator: str, *args: Any, _run: Any = module.run, **kwargs: Any) -> Any:

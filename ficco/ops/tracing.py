@@ -1,28 +1,12 @@
-"""Dispatch of a public function's call.
-
-- An eager call that needs no gradient goes straight to the call path, after a few checks.
-- A call that needs gradients goes through an ``autograd.Function``.
-- A call that is traced or watched becomes an operator of ``torch.library``. That is the case under
-  ``torch.compile``, fake tensors, a dispatch mode such as that of selective checkpointing, and
-  transforms of ``torch.func``.
-"""
+"""Calls that are traced or watched, and what is refused then."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.ops import library
-from ficco.ops.call import Result, run
-from ficco.ops.gradients import Casting, Differentiable, OperatorCall
-from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
-from ficco.ops.refusals import tells_refusals
-from ficco.options import current_text
 from ficco.schedules import Schedule
 
 #: Tensors that hold data of their own; others (fake ones, wrappers) define what an operator does.
@@ -30,78 +14,6 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 #: Device types that have an engine. Autocast queries raise for some other types.
 _AUTOCAST = frozenset({"cpu", "cuda"})
-
-
-@tells_refusals
-def operate(
-    operator: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: ProcessGroup | DeviceMesh | None,
-    schedule: str | Schedule,
-    rows: Sequence[Any] | None,
-    return_gathered: bool = False,
-    scales: Scales | None = None,
-) -> Result:
-    """One call of an operator: the product, and the gathered A or None."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
-    if torch._C._get_tracing_state() is not None:
-        _refuse_jit()
-    if forward_ad._current_level >= 0:
-        _refuse_tangents(a, b)
-    if scales is not None and scales.given:
-        return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
-    a, b = under_autocast(a, b)
-    if watched(a, b):
-        refuse_derivatives()
-        refuse_sharded(a=a, b=b)
-        name = process_group(group).group_name
-        text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
-        return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
-        out, gathered = Differentiable.apply(a, b, call, return_gathered)
-        return out, gathered if return_gathered else None
-    # The call path takes the group of a mesh by itself.
-    return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
-
-
-def _scaled(
-    operator: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: ProcessGroup | DeviceMesh | None,
-    schedule: str | Schedule,
-    rows: Sequence[Any] | None,
-    return_gathered: bool,
-    scales: Scales,
-) -> Result:
-    """The same for operands of float8, which autocast leaves alone."""
-    check_types(scales)
-    tensors = {left_of(operator): a, "b": b, **scales.tensors}
-    traced = watched(*tensors.values())
-    if traced:
-        refuse_sharded(**tensors)
-    if torch.is_grad_enabled():
-        casts = scales.quantize is not None and not traced
-        for name, tensor in tensors.items():
-            if tensor.requires_grad and not (tensor is a and casts):
-                raise NotImplementedError(
-                    f"{name}: products of float8 operands have no gradient yet; pass "
-                    f"{name}.detach(), or call under torch.no_grad()"
-                )
-    if traced:
-        name = process_group(group).group_name
-        text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
-        where = operator, a, b, name, text, rows, current_text(), return_gathered
-        return library.call(*where, scales=scales)
-    if torch.is_grad_enabled() and a.requires_grad:
-        casting = OperatorCall(operator, process_group(group), schedule, frozen(rows))
-        out: torch.Tensor = Casting.apply(a, b, casting, scales)
-        return out, None
-    ranks: Any = group  # the call path takes the group of a mesh by itself
-    return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)
 
 
 def watched(*operands: torch.Tensor) -> Any:
@@ -121,9 +33,9 @@ def check_traced(**operands: torch.Tensor) -> bool:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
     if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
-        _refuse_jit()
+        refuse_jit()
     if forward_ad._current_level >= 0:
-        _refuse_tangents(*operands.values())
+        refuse_tangents(*operands.values())
     traced = bool(watched(*operands.values()))
     if traced:
         refuse_sharded(**operands)
@@ -166,11 +78,11 @@ def refuse_derivatives(vmap: bool = True) -> None:
             )
 
 
-def _refuse_jit() -> NoReturn:
+def refuse_jit() -> NoReturn:
     raise NotImplementedError("torch.jit.trace is not served; use torch.compile or torch.export")
 
 
-def _refuse_tangents(*operands: torch.Tensor) -> None:
+def refuse_tangents(*operands: torch.Tensor) -> None:
     if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
         raise NotImplementedError(
             "derivatives in forward mode (torch.func.jvp, dual tensors) are not served; use "
