@@ -193,8 +193,8 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
     :func:`empty`, threads and descriptors.
 
     Each rank calls it on its own, after its last call in the group and before
-    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, but not for
-    peers. Groups still open when the process ends are closed then.
+    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, and for peers
+    that map its memory at most 3 seconds. Groups still open when the process ends are closed then.
 
     Graphs that captured calls of the group must not be replayed afterwards. A later call makes a
     new workspace, which is collective: all ranks must have closed the old one.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_operators as operators
@@ -87,6 +89,7 @@ from test_operators import (  # noqa: F401  likewise
 
 import ficco
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
+from ficco.dma.gpu import CLOSE_S
 from ficco.errors import BackendError
 from ficco.runtime.workspace import SLOTS, workspaces
 
@@ -1163,6 +1166,182 @@ def test_a_rank_that_fails_alone_is_named_at_once(
         assert found["waited"] < SLACK_S
         assert isinstance(found["again"], Failure)
         assert not isinstance(found["torn"], Failure) and found["teardown"] < SLACK_S
+
+
+# Memory that is shared by handles.
+
+
+@contextlib.contextmanager
+def counted_handles() -> Iterator[list[int]]:
+    """Addresses of this rank's allocations that are shared by handles, as they come and go."""
+    from ficco.dma.cuda_driver import CudaDriver, CudaHandles
+
+    live: list[int] = []
+
+    class Counted(CudaHandles):
+        def malloc(self, nbytes: int, kind: str) -> int:
+            live.append(super().malloc(nbytes, kind))
+            return live[-1]
+
+        def free(self, address: int) -> None:
+            super().free(address)
+            live.remove(address)
+
+    with mock.patch.object(CudaDriver, "handles", Counted()):
+        yield live
+
+
+def memory_of(group: Any) -> str:
+    (workspace,) = workspaces(group)
+    return str(workspace.engine.means.memory)
+
+
+def _rendezvous_after_some_ranks(at: Rank) -> None:
+    """ficco runs in some ranks of the job only. PyTorch's rendezvous of all of them come after."""
+    world = dist.group.WORLD
+    for turn, some in enumerate(([0, 1], [0, 2], [1, 2, 3], [3])):
+        group = dist.new_group(some)
+        if at.rank in some:
+            for iteration, rows in enumerate((64, 4096)):  # the second allocates anew
+                exact(at, equal(len(some), rows, 64, 64, dtype="bfloat16"), iteration, group)
+            assert memory_of(group) == ("ipc" if len(some) > 1 else "torch")
+        settle(at)
+        mine = symm_mem.empty(8, dtype=torch.float32, device=at.device).fill_(at.rank + turn)
+        torch.cuda.synchronize()
+        handle = symm_mem.rendezvous(mine, world)
+        settle(at)
+        before = (at.rank - 1) % at.world
+        assert torch.all(handle.get_buffer(before, (8,), torch.float32) == before + turn)
+        settle(at)
+        exact(at, equal(at.world, 64 << turn, 64, 64, dtype="bfloat16"), turn)
+        assert memory_of(world) == "torch"
+        if at.rank in some:
+            leave(group)
+        settle(at)
+    ficco.close()
+
+
+def test_rendezvous_of_pytorch_after_ficco_in_some_ranks() -> None:
+    run(4, _rendezvous_after_some_ranks, device="cuda", fresh=True)
+
+
+def _pairs(at: Rank) -> None:
+    """Eager, recorded and captured calls of two pairs at the same time, and what they hold."""
+    ficco.close()
+    settle(at)
+    for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))):
+        groups = [dist.new_group(pair) for pair in pairs]
+        (group,) = (one for one, pair in zip(groups, pairs, strict=True) if at.rank in pair)
+        with counted_handles() as live:
+            for iteration, schedule in enumerate([*KINDS, "serial:kernel", "growing:pull"]):
+                case = equal(2, 40, 64, 24, dtype="bfloat16", schedule=schedule, a="symmetric")
+                exact(at, case, iteration, group)
+            for schedule in ("growing", "serial:kernel", "hetero-fused-1d:pieces=4,pull"):
+                case = equal(2, 48, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
+                graphed, resident = Graphed(at, case, group), Resident(at, case, group)
+                graphed.exact(0, 5)
+                for iteration in range(6):  # eager calls get other memory, the graph keeps its own
+                    exact(at, equal(2, 512 << iteration, 64, 8), iteration, group)
+                for iteration in range(12):
+                    resident.exact(10 + iteration)
+                graphed.exact(20, 5)
+                del graphed, resident
+            assert recorded(group) and memory_of(group) == "ipc" and live
+            size = 1 << 29
+            settle(at)
+            free = torch.cuda.mem_get_info()[0]
+            settle(at)
+            tensor = ficco.empty((size,), dtype=torch.uint8, group=group, device=at.device)
+            settle(at)
+            assert free - torch.cuda.mem_get_info()[0] >= size
+            settle(at)
+            del tensor
+            leave(group)
+            assert not live
+            settle(at)
+            assert torch.cuda.mem_get_info()[0] >= free
+            settle(at)
+
+
+def test_pairs_of_ranks() -> None:
+    run(4, _pairs, device="cuda", fresh=True, timeout=200)
+
+
+def _held(at: Rank) -> None:
+    """A tensor that the caller still has when the group is closed."""
+    group, other = everyone(at), everyone(at)
+    with _handles_everywhere() as live:
+        tensor = ficco.empty((1 << 20,), dtype=torch.uint8, group=group, device=at.device)
+        tensor.fill_(at.rank)
+        settle(at)
+        began = time.monotonic()
+        leave(group)
+        assert time.monotonic() - began < CLOSE_S
+        assert live and tensor.unique().tolist() == [at.rank]
+        del tensor
+        exact(at, equal(at.world, 8, 8, 8), 0, other)
+        settle(at)
+        leave(other)
+        assert not live
+
+
+@contextlib.contextmanager
+def _handles_everywhere() -> Iterator[list[int]]:
+    """Groups of all ranks, too, share memory by handles."""
+    from ficco.dma.cuda_driver import CudaDriver
+
+    with counted_handles() as live, mock.patch.object(CudaDriver, "_memory", lambda *_: "ipc"):
+        yield live
+
+
+def test_a_tensor_outlives_its_group() -> None:
+    run(2, _held, device="cuda", fresh=True)
+
+
+def _by_handles(at: Rank, ends: bool, work: Callable[..., Any], *args: Any) -> Any:
+    """What is tested of groups of all ranks, in memory that is shared by handles. ``ends``: on all
+    ranks, and all is well."""
+    ficco.close()
+    settle(at)
+    with _handles_everywhere() as live:
+        found = work(at, *args)
+        if ends:
+            settle(at)
+            ficco.close()
+            settle(at)
+            assert not live
+    return found
+
+
+@pytest.mark.parametrize("signals", ["auto", "write", "copy"])
+@ranks(2, 4)
+def test_signals_by_handles(world: int, signals: str) -> None:
+    run(world, _by_handles, True, _everything, signals, device="cuda", fresh=True)
+
+
+@pytest.mark.parametrize("work", [_groups_on_two_streams, _growth_beside_recordings])
+def test_groups_by_handles(work: Callable[..., Any]) -> None:
+    run(2, _by_handles, True, work, device="cuda", fresh=True, **EAGER)
+
+
+@pytest.mark.parametrize("schedule", ["growing", "serial:kernel"])
+def test_rank_that_never_calls_by_handles(schedule: str) -> None:
+    found = run(2, _by_handles, False, _absent, 1, schedule, device="cuda", fresh=True)[0]
+    for one in gave_up(found["first"]):
+        assert (one["rank"], one["peer"]) == (0, 1)
+    assert found["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(found)
+
+
+@pytest.mark.parametrize("how", ["eager", "replay"])
+def test_killed_rank_by_handles(how: str) -> None:
+    work = _by_handles, False, _casualty, "growing", 1, how, "raise"
+    found = run(2, *work, device="cuda", fresh=True, catch=True, timeout=90)
+    assert isinstance(found[1], Died) and found[1].exitcode == -signal.SIGKILL
+    assert isinstance(found[0], dict), found[0]
+    assert {one["rank"] for one in gave_up(found[0]["first"])} == {0}
+    assert found[0]["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(found[0])
 
 
 # One product whose tiles wait.

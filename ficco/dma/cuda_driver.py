@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
@@ -23,6 +24,7 @@ from ficco.dma.driver import URGENT, Copies, Driver, Means, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.hosts import Hosts
 from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
+from ficco.dma.memories import LARGE, align
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.build import can_compile
@@ -43,6 +45,7 @@ from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 
 _KIND = driver.CUstreamBatchMemOpType
+_PEER_ACCESS = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 _WAIT_EQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
 _WAIT_FLUSH = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
 _RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -54,6 +57,8 @@ _WAIT_EXTERNAL = int(driver.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL)
 COPIES_SINCE = 12080
 #: cuStreamBatchMemOp takes fewer than 256 operations.
 MAX_BATCH = 255
+#: Bytes of a CUipcMemHandle.
+HANDLE_BYTES = 64
 
 
 class Batch:
@@ -187,6 +192,44 @@ class GraphRecording:
             driver.cuGraphExecDestroy(self._graph)  # once it is no longer running
 
 
+class CudaHandles:
+    """See :class:`ficco.dma.driver.Handles`. A handle shares the driver's whole block in which an
+    allocation lies. Each allocation therefore takes blocks of 2 MiB of its own (CUDA Programming
+    Guide, "Interprocess Communication")."""
+
+    def malloc(self, nbytes: int, kind: str) -> int:
+        size, full = align(nbytes, LARGE), driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        if (result := driver.cuMemAlloc(size))[0] == full:
+            with contextlib.suppress(RuntimeError):  # within a capture PyTorch may not free
+                torch.cuda.empty_cache()
+            if (result := driver.cuMemAlloc(size))[0] == full:
+                raise torch.OutOfMemoryError(
+                    f"required {size} bytes of the GPU that ranks share, there are "
+                    f"{torch.cuda.mem_get_info()[0]}; free memory of the GPU, or cap ficco's by "
+                    "ficco.options(workspace_bytes=...)"
+                )
+        return int(check("cuMemAlloc", result))
+
+    def free(self, address: int) -> None:
+        check("cuMemFree", driver.cuMemFree(address))
+
+    def fill(self, address: int, nbytes: int, stream: Any) -> None:
+        check("cuMemsetD8Async", driver.cuMemsetD8Async(address, 0, nbytes, stream))
+
+    def share(self, address: int) -> bytes:
+        handle = check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(address))
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+    def open_shared(self, handle: bytes) -> int:
+        made = driver.CUipcMemHandle()
+        ctypes.memmove(made.getPtr(), handle, HANDLE_BYTES)
+        mapped = driver.cuIpcOpenMemHandle(made, _PEER_ACCESS)
+        return int(check("cuIpcOpenMemHandle", mapped))
+
+    def close_shared(self, address: int) -> None:
+        check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(address))
+
+
 class uncaptured:
     """Within this block the thread may allocate and synchronise although it captures a graph."""
 
@@ -207,6 +250,7 @@ class CudaDriver(Driver):
     watches_by_events = True
     fuses = True
     records = True
+    handles = CudaHandles()
     event, uncaptured = staticmethod(Event), staticmethod(uncaptured)
     record, external = staticmethod(GraphRecording), staticmethod(ExternalEvent)
 
@@ -241,16 +285,30 @@ class CudaDriver(Driver):
             "arriving behind the copy in front of it"
         )
         version = int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
+        memory = self._memory(engine)
+        place = "PyTorch's symmetric" if memory == "torch" else "its own"
         torch.cuda.current_blas_handle()  # within a capture, a first product could not make it
         return Means(
+            memory=memory,
             # An event right after a copy is seen only once later copies of the stream are over,
             # too (H200, driver 580); after a stream write at once.
             writes_before_events=True,
             wait=f"stream wait, {order}; the copy kernel posts by itself and, where no product "
             "runs beside it, waits by itself, as sums at the peers do",
-            copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, driver "
-            f"{version // 1000}.{version % 1000 // 10}",
+            copy=f"cuMemcpyDtoDAsync on {self.copy_engines()} copy engines, in {place} memory, "
+            f"driver {version // 1000}.{version % 1000 // 10}",
         )
+
+    def _memory(self, engine: StreamEngine) -> str:
+        """Where all ranks get buffers from. PyTorch's rendezvous of some ranks of a job makes a
+        later one of all of them hang (pytorch #196082). Ranks of a host that are not all of the job
+        therefore share allocations by handles, where the device has such."""
+        near, ranks = engine.hosts.near.size(), 0
+        with contextlib.suppress(KeyError, ValueError):  # a group that the job does not know
+            if len(dist.get_process_group_ranks(engine.group)) == near:
+                ranks = dist.get_world_size()
+        meets_all = near in (1, ranks)  # one rank alone does not meet
+        return "torch" if meets_all or not attribute("IPC_EVENT_SUPPORTED", self.index) else "ipc"
 
     def copy_engines(self) -> int:
         return attribute("ASYNC_ENGINE_COUNT", self.index)

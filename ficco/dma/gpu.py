@@ -1055,12 +1055,12 @@ class GpuEngine(StreamEngine):
             dead += [one for one in self.graveyard.living if one not in dead]
             streams = [stream.handle for stream in self.driver.streams]
             # After an error streams may wait for peers that will not come.
-            while self.driver.waits_to_close and time.monotonic() < end:
+            while (self.driver.waits_to_close or dead) and time.monotonic() < end:
                 if attempt(lambda: all(map(self.driver.idle, streams))) is not False:
                     break
                 attempt(self._satisfy)
                 time.sleep(1e-3)
-            while dead and time.monotonic() < end:
+            while any(one.awaited() for one in dead) and time.monotonic() < end:
                 attempt(self.graveyard.sweep)
                 time.sleep(1e-3)
             if self._network is not None:

@@ -173,6 +173,10 @@ class Shared:
         if self._meeting is not None:
             self._meeting.maps[self._meeting.rank][self._flag] = 1
 
+    def awaited(self) -> bool:
+        """Whether peers have to let go of it, too: closing waits for them."""
+        return True
+
     def freeable(self) -> bool:
         """Whether all ranks have let go."""
         return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
@@ -209,6 +213,10 @@ class SharedMapped(Shared, Symmetric):
         """Drop what this rank holds of it; tensors of the caller's keep it."""
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         super().let_go()
+
+    def awaited(self) -> bool:
+        """As above, unless the caller still has a tensor of it once this rank has let go."""
+        return self._keeper() is None or self.tensor.numel() > 0
 
     def freeable(self) -> bool:
         """Whether nobody uses it any more, here or at a peer."""

@@ -1,0 +1,182 @@
+"""Where the CUDA engine gets memory from that ranks share, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Rank, run
+from test_kernels import missing
+
+from ficco.dma.hosts import Hosts, Near
+from ficco.dma.memories import SharedMapped
+from ficco.errors import BackendError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cuda() -> Any:
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        missing("cuda-bindings")
+    return cuda_driver
+
+
+def _chosen(at: Rank) -> dict[str, str]:
+    """The memory of groups of four ranks, some of which this rank is in."""
+    from ficco.dma import cuda_driver
+
+    driver = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    driver.index, offers = 0, {"IPC_EVENT_SUPPORTED"}
+    world, store = dist.group.WORLD, dist.HashStore()
+
+    def memory(group: Any, hosts: Hosts | None = None) -> str:
+        engine: Any = SimpleNamespace(group=group, hosts=hosts or Hosts.one(group))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_driver, "attribute", lambda name, index: int(name in offers))
+            return driver._memory(engine)
+
+    names = tuple("aabb")
+    near = Hosts(world, names, Near(store, at.rank % 2, 2))
+    apart = Hosts(world, tuple("abcd"), Near(store, 0, 1))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    three, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
+    all_again = dist.new_group([0, 1, 2, 3])
+    found = {
+        "all": memory(world),
+        "all again": memory(all_again),
+        "pair": memory(pairs[at.rank // 2]),
+        "some": memory(alone if at.rank == 3 else three),
+        "two hosts": memory(world, near),
+        "a host each": memory(world, apart),
+        # As many ranks as the job has, which are not all of the job's.
+        "unknown": memory(dist.ProcessGroup(store, at.rank, at.world)),
+    }
+    offers.clear()
+    found["pair without IPC"] = memory(pairs[at.rank // 2])
+    return found
+
+
+def test_ranks_that_are_not_all_of_the_job_share_by_handles(cuda: Any) -> None:
+    for rank, found in enumerate(run(4, _chosen)):
+        assert found == {
+            "all": "torch",
+            "all again": "torch",
+            "pair": "ipc",
+            "some": "torch" if rank == 3 else "ipc",  # one rank does not meet
+            "two hosts": "ipc",
+            "a host each": "torch",
+            "unknown": "ipc",
+            "pair without IPC": "torch",
+        }
+
+
+class Device:
+    """CUDA's functions on memory of this process; a handle has the address behind a zero byte."""
+
+    def __init__(self, driver: Any) -> None:
+        self._ok, self._result = driver.CUresult.CUDA_SUCCESS, driver.CUresult
+        self._handle = driver.CUipcMemHandle
+        self.room, self.memory, self.opened = 8 * MIB, dict[int, Any](), list[int]()
+
+    def cuMemAlloc(self, nbytes: int) -> tuple[Any, Any]:
+        if nbytes > self.room - sum(map(ctypes.sizeof, self.memory.values())):
+            return self._result.CUDA_ERROR_OUT_OF_MEMORY, None
+        made = (ctypes.c_char * nbytes)()
+        self.memory[ctypes.addressof(made)] = made
+        return self._ok, ctypes.addressof(made)
+
+    def cuMemFree(self, address: int) -> tuple[Any]:
+        known = self.memory.pop(address, None) is not None
+        return (self._ok if known else self._result.CUDA_ERROR_INVALID_VALUE,)
+
+    def cuGetErrorString(self, error: Any) -> tuple[Any, bytes]:
+        return self._ok, error.name.encode()
+
+    def cuMemsetD8Async(self, address: int, value: int, nbytes: int, stream: Any) -> tuple[Any]:
+        ctypes.memset(address, value, nbytes)
+        return (self._ok,)
+
+    def cuIpcGetMemHandle(self, address: int) -> tuple[Any, Any]:
+        handle = self._handle()
+        ctypes.memmove(handle.getPtr(), b"\0" * 8 + address.to_bytes(56, "little"), 64)
+        return self._ok, handle
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, Any]:
+        assert flags == 1
+        address = int.from_bytes(ctypes.string_at(handle.getPtr(), 64)[8:], "little")
+        self.opened.append(address)
+        return self._ok, address
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple[Any]:
+        self.opened.remove(address)
+        return (self._ok,)
+
+
+@pytest.fixture
+def device(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device(cuda.driver)
+    for name in dir(Device):
+        if name.startswith("cu"):
+            monkeypatch.setattr(cuda.driver, name, getattr(made, name))
+    return made
+
+
+def test_an_allocation_is_shared_as_a_whole(cuda: Any, device: Device) -> None:
+    handles = cuda.CudaDriver.handles
+    small, large = handles.malloc(4096, "plain"), handles.malloc(3 * MIB, "plain")
+    # None lies in a block of another's.
+    assert [ctypes.sizeof(one) for one in device.memory.values()] == [2 * MIB, 4 * MIB]
+    device.memory[large][0] = b"x"
+    handles.fill(large, 3 * MIB, None)
+    assert device.memory[large][0] == b"\0"
+    shared = [handles.share(address) for address in (small, large)]
+    assert [len(one) for one in shared] == [64, 64]
+    assert [handles.open_shared(one) for one in shared] == device.opened == [small, large]
+    handles.close_shared(small)
+    assert device.opened == [large]
+    handles.free(small)
+    handles.free(large)
+    assert not device.memory
+    with pytest.raises(BackendError, match="cuMemFree"):
+        handles.free(small)
+
+
+def test_pytorch_gives_back_what_it_keeps_before_memory_is_out(
+    cuda: Any, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles, kept = cuda.CudaDriver.handles, [device.cuMemAlloc(6 * MIB)[1]]
+
+    def empty_cache() -> None:
+        while kept:
+            device.cuMemFree(kept.pop())
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * MIB, 8 * MIB))
+    handles.malloc(4 * MIB, "plain")
+    assert not kept
+    # As PyTorch's own, which a program may catch.
+    with pytest.raises(torch.OutOfMemoryError, match=f"required {6 * MIB} .*there are {4 * MIB}"):
+        handles.malloc(5 * MIB, "plain")
+
+
+def test_closing_waits_for_peers_and_not_for_tensors_of_the_caller() -> None:
+    class Keeper:
+        pass
+
+    memory, keeper = SharedMapped.__new__(SharedMapped), Keeper()
+    assert memory.awaited()  # it may have got no further than this
+    memory.tensor, memory._keeper = torch.ones(8), weakref.ref(keeper)
+    memory._open, memory._meeting = {}, None
+    assert memory.awaited()
+    memory.let_go()
+    assert not memory.awaited() and not memory.freeable()
+    del keeper
+    assert memory.awaited() and memory.freeable()
