@@ -1321,7 +1321,7 @@ def test_signals_by_handles(world: int, signals: str) -> None:
 
 @pytest.mark.parametrize("work", [_groups_on_two_streams, _growth_beside_recordings])
 def test_groups_by_handles(work: Callable[..., Any]) -> None:
-    run(2, _by_handles, True, work, device="cuda", fresh=True, **EAGER)
+    run(2, _by_handles, True, work, device="cuda", **EAGER)
 
 
 @pytest.mark.parametrize("schedule", ["growing", "serial:kernel"])

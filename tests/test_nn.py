@@ -13,11 +13,12 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -460,31 +461,22 @@ def test_what_is_kept_is_the_state_dict() -> None:
 
 @contextmanager
 def counted(*names: str) -> Iterator[dict[str, int]]:
-    """How often the layers call operators."""
-    import ficco.nn.functional as functional
+    """How often the layers call operators, beside what backwards call."""
+    from ficco.nn import functional
+    from ficco.ops import library, operators
 
     counts = dict.fromkeys(names, 0)
-    real = {name: getattr(functional, name) for name in (*names, "run")}
+    with ExitStack() as stack:
+        for module, name in ((functional, "run"), (operators, "run"), (library, "call")):
+            real = getattr(module, name)
 
-    def run(operator: str, *args: Any, **kwargs: Any) -> Any:
-        counts[operator] = counts.get(operator, 0) + 1
-        return real["run"](operator, *args, **kwargs)
+            def call(operator: str, *args: Any, real: Any = real, **kwargs: Any) -> Any:
+                if operator in counts:
+                    counts[operator] += 1
+                return real(operator, *args, **kwargs)
 
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return real[name](*args, **kwargs)
-
-        return call
-
-    try:
-        for name in names:
-            setattr(functional, name, counting(name))
-        functional.run = run
+            stack.enter_context(mock.patch.object(module, name, call))
         yield counts
-    finally:
-        for name in real:
-            setattr(functional, name, real[name])
 
 
 def _one_gather(at: Rank) -> None:
