@@ -51,14 +51,14 @@ _ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generi
 
 #: Kernels of products by which a program may replace PyTorch's, as ``torch.library`` names them, by
 #: type of device. Not ``bmm``, which PyTorch itself replaces on some GPUs.
-_OVERRIDES = {
+OVERRIDES = {
     device: frozenset(f"aten/{name}/{key}" for name in ("mm", "addmm", "matmul", "linear"))
     for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
 }
 
 
-def refuse_overrides(device: torch.device) -> None:
-    """Refuse calls while ``torch.library`` replaces PyTorch's matrix products on a device.
+def refuse_overrides(kernels: frozenset[str]) -> None:
+    """Refuse calls while ``torch.library`` replaces some of PyTorch's kernels of products.
 
     Batch-invariant and deterministic modes replace them, such as vLLM's. Engines call the vendor's
     library and kernels of their own, and replay recorded products, so that a call would leave the
@@ -67,13 +67,11 @@ def refuse_overrides(device: torch.device) -> None:
     Raises:
         NotImplementedError: a replacement is registered.
     """
-    overrides = _OVERRIDES[device.type]
-    if not overrides.isdisjoint(torch.library._impls):
-        names = sorted(overrides & torch.library._impls)
+    if names := sorted(kernels & torch.library._impls):
         raise NotImplementedError(
-            f"required PyTorch's own matrix products on {device.type}, got {', '.join(names)} "
-            "replaced by torch.library, as batch-invariant modes do; leave the mode, or use "
-            "collectives and products of PyTorch's"
+            f"required PyTorch's own matrix products, got {', '.join(names)} replaced by "
+            "torch.library, as batch-invariant modes do; leave the mode, or use collectives and "
+            "products of PyTorch's"
         )
 
 

@@ -83,7 +83,8 @@ class CallState:
         self.patience: Patience | None = None  # of the first wait that is longer than a slice
         self.recorded = {step: threading.Event() for step in recorded}
         #: By network step, that it has sent its part, that it is over, and what it receives.
-        self.sent, self.moved = ({step: threading.Event() for step in moves} for _ in range(2))
+        self.sent = {step: threading.Event() for step in moves}
+        self.moved = {step: threading.Event() for step in moves}
         self.coming: dict[int, Any] = {}
         self.stamps: list[tuple[int, bool, float]] = []
         #: Of a call with a step of its caller's: the words of that step's gates, and the same as

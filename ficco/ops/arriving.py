@@ -16,11 +16,9 @@ from ficco.errors import FiccoError
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
     check_dtype,
-    flat,
     frozen,
-    plain,
     process_group,
-    readable,
+    row_major,
     rows_by_rank,
 )
 from ficco.ops.refusals import tells_refusals
@@ -231,7 +229,8 @@ class ArrivingCall(Invocation):
                 f"{list(a.shape)}; reshape it"
             )
         check_dtype(a)
-        self.a, self.source = readable(workspace, flat(plain(a)))
+        self.a = row_major(a)
+        self.source = workspace.symmetric_source(self.a)
         self.rows = frozen(self.rows)
         self.place = self.source and (self.source[0].serial, self.source[1])
         sizes = NAME, self.a.shape, a.dtype, self.schedule, self.rows

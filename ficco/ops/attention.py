@@ -188,12 +188,13 @@ def asked_for(
     the call is traced, or else where the peers learn of it."""
     asked = {
         "causal": causal,
-        "scale": _number(scale, Real, float),
-        "window": _number(window, Integral, index),
-        "cu_seqlens": listed(cu_seqlens) if traced else bounds_of(cu_seqlens),
+        "scale": scale if scale is None else _number(scale, Real, float),
+        "window": window if window is None else _number(window, Integral, index),
+        "cu_seqlens": () if cu_seqlens is None or traced else bounds_of(cu_seqlens),
         **more,
     }
     if traced:
+        asked["cu_seqlens"] = listed(cu_seqlens)
         check_asked(asked)
     return asked
 
@@ -217,7 +218,7 @@ def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
 
 def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
     """A number of any type, such as NumPy's, as Python's; anything else as it is."""
-    if value is None or isinstance(value, (bool, int, float)) or not isinstance(value, kind):
+    if isinstance(value, (bool, int, float)) or not isinstance(value, kind):
         return value
     return convert(value)
 
@@ -279,7 +280,8 @@ def check_asked(asked: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
     if not isinstance(asked["causal"], bool):
         raise ValueError(f"causal: required True or False, got {asked['causal']!r}")
-    check_bounds(asked["cu_seqlens"])
+    if asked["cu_seqlens"] != ():
+        check_bounds(asked["cu_seqlens"])
     placement = asked.get("placement", PLACEMENTS[0])
     if placement not in PLACEMENTS:
         raise InvalidArgument(
@@ -297,8 +299,9 @@ def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     batch, heads, rows, size = k.shape
     half = batch * heads * size
     strides = heads * size, size, 2 * half, 1
-    laid = all(one.shape[i] == 1 or one.stride(i) == strides[i] for one in (k, v) for i in range(4))
-    if laid and v.data_ptr() - k.data_ptr() == half * k.element_size():
+    if v.data_ptr() - k.data_ptr() == half * k.element_size() and all(
+        one.shape[i] == 1 or one.stride(i) == strides[i] for one in (k, v) for i in range(4)
+    ):
         storage = k.untyped_storage()
         end = k.storage_offset() * k.element_size() + rows * 2 * half * k.element_size()
         if v.untyped_storage().data_ptr() == storage.data_ptr() and end <= storage.nbytes():

@@ -14,15 +14,14 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.fit import first_fit, fitted
 from ficco.ops.operands import (
+    LEFT,
     Scales,
     flat,
     frozen,
-    left_of,
     plain,
     plain_scales,
     problem_of_operands,
     process_group,
-    readable,
     row_major,
 )
 from ficco.options import Options
@@ -57,7 +56,7 @@ def run(
     ranks agree on. ``scales`` are those of float8 operands. ``transposed``: see :class:`Problem`; A
     or the result is then [W, rows, columns].
     """
-    group, left = process_group(group), left_of(operator)
+    group, left = process_group(group), LEFT[operator]
     for name, tensor in ((left, a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
@@ -111,15 +110,17 @@ class ProductCall(Invocation):
                 f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or "
                 "'auto'"
             )
-        a, b, place = plain(self.a), plain(self.b), None
+        a, b, place = self.a, plain(self.b), None
         blocks = self.transposed and not scatters
-        a = a if blocks else flat(a)
         casts = scales is not None and scales.quantize is not None
-        if not scatters and not casts and not blocks:
-            a, self.source = readable(workspace, a)
+        copied = not scatters and not casts and not blocks  # copies read it where it lies
+        if blocks:
+            a = plain(a)
+        else:
+            a = row_major(a) if copied or scales is not None else flat(plain(a))
+        if copied and a.layout is torch.strided and a.dim() == 2:
+            self.source = workspace.symmetric_source(a)
             place = self.source and (self.source[0].serial, self.source[1])
-        elif scales is not None:
-            a = row_major(a)
         self.a, self.b = a, b
         if engine.asynchronous:
             self.mode = "queued" if schedule == "auto" and engine.capturing() else "eager"
@@ -164,7 +165,7 @@ class ProductCall(Invocation):
         agreed = [str(known)]
         parsed = Schedule.parse(plan.schedule)
         if source is not None and (parsed.pull or parsed.own):
-            left, (memory, start) = left_of(problem.operator), source
+            left, (memory, start) = LEFT[problem.operator], source
             agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
         if purpose:
             agreed.append(purpose)

@@ -57,7 +57,7 @@ from ficco.compute.scaled import dequantized
 from ficco.ops.autograd import Differentiable
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
-from ficco.ops.operands import Scales, left_of
+from ficco.ops.operands import LEFT, Scales
 from ficco.ops.recipes import Float8Recipe
 from ficco.options import current
 from ficco.problems.products import OPERATORS
@@ -156,7 +156,7 @@ def backward(
 
 @cache
 def _purpose(operator: str, to_a: bool, to_b: bool) -> str:
-    names = [left_of(operator)] * to_a + ["b"] * to_b
+    names = [LEFT[operator]] * to_a + ["b"] * to_b
     return f"for the gradient{'s' * (to_a and to_b)} of {' and '.join(names)} of {operator}"
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.compute.program import Symmetric
 from ficco.compute.scaled import in_columns
 from ficco.plan import Plan
 from ficco.problems.products import ITEMSIZE, OPERATORS, Operator, Problem
@@ -26,7 +25,6 @@ from ficco.problems.scaling import (
     Scaling,
     factor_count,
 )
-from ficco.runtime.workspace import Workspace
 
 #: The attribute of a mesh whose order has been checked. Equal meshes can have other groups.
 _IN_ORDER = "_ficco_in_order"
@@ -124,6 +122,13 @@ class _NoSize:
         return repr(self.given)
 
 
+#: The operators' names for their left operands.
+LEFT = {
+    name: "a_shard" if operator.collective == "all-gather" else "a"
+    for name, operator in OPERATORS.items()
+}
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """An operand whose memory holds its values; the memory of a view such as ``z.conj().imag``
     holds their negatives."""
@@ -135,30 +140,18 @@ def flat(a: torch.Tensor) -> torch.Tensor:
     return a.flatten(0, -2) if a.dim() > 2 and a.layout is torch.strided else a
 
 
-def readable(
-    workspace: Workspace, a: torch.Tensor
-) -> tuple[torch.Tensor, tuple[Symmetric, int] | None]:
-    """A with contiguous rows, for copies to read; and its place in symmetric memory, if it is in
-    any."""
-    if a.layout is not torch.strided or a.dim() < 2:
-        return a, None  # refused by problem_of_operands
-    a = row_major(a)
-    return a, workspace.symmetric_source(a)
-
-
 def row_major(a: torch.Tensor) -> torch.Tensor:
-    """A with contiguous rows: copy engines cannot move strided elements, and libraries do not
-    multiply those of float8."""
+    """A as :func:`plain` and :func:`flat` have it, with contiguous rows: copy engines cannot move
+    strided elements, and libraries do not multiply those of float8."""
     if a.layout is not torch.strided or a.dim() < 2:
         return a  # refused by problem_of_operands
+    if a.is_neg():
+        a = a.resolve_neg()
+    if a.dim() > 2:
+        a = a.flatten(0, -2)
     if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
         return a.contiguous()
     return a
-
-
-def left_of(operator: str) -> str:
-    """The operator's name for its left operand."""
-    return "a_shard" if OPERATORS[operator].collective == "all-gather" else "a"
 
 
 class Scales(NamedTuple):
@@ -319,7 +312,7 @@ def check_scaled(
     operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales, each: tuple[int, ...]
 ) -> None:
     """Refuse scales and sizes that no call can have, as far as a tracer knows them."""
-    scaling = scaling_of(scales, flat(a), b, each, left_of(operator))
+    scaling = scaling_of(scales, flat(a), b, each, LEFT[operator])
     sizes = b.shape[1], b.shape[0]
     if all(isinstance(size, int) for size in sizes):
         rows, dtype = (RECIPES[scaling.recipe].rows,), travelling(a, b, scales)
@@ -353,7 +346,7 @@ def check_operands(
     operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales | None = None
 ) -> None:
     """Refuse shapes, dtypes and devices that no call can have; a tracer can check this much."""
-    left, inner = left_of(operator), OPERATORS[operator].inner
+    left, inner = LEFT[operator], OPERATORS[operator].inner
     if a.dim() < 2 or b.dim() != 2:
         shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
         raise ValueError(
@@ -411,7 +404,7 @@ def problem_of_operands(
     Raises:
         ValueError, NotImplementedError: they are wrong, or not supported.
     """
-    left, inner = left_of(operator), OPERATORS[operator].inner
+    left, inner = LEFT[operator], OPERATORS[operator].inner
     for name, tensor in ((left, a), ("b", b)):
         if tensor.layout is not torch.strided:
             raise NotImplementedError(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.ops import library
 from ficco.ops.call import Result, run
 from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, by_columns
-from ficco.ops.operands import Scales, check_types, frozen, left_of, process_group
+from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import (
     name_of_schedule,
@@ -567,7 +567,7 @@ def _scaled(
 ) -> Result:
     """The same for operands of float8, which autocast leaves alone."""
     check_types(scales)
-    tensors = {left_of(operator): a, "b": b, **scales.tensors}
+    tensors = {LEFT[operator]: a, "b": b, **scales.tensors}
     traced = watched(*tensors.values())
     if traced:
         refuse_sharded(**tensors)

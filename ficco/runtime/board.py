@@ -312,8 +312,10 @@ class Board:
         if there is none. Thread-safe."""
         if self._courier is not None:
             self._courier.waiting()
-        found = map(self._mismatch_of, self._differing(latest))
-        return next((error for error in found if error), None)
+        for number in self._differing(latest):
+            if error := self._mismatch_of(number):
+                return error
+        return None
 
     def close(self) -> None:
         """Leave the board; peers still see this rank's entries. Who still reads finds nothing."""
