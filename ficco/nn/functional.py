@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
-from ficco.ops.autograd import Differentiable, Gradients, Needs
+from ficco.ops.autograd import Differentiable, Gradients, Needs, differentiable
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
     GATHERS,
@@ -162,7 +162,8 @@ def copied_linears(
     """
     refuse_derivatives(vmap=False)
     refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
-    outs = _LOCAL(
+    outs = differentiable(
+        _LOCAL,
         _Local(recipe_of(recipe), process_group(group), schedule),
         *under_autocast(_rows(x), *weights),
     )
@@ -194,7 +195,7 @@ def partial_linear(
         return torch.nn.functional.linear(x, weight, bias)
     refuse_derivatives(vmap=False)
     refuse_sharded(x=x, weight=weight)
-    (y,) = _LOCAL(_Local(recipe), *under_autocast(_rows(x), weight))
+    (y,) = differentiable(_LOCAL, _Local(recipe), *under_autocast(_rows(x), weight))
     return _biased(_with_batch(y, x), bias)
 
 
@@ -214,7 +215,7 @@ def sum_gradient(
     """
     refuse_derivatives(vmap=False)
     refuse_sharded(tensor=tensor)
-    out: torch.Tensor = _SUM_GRADIENT(process_group(group), tensor)[0]
+    out: torch.Tensor = differentiable(_SUM_GRADIENT, process_group(group), tensor)[0]
     return out
 
 
@@ -307,7 +308,9 @@ def _of_weights(
     if equal:
         options = replace(options, all_reduce_gradients="equal")
     with carried(options):
-        out: torch.Tensor = _JOINED(_Joining(call, x.shape, _sizes(rest)), x, *rest)[0]
+        out: torch.Tensor = differentiable(
+            _JOINED, _Joining(call, x.shape, _sizes(rest)), x, *rest
+        )[0]
     return out
 
 

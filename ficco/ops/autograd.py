@@ -35,12 +35,12 @@ class Differentiable(NamedTuple):
     backward: Callable[[Any, Gradients, Any, Needs], Gradients]
     zeros: bool = True
 
-    def __call__(self, request: Any, *operands: torch.Tensor) -> tuple[Any, ...]:
-        """The results, with gradients if an operand needs one."""
-        if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
-            results: tuple[Any, ...] = Function.apply(self, request, *operands)
-            return results
-        return self.forward(request, operands, (False,) * len(operands))[0]
+
+def differentiable(record: Differentiable, request: Any, *operands: torch.Tensor) -> Any:
+    """The results of a call, with gradients if an operand needs one."""
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        return Function.apply(record, request, *operands)
+    return record.forward(request, operands, (False,) * len(operands))[0]
 
 
 class Function(torch.autograd.Function):

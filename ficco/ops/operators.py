@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
+from ficco.ops.autograd import differentiable
 from ficco.ops.call import Result, run
 from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, by_columns
 from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
@@ -549,7 +550,7 @@ def operate(
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
         request = ProductRequest(call, a.shape, by_columns(b), return_gathered)
-        out, gathered = PRODUCT(request, a, b)
+        out, gathered = differentiable(PRODUCT, request, a, b)
         return out, gathered if return_gathered else None
     # The call path takes the group of a mesh by itself.
     return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
@@ -587,7 +588,7 @@ def _scaled(
     if torch.is_grad_enabled() and a.requires_grad:
         call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
         request = ProductRequest(call, a.shape, True, scales=scales, dtype=a.dtype)
-        (out,) = CASTING(request, a, b)
+        (out,) = differentiable(CASTING, request, a, b)
         return out, None
     ranks: Any = group  # the call path takes the group of a mesh by itself
     return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)

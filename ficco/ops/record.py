@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ficco.ops.autograd import (
     Differentiable,
+    Function,
     Gradients,
     Needs,
     Saved,
@@ -117,7 +118,7 @@ class Record:
         if torch.is_grad_enabled():
             for operand in operands:
                 if operand.requires_grad:
-                    result: torch.Tensor = self._eager(request, *operands)[0]
+                    result: torch.Tensor = Function.apply(self._eager, request, *operands)[0]
                     return result
         out = self.forward(request, operands, (False,) * len(operands))[0]
         assert out is not None
