@@ -10,7 +10,7 @@ from itertools import accumulate
 from ficco.errors import InvalidArgument
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment, Span, merged
 from ficco.problems.products import Problem, digest
-from ficco.problems.specification import Attention, Buffer, Exchange, Specification
+from ficco.problems.specification import MERGE, Attention, Buffer, Exchange, Specification
 
 #: Dtypes that libraries' attention has, with the dtype of its sums.
 SUMS = {
@@ -19,10 +19,6 @@ SUMS = {
     "float32": "float32",
     "float64": "float64",
 }
-
-
-#: The function that makes the result of what the steps of attention give.
-MERGE = "merge"
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ficco.errors import InvalidArgument
 from ficco.problems.products import ITEMSIZE, MOST, MOST_RANKS
 from ficco.problems.specification import (
-    ACTIVATIONS,
+    FUNCTIONS,
     Buffer,
     Contraction,
     Exchange,
     Specification,
-    gated,
 )
 
 if TYPE_CHECKING:
@@ -109,17 +108,15 @@ class ExpertLayer:
             raise InvalidArgument(
                 "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
             )
-        functions = ("", *ACTIVATIONS, *map(gated, ACTIVATIONS))
-        whole = self.operator == "experts"
-        if self.function not in functions or whole != bool(self.function):
+        if self.function not in (FUNCTIONS if self.operator == "experts" else ("",)):
             raise InvalidArgument(
-                "function", f"required one of {', '.join(functions[1:])}, got {self.function!r}"
+                "function", f"required one of {', '.join(FUNCTIONS)}, got {self.function!r}"
             )
 
     @property
     def gated(self) -> bool:
         """Whether the function multiplies the two halves of its rows."""
-        return self.function in map(gated, ACTIVATIONS)
+        return bool(self.function) and FUNCTIONS[self.function][1]
 
     @property
     def dispatches(self) -> bool:

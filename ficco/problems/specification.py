@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ficco.problems.scaling import CAST
+
 #: Bytes per element of the dtypes that a buffer can have.
 ITEMSIZES = {
     "float8_e4m3fn": 1,
@@ -22,8 +24,27 @@ ITEMSIZES = {
     "float64": 8,
 }
 
-#: The functions between the products of experts.
+#: The functions between the products of experts. ``ficco/compute/products.py`` computes them.
 ACTIVATIONS = ("relu", "silu", "gelu")
+
+
+def gated(activation: str) -> str:
+    """The name of the function of rows that applies an activation to the first half of the columns,
+    and multiplies the result by the second half (SwiGLU and its kind)."""
+    return f"{activation} gated"
+
+
+#: By the name of a function of rows, its activation, and whether that is gated.
+FUNCTIONS = {
+    **{name: (name, False) for name in ACTIVATIONS},
+    **{gated(name): (name, True) for name in ACTIVATIONS},
+}
+
+#: The function that makes the result of what the steps of attention give.
+MERGE = "merge"
+
+#: The functions that a place may apply.
+PLACED = (*FUNCTIONS, CAST, MERGE)
 
 #: Slot buffers begin at multiples of these bytes.
 ALIGNMENT = 512
@@ -166,12 +187,6 @@ class Contraction(NamedTuple):
     scales: tuple[Factors, ...] = ()
     bias: str = ""
     share: int = 0
-
-
-def gated(function: str) -> str:
-    """The name of the function of rows that applies another one to the first half of the columns,
-    and multiplies the result by the second half (SwiGLU and its kind)."""
-    return f"{function} gated"
 
 
 class Attention(NamedTuple):

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ficco.plan.model import Attending, Region, Signal, Step, Transfer
-from ficco.problems.attention import MERGE, SUMS, AttentionProblem, KeyGather
+from ficco.problems.attention import SUMS, AttentionProblem, KeyGather
 from ficco.problems.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
-from ficco.problems.specification import Specification
+from ficco.problems.specification import MERGE, Specification
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit, cut
