@@ -15,7 +15,6 @@ from ficco.compute.program import Call, Op, Program, in_turn
 from ficco.compute.ragged_blocks import filled, move_op, pick_op, product_op
 from ficco.compute.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
-from ficco.problems.products import Problem
 from ficco.problems.specification import FUNCTIONS
 
 
@@ -240,9 +239,9 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
 
     if not product.scales:
         return op
-    problem = program.plan.problem
-    assert isinstance(problem, Problem) and problem.scaling is not None
-    recipe, fast = problem.scaling.recipe, problem.scaling.fast_accum
+    scaling = program.plan.problem.scaling
+    assert scaling is not None
+    recipe, fast = scaling.recipe, scaling.fast_accum
     rows = places.batch(product.scales[0], product.batch, product.scale_stride)
     cols = places.view(product.scales[1])
     added = None if product.bias is None else places.view(product.bias)

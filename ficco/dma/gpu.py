@@ -1027,12 +1027,12 @@ class GpuEngine(StreamEngine):
         if why := self.driver.untiled:
             return why
         cut = schedule.pieces or self.world
-        pieces = cut if isinstance(cut, int) else len(cut)
-        most = pieces * (self.world - 1) + schedule.tail - 1
+        most = (cut if isinstance(cut, int) else len(cut)) * (self.world - 1) + schedule.tail - 1
         if most > MAX_GATES:
             return f"a product waits for at most {MAX_GATES} pieces, got {most}"
-        products = self.driver.tiled()
-        return products.serves(types_of(problem), TILED_PRODUCTS, problem.n, problem.k)
+        asked = problem.given.specification
+        types = types_of((*asked.operands[:2], asked.results[0]), problem.scaling)
+        return self.driver.tiled().serves(types, TILED_PRODUCTS, problem.n, problem.k)
 
     def copy_engines(self) -> int | None:
         return self.driver.copy_engines()

@@ -35,9 +35,9 @@ from ficco.heuristics.model import (
 )
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
-from ficco.plan import Planned
 from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
 from ficco.warn import warn_once
 
@@ -70,7 +70,7 @@ class Decision:
     schedule: Schedule
     source: str
     reason: str
-    problem: Planned | None = field(default=None, repr=False, compare=False)
+    problem: AnyProblem | None = field(default=None, repr=False, compare=False)
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
@@ -135,7 +135,7 @@ class Decision:
         family = family_of(problem)
         if problem.world == 1 or family.empty(problem):
             return None
-        machine = described(machine, problem.world // problem.hosts)
+        machine = described(machine, problem.local_world)
         if machine is None or lacking(machine, mode, problem.hosts):
             return None
         predict = self._predict or family.seconds
@@ -152,7 +152,7 @@ class Decision:
 
 
 def decide(
-    problem: Planned,
+    problem: AnyProblem,
     wanted: str | Schedule = "auto",
     *,
     machine: Machine | None = None,
@@ -194,7 +194,7 @@ def decide(
         if why := family.refusal(problem, given.schedule):
             raise ValueError(why)
         return given
-    default, local_world = family.default(problem, mode), problem.world // problem.hosts
+    default, local_world = family.default(problem, mode), problem.local_world
     if problem.world == 1:
         return decision("serial", "rule", "one rank has nothing to wait for")
     if family.empty(problem):
@@ -220,7 +220,7 @@ def decide(
     schedule, reason = _modelled(query)
     if asked != problem:
         reason += f" (simulated as {asked})"
-    if block := known.unmeasured(getattr(problem, "scaling", None)):
+    if block := known.unmeasured(problem.scaling):
         reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
     return decision(schedule, "model", reason)
 

@@ -13,9 +13,10 @@ from ficco.heuristics.losses import Losses, bounds, losses
 from ficco.heuristics.model import TIE, Predict
 from ficco.heuristics.rule import rule
 from ficco.machine import Machine
-from ficco.plan import Plan, Planned
+from ficco.plan import Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
@@ -47,12 +48,12 @@ SIMULATION_BUDGET = 320
 FEWEST, NEARLY_EQUAL = 3, 64
 
 
-def _no_result(problem: Planned) -> bool:
+def _no_result(problem: AnyProblem) -> bool:
     results = problem.specification.results
     return not any(rows * cols for one in results for rows, cols in one.shapes)
 
 
-def _no_turns(problem: Planned, nbytes: int) -> str:
+def _no_turns(problem: AnyProblem, nbytes: int) -> str:
     return (
         f"required none for {problem.operator}, whose steps do not take turns on staging, "
         f"got {nbytes}"
@@ -361,7 +362,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(problem: Planned) -> Family:
+def family_of(problem: AnyProblem) -> Family:
     """The family of a problem.
 
     Raises:
