@@ -270,9 +270,9 @@ def _exchanged_bytes(problem: AnyProblem, row_bytes: int) -> int:
     """Bytes that a rank has for another, as curves of collectives count them, in rows of so many;
     where ranks or blocks differ, those of the rank that has most to send or to receive."""
     peers, rows = range(problem.world), problem.specification.exchange.by_collective
-    sent = [sum(rows(i, j) for j in peers if j != i) for i in peers]
-    received = [sum(rows(i, j) for i in peers if i != j) for j in peers]
-    return round(max(*sent, *received) / max(problem.world - 1, 1) * row_bytes)
+    table = [[0 if i == j else rows(i, j) for j in peers] for i in peers]
+    most = max(map(sum, (*table, *zip(*table, strict=True))))
+    return round(most / max(problem.world - 1, 1) * row_bytes)
 
 
 def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
