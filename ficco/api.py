@@ -19,8 +19,8 @@ from ficco.heuristics import Decision, decide, where
 from ficco.machine import Machine
 from ficco.ops.operands import process_group
 from ficco.ops.refusals import tells_refusals
-from ficco.problems.products import MOST
 from ficco.problems.sizes import ASKABLE, problem_of
+from ficco.problems.specification import MOST
 from ficco.runtime.workspace import close as close_workspaces
 from ficco.runtime.workspace import workspace_of, workspaces
 from ficco.schedules import Schedule

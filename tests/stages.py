@@ -9,7 +9,7 @@ from functools import cached_property
 from ficco.plan import Plan, Step, Transfer
 from ficco.plan.model import Region
 from ficco.problems.products import Problem
-from ficco.problems.specification import Buffer, Contraction, Specification
+from ficco.problems.specification import AnyProblem, Buffer, Contraction, Specification
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherStage, GatherWorld
@@ -17,7 +17,7 @@ from ficco.schedules.scatter import ScatterStage, ScatterWorld
 
 
 @dataclass(frozen=True)
-class Chained:
+class Chained(AnyProblem):
     """``y = reduce_scatter(relu(all_gather(a) @ b) @ c)``: a [m/W, k], b [k, h], c [h, n]."""
 
     rows: tuple[int, ...]
@@ -28,7 +28,7 @@ class Chained:
     operator: str = "all_gather_matmul_reduce_scatter"
     hosts: int = 1
 
-    @property
+    @cached_property
     def world(self) -> int:
         return len(self.rows)
 

@@ -25,7 +25,7 @@ from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Region, Step, render
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
@@ -454,7 +454,7 @@ def test_other_schedules_are_refused() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
     asked = AttentionCase(16, causal=True, placement="head-tail").problem(4)
-    problem = AttentionGradient(asked) if backward else asked
+    problem = asked.gradient() if backward else asked
 
     def made(change: Any = lambda index, step: step) -> list[Plan]:
         found = attention_plans(problem, Schedule.parse("ring:pieces=2"))
@@ -770,7 +770,7 @@ def test_plans_of_gradients_are_proven(world: int, schedule: str) -> None:
     for case in cases(world):
         asked = replace(case, dtype="bfloat16").problem(world)
         for kept in (False, True):
-            made = attention_plans(AttentionGradient(asked, kept), Schedule.parse(schedule))
+            made = attention_plans(asked.gradient(kept), Schedule.parse(schedule))
             check(made)
             render(made[0])
             for plan in made if kept else ():  # gradients travel, and nothing else does
@@ -785,7 +785,7 @@ def test_wrong_plans_of_gradients_are_found() -> None:
     case = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
 
     def changed(change: Any) -> list[Plan]:
-        made = attention_plans(AttentionGradient(case.problem(4)), Schedule.parse("growing"))
+        made = attention_plans(case.problem(4).gradient(), Schedule.parse("growing"))
         check(made)
         made[1] = replace(made[1], steps=tuple(change(step) for step in made[1].steps))
         return made

@@ -18,8 +18,10 @@ from ranks import Failure, Rank, caught, ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
+from ficco.compute import products
 from ficco.ops import expert_rounds as ops
 from ficco.ops.routing import Routing, _check_experts, rounded
+from ficco.problems import specification
 
 SCHEDULES = (
     "auto",
@@ -224,6 +226,10 @@ def smooth(at: Rank, activation: str) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_activations_and_their_derivatives(activation: str) -> None:
     run(2, smooth, activation)
+
+
+def test_every_activation_has_functions() -> None:
+    assert tuple(products.ACTIVATIONS) == specification.ACTIVATIONS
 
 
 class Mixture(torch.nn.Module):

@@ -13,12 +13,12 @@ from ficco.heuristics.arrivals import last_arrival
 from ficco.heuristics.families import FAMILIES, family_of
 from ficco.machine import Machine, find
 from ficco.machine.flat import flat
-from ficco.plan import Planned
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, problem_of
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule
 
 WORLD = 4
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 SERIAL = Schedule.parse("serial")
 
 
-def problems() -> dict[str, Planned]:
+def problems() -> dict[str, AnyProblem]:
     """One of every operator, those of backwards among them."""
     found = {name: problem_of(name, WORLD, "bfloat16", sizes) for name, sizes in SIZES.items()}
     gathered, heads = found["all_gather_attention"], found["ulysses_attention"]
@@ -61,7 +61,7 @@ PROBLEMS = problems()
 
 
 def test_every_operator_has_a_family() -> None:
-    gradient = AttentionGradient(cast(AttentionProblem, PROBLEMS["all_gather_attention"]))
+    gradient = cast(AttentionProblem, PROBLEMS["all_gather_attention"]).gradient()
     assert ASKABLE.keys() == SIZES.keys() < FAMILIES.keys()
     covered = {one.operator for one in (*PROBLEMS.values(), gradient)}
     assert covered == FAMILIES.keys()

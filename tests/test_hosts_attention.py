@@ -31,7 +31,7 @@ from ficco.heuristics import decide
 from ficco.heuristics.families import BY_HEADS, GATHERED
 from ficco.machine import Machine, find
 from ficco.plan import Plan, Step, render
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import PLACEMENTS
 from ficco.proof import PlanError, check
@@ -44,12 +44,10 @@ SCHEDULES = [name for name in test_attention.SCHEDULES if "pull" not in name and
 # Plans.
 
 
-def asked(
-    case: AttentionCase, hosts: int, local: int
-) -> list[AttentionProblem | AttentionGradient]:
+def asked(case: AttentionCase, hosts: int, local: int) -> list[AttentionProblem]:
     """A call and its gradients, with and without what the forward keeps."""
     one = replace(case, dtype="bfloat16").problem(hosts * local, hosts)
-    return [one, replace(one, keeps=True), AttentionGradient(one), AttentionGradient(one, True)]
+    return [one, replace(one, keeps=True), one.gradient(), one.gradient(True)]
 
 
 @pytest.mark.parametrize(("hosts", "local"), TOPOLOGIES)
@@ -130,7 +128,7 @@ def test_what_no_query_of_a_host_attends_to_does_not_cross() -> None:
 
     def rows(backward: bool = False, kept: bool = False, **masks: Any) -> list[int]:
         problem = AttentionCase(16, **masks).problem(6, 3)
-        whole = AttentionGradient(problem, kept) if backward else problem
+        whole = problem.gradient(kept) if backward else problem
         made = attention_plans(whole, Schedule.parse("hetero-fused-1d:pieces=2"))
         check(made)
         return list(map(sent, made))
@@ -156,7 +154,7 @@ def test_what_no_query_of_a_host_attends_to_does_not_cross() -> None:
 
 def crossing(backward: bool, **masks: Any) -> list[Plan]:
     problem: Any = AttentionCase(16, dtype="bfloat16", **masks).problem(4, 2)
-    problem = AttentionGradient(problem) if backward else problem
+    problem = problem.gradient() if backward else problem
     found = attention_plans(problem, Schedule.parse("shard-overlap:pieces=2"))
     check(found)
     return found

@@ -22,21 +22,21 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3470, 1840),
+    "compute": (3460, 1820),
     "dma": (7220, 4050),
     "heuristics": (1630, 740),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1460, 650),
-    "nn": (2160, 1030),
+    "nn": (2170, 1030),
     "ops": (6040, 2790),
     "passes": (1930, 1150),
-    "plan": (960, 470),
-    "problems": (2440, 1110),
+    "plan": (930, 470),
+    "problems": (2440, 1100),
     "proof": (1810, 1250),
     "runtime": (1730, 1030),
-    "schedules": (4910, 3040),
-    "simulate": (1240, 820),
+    "schedules": (4900, 3030),
+    "simulate": (1230, 810),
     "tools": (13180, 7300),
     "__init__.py": (160, 50),
     "__main__.py": (10, 10),
@@ -53,7 +53,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "lines of the longest file": 1077,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 44,
-    "files that name hosts": 54,
+    "files that name hosts": 53,
     "files that name attention": 30,
     "files that name experts": 14,
     "files that name tiled": 23,
@@ -61,7 +61,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "calls of begin": 3,
     "autograd functions": 2,
     "copy steps": 11,
-    "isinstance of problems": 13,
+    "isinstance of problems": 0,
     "classes of decisions": 1,
 }
 #: Rooms that may name every capability.
@@ -79,7 +79,7 @@ PLACES = {
     "calls of begin": r"\bworkspace\.begin\(",
     "autograd functions": r"autograd\.Function\)",
     "copy steps": r'Step\(\s*"copy"',
-    "isinstance of problems": r"isinstance\((problem|asked|layer), ",
+    "isinstance of problems": r"isinstance\([^()]*\b(\w*Problem|Gathering|KeyGather|ExpertLayer)\b",
     "classes of decisions": r"class \w*Decision\b",
 }
 

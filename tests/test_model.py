@@ -349,9 +349,9 @@ def test_decomposition_of_the_product_by_hand() -> None:
         ("shard-overlap:pieces=2", (1 + 6) / 4),
         ("uniform-fused-1d", 4.0),  # a batch of four pieces of 256 rows, a tile for each
     ):
-        assert gemm_loss(plan(PROBLEM, Schedule.parse(name), 0), MACHINE) == pytest.approx(loss), (
-            name
-        )
+        assert gemm_loss(PROBLEM, plan(PROBLEM, Schedule.parse(name), 0), MACHINE) == pytest.approx(
+            loss
+        ), name
 
 
 def test_a_rank_that_has_nothing_to_multiply_loses_nothing() -> None:
@@ -392,7 +392,7 @@ def test_decomposition_of_what_scatters_by_hand() -> None:
             ("ring:pieces=1,tail=4", (3 * 4 + 4 * 4) / 16, 3 * copies + 3 * 3 * (copies - 1)),
         ):
             made = plan(asked, Schedule.parse(name), 0)
-            assert gemm_loss(made, MACHINE) == pytest.approx(gemm), name
+            assert gemm_loss(made.problem, made, MACHINE) == pytest.approx(gemm), name
             lost = (3 * copies + gaps) / (6 * copies) if gaps else 1.0
             assert copy_loss(made, slow) == pytest.approx(lost), (operator, name)
 
@@ -405,7 +405,7 @@ def test_a_product_that_adds_itself_reads_what_it_adds_to() -> None:
     busy = replace(MACHINE, gemm=slow)
     asked = Problem("matmul_reduce_scatter", (1024,) * 4, 512, 256, "bfloat16")
     plain, beta = (
-        gemm_loss(plan(asked, Schedule.parse(f"shard-overlap{more}"), 0), busy)
+        gemm_loss(asked, plan(asked, Schedule.parse(f"shard-overlap{more}"), 0), busy)
         for more in (":tail=4", ":tail=4,beta")
     )
     # The own product alone.

@@ -25,7 +25,14 @@ from ficco.plan import Plan, Product, Signal, Step, Transfer, in_parts, product_
 from ficco.plan.model import Region
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.problems.specification import Buffer, Contraction, Exchange, Factors, Specification
+from ficco.problems.specification import (
+    AnyProblem,
+    Buffer,
+    Contraction,
+    Exchange,
+    Factors,
+    Specification,
+)
 from ficco.proof import PlanError, check
 from ficco.runtime.program import compile
 from ficco.simulate import simulate
@@ -715,7 +722,7 @@ def test_a_step_does_not_run_on_the_lane_of_a_part() -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(AnyProblem):
     """What is asked of one rank, whatever it is."""
 
     specification: Specification

@@ -17,7 +17,6 @@ from ficco.compute.buffers import buffers_of
 from ficco.compute.products import release_of_torch
 from ficco.compute.program import Call, Op, Part, Program, in_turn
 from ficco.plan import Attending, Transfer
-from ficco.problems.attention import AttentionGradient, AttentionProblem
 from ficco.problems.mask import Documents, Rectangle, packed
 
 #: Merges parts, each with its log-sum-exp, into a result and, if that is given, its log-sum-exp.
@@ -56,16 +55,12 @@ class _Rectangles:
     """What an attend reads: each library's call, with where its operands are."""
 
     def __init__(self, program: Program, one: Attending) -> None:
-        problem, places = program.plan.problem, buffers_of(program)
-        if isinstance(problem, AttentionGradient):
-            problem = problem.forward
-        assert isinstance(problem, AttentionProblem)
+        (asked,), places = program.plan.problem.specification.attentions, buffers_of(program)
         first, keys = one.q.row, (one.first, one.first + one.kv.rows)
-        found = problem.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
+        found = asked.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
         #: In rows of the regions of queries and of keys.
         self.calls = LibraryCalls([each.moved(-first, -keys[0]) for each in found])
-        self.shape = 2, problem.batch, problem.kv_heads, problem.size
-        self.scale = problem.scale if problem.scale is not None else problem.size**-0.5
+        self.shape, self.scale = (2, *asked.heads), asked.scale
         self._q, self._kv = places.view(one.q), places.view(one.kv)
 
     def heads(self, call: Call) -> Heads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -15,33 +15,33 @@ from ficco.compute.program import Call, Op, Program, in_turn
 from ficco.compute.ragged_blocks import filled, move_op, pick_op, product_op
 from ficco.compute.scaled import BLOCK, multiply_scaled, quantize_into
 from ficco.plan import Product, Transfer
-from ficco.problems.products import Problem
-from ficco.problems.specification import gated
+from ficco.problems.specification import FUNCTIONS
 
 
-def _gate(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """A function of the first half of the columns, times the second half."""
-    gate, up = x.chunk(2, dim=-1)
-    return function(gate) * up
+class Activation(NamedTuple):
+    """An elementwise function: of a tensor, and into a result. ``derivative``: of the gradient of
+    the result and of the operand, the gradient of the operand."""
+
+    of: Callable[[torch.Tensor], torch.Tensor]
+    into: Callable[..., torch.Tensor]
+    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+_aten = torch.ops.aten
+#: By the names of :data:`ficco.problems.specification.ACTIVATIONS`.
+ACTIVATIONS = {
+    "relu": Activation(
+        torch.relu,
+        partial(torch.clamp_min, min=0),
+        partial(_aten.threshold_backward, threshold=0),
+    ),
+    "silu": Activation(functional.silu, _aten.silu.out, _aten.silu_backward),
+    "gelu": Activation(functional.gelu, _aten.gelu.out, _aten.gelu_backward),
+}
 #: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
 #: Applies a function, by its name, to rows, and leaves the result in others.
 Applies = Callable[[str, torch.Tensor, torch.Tensor], None]
-#: The functions that a place operation may apply, by name.
-FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-}
-FUNCTIONS |= {gated(name): partial(_gate, function) for name, function in FUNCTIONS.items()}
-#: The elementwise ones again, into a result.
-INTO: dict[str, Callable[..., torch.Tensor]] = {
-    "relu": partial(torch.clamp_min, min=0),
-    "silu": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
-}
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
 _ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
 _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck": "CK"}
@@ -161,13 +161,11 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
     """A function of x, in few passes over memory."""
-    if function in INTO:
-        INTO[function](x, out=out)
-        return
-    (name,) = (name for name in INTO if gated(name) == function)
-    gate, up = x.chunk(2, dim=-1)
-    INTO[name](gate, out=out)
-    out.mul_(up)
+    name, gates = FUNCTIONS[function]
+    gate, *up = x.chunk(1 + gates, dim=-1)
+    ACTIVATIONS[name].into(gate, out=out)
+    for factor in up:
+        out.mul_(factor)
 
 
 def place_op(program: Program, transfer: Transfer, applies: Applies = apply) -> Op:
@@ -239,9 +237,9 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
 
     if not product.scales:
         return op
-    problem = program.plan.problem
-    assert isinstance(problem, Problem) and problem.scaling is not None
-    recipe, fast = problem.scaling.recipe, problem.scaling.fast_accum
+    scaling = program.plan.problem.scaling
+    assert scaling is not None
+    recipe, fast = scaling.recipe, scaling.fast_accum
     rows = places.batch(product.scales[0], product.batch, product.scale_stride)
     cols = places.view(product.scales[1])
     added = None if product.bias is None else places.view(product.bias)

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ficco.plan import Plan
-from ficco.problems.products import Problem
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -53,7 +52,7 @@ def starts(
         return made
 
     problem, rank, transfer = plan.problem, plan.rank, plan.steps[step].transfer
-    assert isinstance(problem, Problem) and transfer is not None
+    assert transfer is not None
     # Libraries do not know float8; they move it as bytes.
     src, dst = (
         one.view(torch.uint8) if one.itemsize == 1 else one
@@ -61,11 +60,12 @@ def starts(
     )
     peers, world = range(problem.world), problem.world
     exchange = problem.specification.exchanges[plan.buffer[transfer.src.buffer].holds]
-    sizes = problem.rows if exchange.sums else [exchange.block(peer, rank) for peer in peers]
+    whose = [(rank, peer) if exchange.sums else (peer, rank) for peer in peers]
+    sizes = [exchange.by_collective(*pair) for pair in whose]
     rows = [slice(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
     nonempty = [root for root in range(world) if sizes[root]]
     sent = [exchange.block(rank, peer) for peer in peers]
-    kind = problem.kind.collective
+    kind = plan.steps[step].label
     if kind == "all-to-all" and sum(sent) > len(src):  # each peer gets the same
         kind = "all-gather"
     match kind:
@@ -79,7 +79,7 @@ def starts(
                 one = options(c10d.BroadcastOptions, rootRank=root)
                 yield partial(group.broadcast, [dst[rows[root]]], one)
         case "reduce-scatter":
-            if problem.equal:
+            if len(set(sizes)) == 1:
                 equal = options(c10d.ReduceScatterOptions)
                 yield partial(group._reduce_scatter_base, dst, src, equal)
                 return

@@ -23,7 +23,7 @@ import torch
 from ficco.compute.attention import attend_op, merge, merge_op
 from ficco.compute.buffers import buffers_of, gathered_rows
 from ficco.compute.heads import apply_op
-from ficco.compute.products import FUNCTIONS, add_up, library, matmul_op, place_op
+from ficco.compute.products import add_up, library, matmul_op, place_op
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.compute.ragged_blocks import filled, move_op
 from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
@@ -35,8 +35,7 @@ from ficco.dma.hosts import Hosts
 from ficco.dma.patience import Patience
 from ficco.errors import SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
-from ficco.problems.attention import MERGE
-from ficco.problems.scaling import CAST
+from ficco.problems.specification import MERGE, PLACED
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -370,7 +369,7 @@ class CpuEngine(Engine):
             capture=False,
             partial_signals=True,
             scaled=True,
-            functions=(*FUNCTIONS, CAST, MERGE),
+            functions=PLACED,
             network="gloo" if self._network is not None else "",
         )
 

@@ -27,7 +27,7 @@ import torch
 from ficco.compute.attention import attend_op, merge, merge_op, spans
 from ficco.compute.buffers import buffers_of, gathered_rows
 from ficco.compute.heads import apply_op
-from ficco.compute.products import FUNCTIONS, accumulation, add_up, apply, matmul_op, place_op
+from ficco.compute.products import accumulation, add_up, apply, matmul_op, place_op
 from ficco.compute.program import Call, Op, Part, Program, Slot, Symmetric
 from ficco.compute.ragged_blocks import by_copies, moves
 from ficco.compute.tiled.products import TileTypes
@@ -87,9 +87,9 @@ from ficco.hip_kernels.launch import (
     gates,
 )
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
-from ficco.problems.attention import MERGE
 from ficco.problems.products import Problem
-from ficco.problems.scaling import CAST, Scaling
+from ficco.problems.scaling import Scaling
+from ficco.problems.specification import MERGE, PLACED
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
@@ -1011,7 +1011,7 @@ class GpuEngine(StreamEngine):
             partial_signals=not self.driver.untiled,
             tiles=not self.driver.untiled,
             scaled=True,
-            functions=(*FUNCTIONS, CAST, MERGE),
+            functions=PLACED,
             network=self._network.name if self._network is not None else "",
         )
 
@@ -1027,12 +1027,12 @@ class GpuEngine(StreamEngine):
         if why := self.driver.untiled:
             return why
         cut = schedule.pieces or self.world
-        pieces = cut if isinstance(cut, int) else len(cut)
-        most = pieces * (self.world - 1) + schedule.tail - 1
+        most = (cut if isinstance(cut, int) else len(cut)) * (self.world - 1) + schedule.tail - 1
         if most > MAX_GATES:
             return f"a product waits for at most {MAX_GATES} pieces, got {most}"
-        products = self.driver.tiled()
-        return products.serves(types_of(problem), TILED_PRODUCTS, problem.n, problem.k)
+        asked = problem.given.specification
+        types = types_of((*asked.operands[:2], asked.results[0]), problem.scaling)
+        return self.driver.tiled().serves(types, TILED_PRODUCTS, problem.n, problem.k)
 
     def copy_engines(self) -> int | None:
         return self.driver.copy_engines()

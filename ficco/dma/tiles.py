@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,8 @@ from ficco.compute.tiled.products import Enqueue, TiledLaunch, TileScales, TileT
 from ficco.compute.tiled.worklist import RowSpan, Work
 from ficco.dma.driver import Driver, Lanes
 from ficco.plan import Plan, Signal, Step, product_rows
-from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
+from ficco.problems.specification import Buffer
 
 #: When pieces are expected: bytes per second of a link, and seconds before the first byte (4 H200).
 #: Tiles go in the order of arrival in any case; this says which of them are worth cutting.
@@ -56,13 +57,10 @@ def work_of(plan: Plan, step: Step) -> Work:
     )
 
 
-def types_of(problem: Problem) -> TileTypes:
-    """The dtypes of a problem's product."""
-    scaling = problem.scaling
-    if scaling is None:
-        return TileTypes.of(getattr(torch, problem.dtype))
-    a, b, out = (getattr(torch, name) for name in (problem.dtype, scaling.right, scaling.out))
-    return TileTypes(a, b, out, precise=not scaling.fast_accum)
+def types_of(buffers: Iterable[Buffer], scaling: Scaling | None) -> TileTypes:
+    """The dtypes of a product: of A, B and the result."""
+    a, b, out = (getattr(torch, buffer.dtype) for buffer in buffers)
+    return TileTypes(a, b, out, precise=scaling is not None and not scaling.fast_accum)
 
 
 class LaunchOrder:
@@ -141,9 +139,10 @@ class TiledStep:
         self._of_left = [places.view(product.scales[0]) for product in made if product.scales]
         self._of_right = places.view(made[0].scales[1]) if made[0].scales else None
         self._bias = places.view(made[0].bias) if made[0].bias else None
-        assert isinstance(plan.problem, Problem)
+        buffers = (plan.buffer[region.buffer] for region in made[0][:3])
+        self._types = types_of(buffers, plan.problem.scaling)
         self._driver, self._gates, self._words = driver, gates, words
-        self._late, self._types, self._work = late, types_of(plan.problem), work_of(plan, step)
+        self._late, self._work = late, work_of(plan, step)
         self._spare = SHARED_SPARE if driver.shared else 0
         self._order = order(driver)
         self._launches: dict[bool, TiledLaunch] = {}  # by whether the rows of B are contiguous

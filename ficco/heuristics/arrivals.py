@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ficco.machine import Machine
-from ficco.plan import Plan, Planned
+from ficco.plan import Plan
+from ficco.problems.specification import AnyProblem
 
 #: Bytes from each other rank, that all may travel at the same time.
 Received = Sequence[int]
@@ -42,7 +43,7 @@ def crossed(plan: Plan, machine: Machine) -> float:
     return network.latency + nbytes * network.sharing / network.bandwidth
 
 
-def received(problem: Planned, rank: int) -> list[Received]:
+def received(problem: AnyProblem, rank: int) -> list[Received]:
     """What a problem moves to a rank according to its specification: what the callers hold, then
     what is made of it."""
     asked, stages = problem.specification, list[Received]()

@@ -35,9 +35,8 @@ from ficco.heuristics.model import (
 )
 from ficco.heuristics.table import Candidate, Measured, table
 from ficco.machine import COLLECTIVES, Machine, tuned_key
-from ficco.plan import Planned
 from ficco.plan.amounts import seconds_text
-from ficco.problems.products import OPERATORS
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
 from ficco.warn import warn_once
 
@@ -70,7 +69,7 @@ class Decision:
     schedule: Schedule
     source: str
     reason: str
-    problem: Planned | None = field(default=None, repr=False, compare=False)
+    problem: AnyProblem | None = field(default=None, repr=False, compare=False)
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
@@ -108,7 +107,7 @@ class Decision:
                 queued=seconds["queued"],
                 idle=seconds.get("idle"),
                 share=bound / seconds["queued"],
-                losses=family.losses and family.losses(problem, schedule, machine, predict),
+                losses=family.losses(problem, schedule, machine, predict),
                 extra_bytes=family.plans(problem, schedule, [0])[0].extra_bytes,
             )
             for schedule, seconds in sorted(by_schedule.items(), key=lambda one: one[1][order])
@@ -135,7 +134,7 @@ class Decision:
         family = family_of(problem)
         if problem.world == 1 or family.empty(problem):
             return None
-        machine = described(machine, problem.world // problem.hosts)
+        machine = described(machine, problem.local_world)
         if machine is None or lacking(machine, mode, problem.hosts):
             return None
         predict = self._predict or family.seconds
@@ -152,7 +151,7 @@ class Decision:
 
 
 def decide(
-    problem: Planned,
+    problem: AnyProblem,
     wanted: str | Schedule = "auto",
     *,
     machine: Machine | None = None,
@@ -182,7 +181,7 @@ def decide(
         raise ValueError(f"mode: required one of {', '.join(MODES)}, got {mode!r}")
     if not isinstance(wanted, (str, Schedule)):
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
-    mode = family.eager if mode == "eager" else mode
+    mode = "queued" if mode == "eager" and not family.measured else mode
 
     def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
         if isinstance(schedule, str):
@@ -194,7 +193,7 @@ def decide(
         if why := family.refusal(problem, given.schedule):
             raise ValueError(why)
         return given
-    default, local_world = family.default(problem, mode), problem.world // problem.hosts
+    default, local_world = family.default(problem, mode), problem.local_world
     if problem.world == 1:
         return decision("serial", "rule", "one rank has nothing to wait for")
     if family.empty(problem):
@@ -202,7 +201,7 @@ def decide(
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
     # Entries are of one host.
-    if family.tuned and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
+    if family.measured and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, local_world)
     if known is None:
@@ -210,17 +209,16 @@ def decide(
         return decision(default, "fallback", f"{why}; {REMEDY}")
     if missing := lacking(known, mode, problem.hosts):
         lacks = f"machine {machine.name} lacks {', '.join(missing)}"
-        if family.rule and known.thresholds is not None:
-            schedule, reason = family.rule(problem, known)
-            return decision(schedule, "rule", f"{reason} ({lacks}; {REMEDY})")
-        lacks += " and thresholds" * bool(family.rule)
+        if ruled := family.rule(problem, known):
+            return decision(ruled[0], "rule", f"{ruled[1]} ({lacks}; {REMEDY})")
+        lacks += " and thresholds" * family.measured
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
     asked = family.rounded(problem)
     query = _Query(family, asked, known, mode, offers, predict or family.seconds)
     schedule, reason = _modelled(query)
     if asked != problem:
         reason += f" (simulated as {asked})"
-    if block := known.unmeasured(getattr(problem, "scaling", None)):
+    if block := known.unmeasured(problem.scaling):
         reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
     return decision(schedule, "model", reason)
 
@@ -273,7 +271,7 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
 def _modelled(query: _Query) -> tuple[Schedule, str]:
     """What the model takes, and why."""
     family, problem, machine, mode, *_ = query
-    scatters = problem.operator in OPERATORS and problem.kind.scatters
+    scatters = any(one.terms for one in problem.specification.exchanges.values())
     choice = choose(_compared(query), machine, mode, scatters, family.margin, family.tie)
     return choice.chosen.schedule, choice.reason
 

@@ -13,9 +13,10 @@ from ficco.heuristics.losses import Losses, bounds, losses
 from ficco.heuristics.model import TIE, Predict
 from ficco.heuristics.rule import rule
 from ficco.machine import Machine
-from ficco.plan import Plan, Planned
+from ficco.plan import Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
@@ -47,12 +48,7 @@ SIMULATION_BUDGET = 320
 FEWEST, NEARLY_EQUAL = 3, 64
 
 
-def _no_result(problem: Planned) -> bool:
-    results = problem.specification.results
-    return not any(rows * cols for one in results for rows, cols in one.shapes)
-
-
-def _no_turns(problem: Planned, nbytes: int) -> str:
+def _no_turns(problem: AnyProblem, nbytes: int) -> str:
     return (
         f"required none for {problem.operator}, whose steps do not take turns on staging, "
         f"got {nbytes}"
@@ -72,18 +68,9 @@ class Family:
         tie: share within which predictions are equal; the first of equal ones is taken.
         refusal: why a schedule cannot serve a problem; empty if it can.
         uncapped: why a cap of so many bytes on staging is refused; empty if it is not.
-        empty: whether a problem has nothing to compute.
         rounded: problem whose decision holds for this one, too.
-        eager: mode in which eager calls are predicted.
-        listed: schedules to compare, in place of ``compared``: those with a name or, for the offers
-            of an engine, those of ``auto``.
-        evened: problem with equal rows, and number of schedules to simulate with unequal rows.
-        tuned: whether machines have tuned entries.
-        rule: schedule and reason by a machine's thresholds.
-        predict: seconds of a call; None: of a simulation of all ranks.
-        parts: as :meth:`bounds`; None: by a simulation of serial.
-        losses: losses of a schedule.
-        movements: problems that move what a problem moves, one after the other.
+        measured: whether machines have tuned entries and thresholds of the paper's rule. Eager
+            calls of other problems are predicted as queued.
     """
 
     make: Callable[..., Sequence[Plan]]
@@ -93,17 +80,27 @@ class Family:
     tie: float = 0.0
     refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
     uncapped: Callable[[Any, int], str] = _no_turns
-    empty: Callable[[Any], bool] = _no_result
     rounded: Callable[[Any], Any] = lambda problem: problem
-    eager: str = "queued"
-    listed: Callable[[Any, Machine, Sequence[str] | None], list[Schedule]] | None = None
-    evened: Callable[[Any], tuple[Any, int]] = lambda problem: (problem, 0)
-    tuned: bool = False
-    rule: Callable[[Any, Machine], tuple[Schedule, str]] | None = None
-    predict: Predict | None = None
-    parts: Callable[[Any, Machine, Predict, str], dict[str, float]] | None = None
-    losses: Callable[[Any, Schedule, Machine, Predict], Losses] | None = None
-    movements: Callable[[Any], Sequence[Any]] = lambda problem: (problem,)
+    measured: bool = False
+
+    def empty(self, problem: Any) -> bool:
+        """Whether a problem has nothing to compute."""
+        results = problem.specification.results
+        return not any(rows * cols for one in results for rows, cols in one.shapes)
+
+    def evened(self, problem: Any) -> tuple[Any, int]:
+        """The problem with equal rows, and how many schedules to simulate with unequal rows."""
+        return problem, 0
+
+    def rule(self, problem: Any, machine: Machine) -> tuple[Schedule, str] | None:
+        """The schedule and the reason by a machine's thresholds, where it has some for these."""
+        return None
+
+    def losses(
+        self, problem: Any, schedule: Schedule, machine: Machine, predict: Predict
+    ) -> Losses | None:
+        """The losses of a schedule, where they have names."""
+        return None
 
     def plans(
         self,
@@ -127,8 +124,6 @@ class Family:
         self, problem: Any, machine: Machine, offers: Sequence[str] | None = None
     ) -> list[Schedule]:
         """The schedules to compare; with the offers of an engine, those that ``auto`` compares."""
-        if self.listed:
-            return self.listed(problem, machine, offers)
         named = map(Schedule.parse, self.compared)
         return [schedule for schedule in named if not self.refusal(problem, schedule)]
 
@@ -136,21 +131,17 @@ class Family:
         self, problem: Any, schedule: Schedule, machine: Machine, mode: str = "queued"
     ) -> float:
         """Simulated seconds of a call."""
-        if self.predict:
-            return self.predict(problem, schedule, machine, mode)
         return simulate(self.plans(problem, schedule), machine, mode).stop_s
 
     def received(self, problem: Any, rank: int) -> list[Received]:
         """Bytes that a rank gets, in stages."""
-        return [stage for part in self.movements(problem) for stage in received(part, rank)]
+        return received(problem, rank)
 
     def bounds(
         self, problem: Any, machine: Machine, mode: str, predict: Predict | None = None
     ) -> dict[str, float]:
         """Seconds of the parts of a call, with nothing else running, on the slowest rank: what is
         computed first, then what travels, by each mover that can move it."""
-        if self.parts:
-            return self.parts(problem, machine, predict or self.seconds, mode)
         plans = self.plans(problem, Schedule.parse(SERIAL))
         timeline = simulate(plans, machine, mode)
         spent = [
@@ -198,36 +189,67 @@ def movements(problem: Problem) -> tuple[Problem, ...]:
     return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
 
 
+class ProductFamily(Family):
+    """Products, of which machines have more figures."""
+
+    def empty(self, problem: Problem) -> bool:
+        return problem.flops == 0
+
+    def evened(self, problem: Problem) -> tuple[Problem, int]:
+        sizes = [size for row in problem.blocks for size in row] or problem.rows
+        alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
+        most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
+        return problem.evened, most
+
+    def schedules(
+        self, problem: Problem, machine: Machine, offers: Sequence[str] | None = None
+    ) -> list[Schedule]:
+        """Every named schedule, and the serial composition with the vendor's collective.
+
+        On a mesh they copy over all links at once, but for Async TP, which goes peer after peer.
+        Tiles that wait are left out where the machine has no figures for them.
+        """
+        if offers is not None:
+            compared = candidates(problem, machine, tuple(offers))
+            return [one for one in compared if predictable(one, problem, machine)]
+        named = [
+            schedule if name == "shard-overlap" else suited(schedule, problem, machine)
+            for name, schedule in NAMED.items()
+            if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
+        ]
+        return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
+
+    def rule(self, problem: Problem, machine: Machine) -> tuple[Schedule, str] | None:
+        if machine.thresholds is None:
+            return None
+        name, reason = rule(problem, machine.thresholds)
+        return suited(Schedule.parse(name), problem, machine), reason
+
+    def seconds(
+        self, problem: Problem, schedule: Schedule, machine: Machine, mode: str = "queued"
+    ) -> float:
+        return predict(problem, schedule, machine, mode)
+
+    def losses(
+        self, problem: Problem, schedule: Schedule, machine: Machine, predict: Predict
+    ) -> Losses:
+        return losses(problem, schedule, machine, predict)
+
+    def received(self, problem: Problem, rank: int) -> list[Received]:
+        return [stage for part in movements(problem) for stage in received(part, rank)]
+
+    def bounds(
+        self, problem: Problem, machine: Machine, mode: str, predict: Predict | None = None
+    ) -> dict[str, float]:
+        return bounds(problem, machine, predict or self.seconds, mode)
+
+
 def _product_plans(
-    problem: Problem,
-    schedule: Schedule,
-    ranks: Sequence[int] | None,
-    staging_bytes: int | None,
-    packs_columns: bool,
+    problem: Problem, schedule: Schedule, ranks: Sequence[int] | None, *how: Any
 ) -> list[Plan]:
-    how = staging_bytes, packs_columns
     if ranks is None:
         return plans(problem, schedule, *how)
     return [plan(problem, schedule, rank, *how) for rank in ranks]
-
-
-def _product_schedules(
-    problem: Problem, machine: Machine, offers: Sequence[str] | None
-) -> list[Schedule]:
-    """Every named schedule, and the serial composition with the vendor's collective.
-
-    On a mesh they copy over all links at once, but for Async TP, which goes peer after peer. Tiles
-    that wait are left out where the machine has no figures for them.
-    """
-    if offers is not None:
-        compared = candidates(problem, machine, tuple(offers))
-        return [one for one in compared if predictable(one, problem, machine)]
-    named = [
-        schedule if name == "shard-overlap" else suited(schedule, problem, machine)
-        for name, schedule in NAMED.items()
-        if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
-    ]
-    return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
 
 
 def _product_default(problem: Problem, mode: str) -> str:
@@ -239,19 +261,6 @@ def _product_default(problem: Problem, mode: str) -> str:
     return FALLBACK[mode]
 
 
-def _evened(problem: Problem) -> tuple[Problem, int]:
-    sizes = [size for row in problem.blocks for size in row] or problem.rows
-    alike = max(sizes) - min(sizes) <= max(sizes) // NEARLY_EQUAL
-    most = FEWEST if alike else max(SIMULATION_BUDGET // problem.world**2, FEWEST)
-    return problem.evened, most
-
-
-def _by_rule(problem: Problem, machine: Machine) -> tuple[Schedule, str]:
-    assert machine.thresholds is not None
-    name, reason = rule(problem, machine.thresholds)
-    return suited(Schedule.parse(name), problem, machine), reason
-
-
 def _columns(problem: Problem, nbytes: int) -> str:
     if not problem.kind.scatters:
         return ""
@@ -261,22 +270,13 @@ def _columns(problem: Problem, nbytes: int) -> str:
     )
 
 
-PRODUCTS = Family(
+PRODUCTS = ProductFamily(
     _product_plans,
     default=_product_default,
     tie=TIE,
     refusal=refusal,
     uncapped=_columns,
-    empty=lambda problem: problem.flops == 0,
-    eager="eager",
-    listed=_product_schedules,
-    evened=_evened,
-    tuned=True,
-    rule=_by_rule,
-    predict=predict,
-    parts=bounds,
-    losses=losses,
-    movements=movements,
+    measured=True,
 )
 
 # Attention.
@@ -361,7 +361,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(problem: Planned) -> Family:
+def family_of(problem: AnyProblem) -> Family:
     """The family of a problem.
 
     Raises:

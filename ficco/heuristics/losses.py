@@ -42,14 +42,12 @@ def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Pred
     assert machine.contention is not None
     none = Contention(1.0, 1.0, 1.0, 1.0, machine.contention.provenance)
     free = predict(problem, schedule, replace(machine, contention=none), "queued")
-    return Losses(gemm_loss(first, machine), copy_loss(first, machine), contended / free)
+    return Losses(gemm_loss(problem, first, machine), copy_loss(first, machine), contended / free)
 
 
-def gemm_loss(plan: Plan, machine: Machine) -> float:
+def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
     """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
     where a table has no rows for it."""
-    problem = plan.problem
-    assert isinstance(problem, Problem)
     gemm = machine.products(problem.scaling)
     assert gemm is not None
     rows = problem.product_rows(plan.rank)

@@ -14,7 +14,7 @@ from math import ceil, exp, inf, log
 from typing import Annotated, Any
 
 from ficco.problems.products import ITEMSIZE, Problem
-from ficco.problems.scaling import SCALED, Scaling
+from ficco.problems.scaling import SCALED, Scaling, name_of
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,12 @@ class Tuned:
     provenance: Provenance
     blocks: tuple[tuple[Size, ...], ...] = ()
 
+    scaling = None  # whose name is that of the dtype
+
 
 def tuned_key(one: Tuned | Problem) -> tuple[object, ...]:
     """What an entry is looked up by."""
-    kind = one.kind_of_operands if isinstance(one, Problem) else one.dtype
+    kind = name_of(one.dtype, one.scaling)
     return one.operator, tuple(one.rows), one.n, one.k, kind, tuple(one.blocks)
 
 

@@ -28,7 +28,7 @@ from ficco.problems.products import OPERATORS
 from ficco.runtime.invoke import Invocation, begin, new_kind, program_of
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
-from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, pieces_of
+from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 
 #: What errors and the board call it.
 NAME = "arriving"
@@ -153,14 +153,11 @@ def arriving(
     except BaseException as error:
         workspace.end(error)
         raise
-    problem = program.plan.problem
-    assert isinstance(problem, Gathering)
-    first, last = problem.product.offsets[engine.rank : engine.rank + 2]
     found = Arriving(
         engine.rows(program, call),
         engine.words(program, call),
         pieces_of(program.plan),
-        (first, last),
+        own_rows(program.plan),
         lambda piece: engine.await_rows(program, call, piece),
     )
     workspace.block_open, outcome = True, None

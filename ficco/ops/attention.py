@@ -25,7 +25,7 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import check_traced, under_autocast
 from ficco.options import Options
 from ficco.plan import Plan
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
@@ -142,7 +142,7 @@ class AttentionCall(Invocation):
         facts: dict[str, Any] = {**self.asked, "hosts": engine.hosts.count}
         facts |= {"symmetric": source is not None, "keeps": self.gathers}
         forward = AttentionProblem(*sizes, dtype, **facts)
-        problem = forward if self.of is None else AttentionGradient(forward, self.kept is not None)
+        problem = forward if self.of is None else forward.gradient(self.kept is not None)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
         chosen = decision.schedule

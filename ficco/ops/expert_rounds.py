@@ -17,9 +17,9 @@ d down       function(hidden).T @ dY for each expert, with hidden that it kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from ficco.compute.products import FUNCTIONS
+from ficco.compute.products import ACTIVATIONS
 from ficco.compute.program import Call, Filled, Groups
 from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
 from ficco.dma.engine import Engine
@@ -40,7 +40,7 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
 from ficco.options import Options
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
-from ficco.problems.specification import gated
+from ficco.problems.specification import FUNCTIONS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
@@ -51,13 +51,6 @@ NAME = "experts"
 
 #: Layers of calls: few kinds of them.
 _known = lru_cache(maxsize=256)(ExpertLayer)
-
-#: The gradients of the functions' operands, of those of their results and of the operands.
-DERIVATIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "relu": partial(torch.ops.aten.threshold_backward, threshold=0),
-    "silu": torch.ops.aten.silu_backward,
-    "gelu": torch.ops.aten.gelu_backward,
-}
 
 
 class ExpertCall(NamedTuple):
@@ -156,12 +149,13 @@ def _derived(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A function of rows, and the gradient of these of that of the result. Autograd does not record
     inside operators."""
-    if function in DERIVATIVES:
-        return FUNCTIONS[function](hidden), DERIVATIVES[function](grad, hidden)
-    name = next(name for name in DERIVATIVES if gated(name) == function)
+    name, gates = FUNCTIONS[function]
+    activation = ACTIVATIONS[name]
+    if not gates:
+        return activation.of(hidden), activation.derivative(grad, hidden)
     gate, rest = hidden.chunk(2, 1)
-    through = FUNCTIONS[name](gate)
-    of_gate = DERIVATIVES[name](grad * rest, gate)
+    through = activation.of(gate)
+    of_gate = activation.derivative(grad * rest, gate)
     return through * rest, torch.cat([of_gate, grad * through], 1)
 
 

@@ -28,10 +28,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ficco.problems.mask import LibraryCall
-from ficco.problems.specification import ALIGNMENT, Buffer, Specification
+from ficco.problems.specification import ALIGNMENT, AnyProblem, Buffer
 
 #: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
 OPS = (
@@ -238,7 +238,7 @@ class Step(NamedTuple):
             ``"collective"``, the library's, which does the whole exchange, or ``"call"``, what the
             caller does with rows as they arrive (:func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
-        label: what the step does, for human readers.
+        label: what the step does, for human readers; of a collective its name.
         waits: signals waited for before the operation.
         posts: signals posted once the operation is complete.
         clears: words reset to 0 after the waits.
@@ -294,27 +294,6 @@ def unknown(step: Step, reader: str) -> NotImplementedError:
     )
 
 
-class Planned(Protocol):
-    """What Plans are made for: a :class:`ficco.problems.products.Problem`, or several that follow
-    each other."""
-
-    @property
-    def operator(self) -> str:
-        """What is called, for errors."""
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts that the ranks are on, in their order."""
-
-    @property
-    def specification(self) -> Specification:
-        """What is to be computed."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """What one rank does.
@@ -328,7 +307,7 @@ class Plan:
             place.
     """
 
-    problem: Planned
+    problem: AnyProblem
     schedule: str
     rank: int
     steps: tuple[Step, ...]

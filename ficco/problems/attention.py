@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from ficco.errors import InvalidArgument
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment, Span, merged
 from ficco.problems.products import Problem, digest
-from ficco.problems.specification import Attention, Buffer, Exchange, Specification
-
-#: Dtypes that libraries' attention has, with the dtype of its sums.
-SUMS = {
-    "bfloat16": "float32",
-    "float16": "float32",
-    "float32": "float32",
-    "float64": "float64",
-}
-
-
-#: The function that makes the result of what the steps of attention give.
-MERGE = "merge"
+from ficco.problems.specification import (
+    MERGE,
+    AnyProblem,
+    Attention,
+    Buffer,
+    Exchange,
+    Specification,
+    check_name,
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class KeyGather(Problem):
 
 
 @dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(AnyProblem):
     """Attention of every rank's queries to the keys and values of all ranks.
 
     Attributes:
@@ -84,6 +80,8 @@ class AttentionProblem:
         keeps: the rows of KV that a rank gets, its own among them, are a second result.
         ring: rows go from each rank to the next one, so that every rank gets all.
         hosts: how many hosts the ranks are on, each with as many, which follow each other.
+        backward: whether it is the gradient.
+        kept: of a gradient, the rows of KV that a rank has got are an operand.
 
     Raises:
         ValueError: a value is wrong, or they do not fit together.
@@ -106,29 +104,19 @@ class AttentionProblem:
     keeps: bool = False
     ring: bool = False
     hosts: int = 1
+    backward: bool = False
+    kept: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in SUMS:
-            raise NotImplementedError(
-                f"dtype {self.dtype} is not served; use one of {', '.join(SUMS)}"
-            )
-        for name in ("world", "batch", "heads", "kv_heads", "size"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(name, f"required at least 1, got {getattr(self, name)}")
-        if self.hosts < 1 or self.world % self.hosts:
-            raise InvalidArgument(
-                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
-            )
+        sizes = "world", "batch", "heads", "kv_heads", "size"
+        self._check(self.dtype, 1, ((name, getattr(self, name)) for name in sizes))
         if self.heads % self.kv_heads:
             raise InvalidArgument(
                 "kv_heads",
                 f"required a number of heads that divides the {self.heads} of q, got "
                 f"{self.kv_heads}; repeat them",
             )
-        if self.placement not in PLACEMENTS:
-            raise InvalidArgument(
-                "placement", f"required one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
-            )
+        check_name("placement", self.placement, PLACEMENTS)
         if self.placement == "head-tail" and self.rows % 2:
             raise InvalidArgument(
                 "q",
@@ -157,9 +145,13 @@ class AttentionProblem:
                 f"required a batch of 1 with packed sequences, got {self.batch}; pack them all",
             )
 
-    @property
+    @cached_property
     def operator(self) -> str:
-        return "all_gather_attention"
+        return "all_gather_attention" + "_backward" * self.backward
+
+    def gradient(self, kept: bool = False) -> AttentionProblem:
+        """The gradients of the call."""
+        return replace(self, backward=True, kept=kept)
 
     @property
     def length(self) -> int:
@@ -206,11 +198,9 @@ class AttentionProblem:
         attend to, or those of any rank for which it gets the rows from another host."""
         if self.ring:
             return 0, self.rows
-        local = self.world // self.hosts
-        host, place = divmod(dst, local)
         readers: Iterable[int] = [dst]
-        if src // local != host and src % local == place:
-            readers = range(host * local, (host + 1) * local)
+        if self.host(src) != self.host(dst) and self.on_host(self.host(dst), src) == dst:
+            readers = self.ranks_of(self.host(dst))
         queries = [one for rank in readers for one in self.segments[rank]]
         seen = self.seen(queries, self.segments[src])
         return (seen[0][0], seen[-1][1]) if seen else (0, 0)
@@ -250,23 +240,67 @@ class AttentionProblem:
         mine = clipped(self.segments[rank], queries)
         return self.mask.rectangles(mine, clipped(self.landed[rank], keys))
 
+    @property
+    def score_scale(self) -> float:
+        """By what scores are multiplied."""
+        return self.size**-0.5 if self.scale is None else self.scale
+
+    def senders(self, rank: int, first: int, last: int) -> int:
+        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
+        r; 0 if some attend to a part of them."""
+        own = self.keys.lands(rank, rank)
+        first, last, found = first - own, last - own, 0
+        for other in range(self.world):
+            begin, end = self.keys.spans[rank][other]
+            if begin <= first and last <= end:
+                found |= 1 << other
+            elif begin < last and first < end:
+                return 0
+        return found
+
     @cached_property
     def specification(self) -> Specification:
+        """Of the gradient, what comes back has a place for each rank that may attend to it."""
         shapes = ((self.rows, self.kv_cols),) * self.world
         wide = ((self.rows, self.q_cols),) * self.world
         kv = Buffer("kv", "KV", self.dtype, shapes, "operand", self.symmetric, leaves=True)
         exchange = Exchange(self.keys.block, self.keys.leaves, self.keys.lands)
         landed = tuple(map(self.keys.product_rows, range(self.world)))
+        q, out = (Buffer(name, name.upper(), self.dtype, wide, "operand") for name in ("q", "o"))
+        heads = self.batch, self.kv_heads, self.size
+        how = landed, self.needs, self.rectangles, heads, self.score_scale
+        if not self.backward:
+            out = out._replace(name="out", memory="result")
+            return Specification(
+                operands=(kv, q),
+                results=(out, *([self.landing("result")] if self.keeps else [])),
+                contractions=(),
+                exchanges={"KV": exchange},
+                functions={(MERGE, "parts of O"): "O"},
+                attentions=(Attention("Q", "KV", "parts of O", *how),),
+            )
+        keys = self.keys
+        first = tuple(keys.lands(rank, rank) for rank in range(self.world))
+        back = Exchange(
+            block=lambda src, dst: keys.block(dst, src),
+            leaves=lambda src, dst: keys.lands(dst, src),
+            lands=lambda src, dst: keys.number(dst, dst, keys.leaves(dst, src)),
+            sums=True,
+            terms=True,
+            senders=self.senders,
+        )
         return Specification(
-            operands=(kv, Buffer("q", "Q", self.dtype, wide, "operand")),
+            operands=(
+                *(self.landing("operand") if self.kept else kv, q, out),
+                out._replace(name="grad", holds="dO"),
+            ),
             results=(
-                Buffer("out", "O", self.dtype, wide, "result"),
-                *([self.landing("result")] if self.keeps else []),
+                out._replace(name="dq", holds="dQ", memory="result"),
+                Buffer("dkv", "dKV", self.dtype, shapes, "result", first=first),
             ),
             contractions=(),
-            exchanges={"KV": exchange},
-            functions={(MERGE, "parts of O"): "O"},
-            attentions=(Attention("Q", "KV", "parts of O", landed, self.needs),),
+            exchanges={"dKV": back} if self.kept else {"KV": exchange, "dKV": back},
+            attentions=(Attention("Q", "KV", "dQ", *how, back="dKV"),),
         )
 
     def __str__(self) -> str:
@@ -278,7 +312,7 @@ class AttentionProblem:
         flags += [self.placement] if self.placement != PLACEMENTS[0] else []
         flags += [f"scale={self.scale}"] if self.scale is not None else []
         flags += [f"{self.hosts} hosts"] if self.hosts > 1 else []
-        flags += [name for name in ("symmetric", "keeps", "ring") if getattr(self, name)]
+        flags += [name for name in ("symmetric", "keeps", "ring", "kept") if getattr(self, name)]
         return (
             f"{self.operator}({batch}sequence={self.length} ({self.rows} x {self.world} ranks), "
             f"{self.heads} heads{shared}, size={self.size}, {', '.join(flags)})"
@@ -305,80 +339,3 @@ def clipped(segments: Sequence[Segment], rows: Span) -> list[Segment]:
     """Those segments, or parts of them, that are in some rows."""
     parts = [one.clipped(rows) for one in segments]
     return [one for one in parts if one.length]
-
-
-@dataclass(frozen=True)
-class AttentionGradient:
-    """The gradients of a call of attention.
-
-    Attributes:
-        forward: the call.
-        kept: the rows of KV that a rank has got are an operand.
-    """
-
-    forward: AttentionProblem
-    kept: bool = False
-
-    @property
-    def operator(self) -> str:
-        return f"{self.forward.operator}_backward"
-
-    @property
-    def world(self) -> int:
-        return self.forward.world
-
-    @property
-    def hosts(self) -> int:
-        return self.forward.hosts
-
-    @property
-    def keys(self) -> KeyGather:
-        return self.forward.keys
-
-    def senders(self, rank: int, first: int, last: int) -> int:
-        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
-        r; 0 if some attend to a part of them."""
-        own = self.keys.lands(rank, rank)
-        first, last, found = first - own, last - own, 0
-        for other in range(self.world):
-            begin, end = self.keys.spans[rank][other]
-            if begin <= first and last <= end:
-                found |= 1 << other
-            elif begin < last and first < end:
-                return 0
-        return found
-
-    @cached_property
-    def specification(self) -> Specification:
-        """What comes back has a place for each rank that may attend to it."""
-        asked, keys = self.forward.specification, self.keys
-        kv, q = asked.operands
-        (out,), (made,) = asked.results, asked.attentions
-        travels = {} if self.kept else asked.exchanges
-        given = [
-            out._replace(name=name, holds=holds, memory="operand")
-            for name, holds in (("o", "O"), ("grad", "dO"))
-        ]
-        first = tuple(keys.lands(rank, rank) for rank in range(self.world))
-        dkv = kv._replace(memory="result", symmetric=False, leaves=False, first=first)
-        return Specification(
-            operands=(self.forward.landing("operand") if self.kept else kv, q, *given),
-            results=(out._replace(name="dq", holds="dQ"), dkv._replace(name="dkv", holds="dKV")),
-            contractions=(),
-            exchanges={
-                **travels,
-                "dKV": Exchange(
-                    block=lambda src, dst: keys.block(dst, src),
-                    leaves=lambda src, dst: keys.lands(dst, src),
-                    lands=lambda src, dst: keys.number(dst, dst, keys.leaves(dst, src)),
-                    sums=True,
-                    terms=True,
-                    senders=self.senders,
-                ),
-            },
-            attentions=(made._replace(out="dQ", back="dKV"),),
-        )
-
-    def __str__(self) -> str:
-        text = str(self.forward).replace(self.forward.operator, self.operator, 1)
-        return text.removesuffix(")") + ", kept" * self.kept + ")"

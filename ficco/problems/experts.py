@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ficco.errors import InvalidArgument
-from ficco.problems.products import ITEMSIZE, MOST, MOST_RANKS
 from ficco.problems.specification import (
-    ACTIVATIONS,
+    FUNCTIONS,
+    AnyProblem,
     Buffer,
     Contraction,
     Exchange,
     Specification,
-    gated,
+    check_name,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ EXPERT_OPERATORS = {
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class ExpertLayer(AnyProblem):
     """The experts of all ranks, applied to tokens in blocks of a fixed capacity::
 
         hidden[e] = a[e] @ b[e];  out[e] = function(hidden[e]) @ c[e]    for each expert e
@@ -87,39 +87,18 @@ class ExpertLayer:
     hosts: int = 1
 
     def __post_init__(self) -> None:
-        if self.operator not in EXPERT_OPERATORS:
-            known = ", ".join(EXPERT_OPERATORS)
-            raise InvalidArgument("operator", f"required one of {known}, got {self.operator!r}")
-        if self.dtype not in ITEMSIZE:
-            raise NotImplementedError(
-                f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
-            )
-        for name, least, most in (
-            ("world", 1, MOST_RANKS),
-            ("experts", 1, MOST),
-            ("capacity", 1, MOST),
-            ("k", 0, MOST),
-            ("h", 0, MOST),
-            ("n", 0, MOST),
-        ):
-            if not least <= getattr(self, name) <= most:
-                bounds = f"{least} to {most}"
-                raise InvalidArgument(name, f"required {bounds}, got {getattr(self, name)}")
-        if self.hosts < 1 or self.world % self.hosts:
+        check_name("operator", self.operator, EXPERT_OPERATORS)
+        for least, sizes in ((1, ("world", "experts", "capacity")), (0, "khn")):
+            self._check(self.dtype, least, ((name, getattr(self, name)) for name in sizes))
+        if self.function not in (FUNCTIONS if self.operator == "experts" else ("",)):
             raise InvalidArgument(
-                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
-            )
-        functions = ("", *ACTIVATIONS, *map(gated, ACTIVATIONS))
-        whole = self.operator == "experts"
-        if self.function not in functions or whole != bool(self.function):
-            raise InvalidArgument(
-                "function", f"required one of {', '.join(functions[1:])}, got {self.function!r}"
+                "function", f"required one of {', '.join(FUNCTIONS)}, got {self.function!r}"
             )
 
     @property
     def gated(self) -> bool:
         """Whether the function multiplies the two halves of its rows."""
-        return self.function in map(gated, ACTIVATIONS)
+        return bool(self.function) and FUNCTIONS[self.function][1]
 
     @property
     def dispatches(self) -> bool:
@@ -192,24 +171,17 @@ class ExpertLayer:
         contractions, exchanges = [], {}
         parts = self.experts if world > 1 else 1  # that land as they leave
         rows = self.experts * self.capacity // parts
+        exchange = partial(Exchange, lambda src, dst: rows, parts=parts)
         if self.dispatches:
-            exchanges["A"] = Exchange(
-                lambda src, dst: rows,
-                lambda src, dst: self.leaving(dst),
-                lambda src, dst: self.landing(src),
-                parts=parts,
-                leaves_apart=self.capacity,
-                lands_apart=self.apart,
+            leaves, lands = lambda src, dst: self.leaving(dst), lambda src, dst: self.landing(src)
+            exchanges["A"] = exchange(
+                leaves, lands, leaves_apart=self.capacity, lands_apart=self.apart
             )
             contractions.append(Contraction("A", "B", "A @ B", (self.k,) * world, share=self.apart))
         if self.combines:
-            exchanges["H @ C"] = Exchange(
-                lambda src, dst: rows,
-                lambda src, dst: self.landing(dst),
-                lambda src, dst: self.home(src),
-                parts=parts,
-                leaves_apart=self.apart,
-                lands_apart=self.capacity,
+            leaves, lands = lambda src, dst: self.landing(dst), lambda src, dst: self.home(src)
+            exchanges["H @ C"] = exchange(
+                leaves, lands, leaves_apart=self.apart, lands_apart=self.capacity
             )
             contractions.append(Contraction("H", "C", "H @ C", (self.h,) * world, share=self.apart))
         return Specification(

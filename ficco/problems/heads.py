@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from ficco.errors import InvalidArgument
-from ficco.problems.attention import SUMS, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import (
     BACKWARD_PRODUCTS,
     FORWARD_PRODUCTS,
@@ -21,7 +21,15 @@ from ficco.problems.mask import (
     Rectangle,
     Segment,
 )
-from ficco.problems.specification import Application, Buffer, Exchange, Rows, Specification
+from ficco.problems.specification import (
+    SUMS,
+    AnyProblem,
+    Application,
+    Buffer,
+    Exchange,
+    Rows,
+    Specification,
+)
 
 #: What a forward keeps for its gradient, apart from the log-sum-exp: nothing, since there is none;
 #: the heads that have arrived; or the shards, which travel again.
@@ -41,7 +49,7 @@ def keys_of(rank: int, world: int, heads: int, kv_heads: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class HeadsProblem:
+class HeadsProblem(AnyProblem):
     """What one call asks, equal on every rank of the group.
 
     Attributes:
@@ -57,6 +65,8 @@ class HeadsProblem:
     backward: bool = False
     saves: str = ""
 
+    operator = "ulysses_attention"
+
     def __post_init__(self) -> None:
         if self.attention.heads % self.world:
             raise InvalidArgument(
@@ -65,15 +75,11 @@ class HeadsProblem:
                 f"{self.attention.heads}; use fewer ranks, or ficco.all_gather_attention",
             )
 
-    @property
-    def operator(self) -> str:
-        return "ulysses_attention"
-
-    @property
+    @cached_property
     def world(self) -> int:
         return self.attention.world
 
-    @property
+    @cached_property
     def hosts(self) -> int:
         return self.attention.hosts
 
@@ -135,13 +141,6 @@ class HeadsProblem:
         return asked.mask.rectangles(
             *(tuple(asked.mask.segments([Segment(0, 0, asked.length)])),) * 2
         )
-
-    def flops(self, first: int, last: int) -> float:
-        """Floating-point operations for some heads of queries."""
-        pairs = sum(one.pairs for one in self.rectangles)
-        products = BACKWARD_PRODUCTS if self.backward else FORWARD_PRODUCTS
-        width = self.attention.batch * self.attention.size
-        return 2.0 * products * pairs * width * (last - first)
 
     def calls(self, first: int, last: int) -> tuple[LibraryCall, ...]:
         """Those of a library for some heads of queries."""
@@ -236,6 +235,10 @@ class HeadsProblem:
                     self.function,
                     tuple(map(self._applied, self.inputs)),
                     tuple(map(self._applied, self.outs)),
+                    self.rectangles,
+                    (self.attention.batch, self.attention.size),
+                    self.attention.score_scale,
+                    self.alike,
                 ),
             ),
         )

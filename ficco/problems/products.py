@@ -23,19 +23,18 @@ from ficco.problems.scaling import (
 )
 from ficco.problems.specification import (
     ITEMSIZES,
+    SUMS,
+    AnyProblem,
     Buffer,
     Contraction,
     Exchange,
     Factors,
     Specification,
+    check_name,
 )
 
 #: Bytes per element of the supported dtypes of operands without scales.
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-#: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
-#: mistyped numbers would overflow, or keep a planner busy for hours.
-MOST, MOST_RANKS = 1 << 40, 1024
+ITEMSIZE = {name: ITEMSIZES[name] for name in SUMS}
 
 
 class Operator(NamedTuple):
@@ -70,7 +69,7 @@ OPERATORS = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(AnyProblem):
     """One matrix product, and the exchange of its left operand or of its result.
 
     Attributes:
@@ -108,32 +107,17 @@ class Problem:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        if self.operator not in OPERATORS:
-            raise InvalidArgument(
-                "operator", f"required one of {', '.join(OPERATORS)}, got {self.operator!r}"
-            )
+        check_name("operator", self.operator, OPERATORS)
         if self.scaling is not None:
             self._check_scaling(self.scaling)
         elif self.dtype in FAMILIES:
             raise ValueError(
                 f"dtype: required scales for {self.dtype}, got none; pass scale_a and scale_b"
             )
-        elif self.dtype not in ITEMSIZE:
-            raise NotImplementedError(
-                f"dtype {self.dtype} is not served; use one of {', '.join(ITEMSIZE)}"
-            )
         if not self.rows:
             raise InvalidArgument("rows", "required one number per rank, got none")
-        if self.world > MOST_RANKS:
-            raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {self.world}")
-        for name, size in [*(("rows", r) for r in self.rows), ("n", self.n), ("k", self.k)]:
-            if not 0 <= size <= MOST:
-                bounds = "at least 0" if size < 0 else f"at most {MOST}"
-                raise InvalidArgument(name, f"required a size of {bounds}, got {size}")
-        if self.hosts < 1 or self.world % self.hosts:
-            raise InvalidArgument(
-                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
-            )
+        sizes = *(("rows", rows) for rows in self.rows), ("n", self.n), ("k", self.k)
+        self._check(self.dtype, 0, sizes)
         square = all(len(row) == self.world for row in (self.blocks, *self.blocks))
         if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
@@ -153,10 +137,7 @@ class Problem:
             )
 
     def _check_scaling(self, scaling: Scaling) -> None:
-        if scaling.recipe not in RECIPES:
-            raise InvalidArgument(
-                "recipe", f"required one of {', '.join(RECIPES)}, got {scaling.recipe!r}"
-            )
+        check_name("recipe", scaling.recipe, RECIPES)
         if needs := scaling.rules.needs:
             raise NotImplementedError(
                 f"the recipe {scaling.recipe} needs {needs}, which no engine serves yet; quantize "
@@ -194,10 +175,7 @@ class Problem:
                 )
 
     def _check_cast(self, scaling: Scaling) -> None:
-        if scaling.source not in RESULTS:
-            raise InvalidArgument(
-                "source", f"required one of {', '.join(RESULTS)}, got {scaling.source}"
-            )
+        check_name("source", scaling.source, RESULTS)
         if scaling.recipe not in CASTS:
             raise NotImplementedError(
                 f"quantize: required one of {', '.join(CASTS)}, got {scaling.recipe!r}: one factor "
@@ -233,28 +211,6 @@ class Problem:
     def world(self) -> int:
         """Number of ranks."""
         return len(self.rows)
-
-    @cached_property
-    def local_world(self) -> int:
-        """Number of ranks on a host."""
-        return self.world // self.hosts
-
-    def host(self, rank: int) -> int:
-        """The host of a rank."""
-        return rank // self.local_world
-
-    def ranks_of(self, host: int) -> range:
-        """The ranks of a host."""
-        return range(host * self.local_world, (host + 1) * self.local_world)
-
-    def hosts_ahead(self, rank: int, other: int) -> int:
-        """How many hosts further another rank is, counted modulo their number."""
-        return (self.host(other) - self.host(rank)) % self.hosts
-
-    def on_host(self, host: int, rank: int) -> int:
-        """The rank with another's place on a host, counted modulo their number. These ranks are a
-        rail: of each host the one that exchanges with those of the others."""
-        return host % self.hosts * self.local_world + rank % self.local_world
 
     @cached_property
     def m(self) -> int:
@@ -371,7 +327,8 @@ class Problem:
             results.append(self.gathered("result"))
         exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
         if kind.sums:  # each rank has the whole product
-            exchange = Exchange(self._whole, self._start, self._start, sums=True, terms=True)
+            sums: dict[str, Any] = {"sums": True, "terms": True, "added": self.block}
+            exchange = Exchange(self._whole, self._start, self._start, **sums)
         contraction = Contraction("A", "B", product, tuple(map(self.b_rows, ranks)), kind.inner)
         asked = Specification(
             operands=(a, b),

@@ -13,13 +13,10 @@ from ficco.problems.attention import AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import PLACEMENTS
-from ficco.problems.products import MOST, MOST_RANKS, OPERATORS, Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import operands_of
-from ficco.problems.specification import ACTIVATIONS
+from ficco.problems.specification import ACTIVATIONS, MOST, MOST_RANKS, AnyProblem, check_name
 from ficco.problems.specification import gated as named_gated
-
-#: A problem that sizes describe.
-Asked = Problem | AttentionProblem | HeadsProblem | ExpertLayer
 
 #: Whether the host runs ahead of the GPU, or the GPU waits for its host.
 MODES = ("queued", "idle")
@@ -43,10 +40,7 @@ class Size(NamedTuple):
     def check(self, name: str, value: Any) -> None:
         """Refuse a value that is none of these."""
         if self.names:
-            if value not in self.names:
-                raise InvalidArgument(
-                    name, f"required one of {', '.join(self.names)}, got {value!r}"
-                )
+            check_name(name, value, self.names)
         elif self.kind is bool:
             if not isinstance(value, bool):
                 raise InvalidArgument(name, f"required True or False, got {value!r}")
@@ -113,10 +107,7 @@ def problem_of_sizes(
     Raises:
         ValueError: an argument is wrong, or they do not fit together.
     """
-    if operator not in OPERATORS:
-        raise InvalidArgument(
-            "operator", f"required one of {', '.join(OPERATORS)}, got {operator!r}"
-        )
+    check_name("operator", operator, OPERATORS)
     if m < 0:
         raise InvalidArgument("m", f"required at least 0, got {m}")
     if world > MOST_RANKS:
@@ -199,7 +190,7 @@ class Askable(NamedTuple):
 
     whose: str
     sizes: Mapping[str, Size]
-    make: Callable[..., Asked]
+    make: Callable[..., AnyProblem]
     spread: tuple[str, ...] = ("hosts",)
 
     @property
@@ -221,7 +212,7 @@ ASKABLE: dict[str, Askable] = {
 
 def problem_of(
     operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
-) -> Asked:
+) -> AnyProblem:
     """The problem of a call on so many ranks.
 
     Args:
@@ -232,8 +223,7 @@ def problem_of(
         ValueError: a size is wrong, missing or unknown.
         NotImplementedError: the dtype is not served.
     """
-    if operator not in ASKABLE:
-        raise InvalidArgument("operator", f"required one of {', '.join(ASKABLE)}, got {operator!r}")
+    check_name("operator", operator, ASKABLE)
     asked = ASKABLE[operator]
     spread = {name: value for name, value in spread.items() if value not in (None, 1)}
     for name in (*sizes, *spread):

@@ -1,4 +1,4 @@
-"""What Plans have to compute, independent of any schedule.
+"""What a call asks and its Plans have to compute, independent of any schedule.
 
 A specification names matrices such as ``"A"`` and ``"A @ B"``, and says which buffers of the caller
 hold them, how their rows travel between ranks, and what is multiplied to what. Builders of Plans
@@ -7,9 +7,14 @@ add buffers of their own; :func:`ficco.plan.check` proves the Plans against the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from ficco.errors import InvalidArgument
+from ficco.problems.mask import Rectangle, Span
+from ficco.problems.scaling import CAST, Scaling
 
 #: Bytes per element of the dtypes that a buffer can have.
 ITEMSIZES = {
@@ -22,8 +27,34 @@ ITEMSIZES = {
     "float64": 8,
 }
 
-#: The functions between the products of experts.
+#: Dtypes of operands without scales, with the dtype of their sums.
+SUMS = dict.fromkeys(("bfloat16", "float16", "float32"), "float32") | {"float64": "float64"}
+
+#: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
+#: mistyped numbers would overflow, or keep a planner busy for hours.
+MOST, MOST_RANKS = 1 << 40, 1024
+
+#: The functions between the products of experts. ``ficco/compute/products.py`` computes them.
 ACTIVATIONS = ("relu", "silu", "gelu")
+
+
+def gated(activation: str) -> str:
+    """The name of the function of rows that applies an activation to the first half of the columns,
+    and multiplies the result by the second half (SwiGLU and its kind)."""
+    return f"{activation} gated"
+
+
+#: By the name of a function of rows, its activation, and whether that is gated.
+FUNCTIONS = {
+    **{name: (name, False) for name in ACTIVATIONS},
+    **{gated(name): (name, True) for name in ACTIVATIONS},
+}
+
+#: The function that makes the result of what the steps of attention give.
+MERGE = "merge"
+
+#: The functions that a place may apply.
+PLACED = (*FUNCTIONS, CAST, MERGE)
 
 #: Slot buffers begin at multiples of these bytes.
 ALIGNMENT = 512
@@ -112,6 +143,7 @@ class Exchange(NamedTuple):
         lands: number of its first row at the receiver.
         sums: the blocks of all ranks are added up; a row has one number on a rank, whether it lands
             there or leaves.
+        added: of blocks that are added up, the rows that the receiver adds up; None: all.
         terms: what travels are products, and steps say whose are in it.
         parts: how many parts a block has.
         leaves_apart, lands_apart: rows from the beginning of a part to that of the next one, where
@@ -130,6 +162,11 @@ class Exchange(NamedTuple):
     leaves_apart: int = 0
     lands_apart: int = 0
     senders: Callable[[int, int, int], int] | None = None
+    added: OfPair | None = None
+
+    def by_collective(self, src: int, dst: int) -> int:
+        """Rows that a library's collective brings from one rank to another."""
+        return (self.added or self.block)(src, dst)
 
 
 class Factors(NamedTuple):
@@ -168,12 +205,6 @@ class Contraction(NamedTuple):
     share: int = 0
 
 
-def gated(function: str) -> str:
-    """The name of the function of rows that applies another one to the first half of the columns,
-    and multiplies the result by the second half (SwiGLU and its kind)."""
-    return f"{function} gated"
-
-
 class Attention(NamedTuple):
     """Rows of ``out`` that are made of the same rows of ``q`` and of those rows of ``kv`` that a
     mask lets them attend to.
@@ -183,6 +214,9 @@ class Attention(NamedTuple):
         landed: by rank, how many rows of ``kv`` it has in the end.
         needs: of a rank and the first and last of some rows of ``q``, exclusive, the rows of ``kv``
             that any of them attends to, as disjoint ranges of their numbers where they land.
+        rectangles: of a rank, some rows of ``q`` and some of ``kv``, what a library's calls have.
+        heads: batch, heads of keys and size of a head: of ``kv``, after keys or values.
+        scale: by what scores are multiplied.
         back: name of a matrix like ``kv`` that is made, too: of its rows that are attended to.
             ``out`` is then a sum; without, what steps give of it stays side by side until a
             function merges that.
@@ -192,7 +226,10 @@ class Attention(NamedTuple):
     kv: str
     out: str
     landed: tuple[int, ...]
-    needs: Callable[[int, int, int], Sequence[tuple[int, int]]]
+    needs: Callable[[int, int, int], Sequence[Span]]
+    rectangles: Callable[[int, Span, Span], Sequence[Rectangle]]
+    heads: tuple[int, int, int]
+    scale: float
     back: str = ""
 
 
@@ -211,16 +248,24 @@ class Rows(NamedTuple):
 
 
 class Application(NamedTuple):
-    """A function of a library that makes rows of some matrices of rows of others.
+    """A function of a library that makes rows of some matrices of rows of others: attention by
+    heads, or its gradient. A row is a head, [positions, batch, size].
 
     Attributes:
         function: its name.
         inputs, outs: what it reads and makes, rows as they land.
+        rectangles, scale: as :class:`Attention` has them, of all positions.
+        heads: batch and size of a head.
+        runs: of a rank and bounds of rows of the first input, those that a library's call can have.
     """
 
     function: str
     inputs: tuple[Rows, ...]
     outs: tuple[Rows, ...]
+    rectangles: Sequence[Rectangle]
+    heads: tuple[int, int]
+    scale: float
+    runs: Callable[[int, int, int], Iterable[Span]]
 
 
 @dataclass(frozen=True)
@@ -245,3 +290,79 @@ class Specification:
     functions: Mapping[tuple[str, str], str] = field(default_factory=dict)
     attentions: tuple[Attention, ...] = ()
     applications: tuple[Application, ...] = ()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The first exchange: of a product that of its rows, by which their factors travel, too."""
+        return next(iter(self.exchanges.values()))
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that is not known."""
+    if name not in known:
+        raise InvalidArgument(what, f"required one of {', '.join(known)}, got {name!r}")
+
+
+class AnyProblem:
+    """What one call asks, equal on every rank of its group.
+
+    Attributes:
+        operator: what is called.
+        world: number of ranks.
+        specification: what its Plans have to compute.
+        hosts: how many hosts the ranks are on, each with as many, which follow each other.
+        scaling: how float8 operands are scaled; None for any other.
+    """
+
+    scaling: Scaling | None = None
+
+    if TYPE_CHECKING:  # fields of some problems, properties of others
+
+        @property
+        def operator(self) -> str: ...
+
+        @property
+        def world(self) -> int: ...
+
+        @property
+        def hosts(self) -> int: ...
+
+        @property
+        def specification(self) -> Specification: ...
+
+    def _check(self, dtype: str, least: int, sizes: Iterable[tuple[str, int]]) -> None:
+        """Refuse a dtype, sizes under a least one, and ranks or hosts that no problem has."""
+        if self.scaling is None and dtype not in SUMS:
+            raise NotImplementedError(f"dtype {dtype} is not served; use one of {', '.join(SUMS)}")
+        if self.world > MOST_RANKS:
+            raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {self.world}")
+        for name, size in sizes:
+            if not least <= size <= MOST:
+                bounds = f"at least {least}" if size < least else f"at most {MOST}"
+                raise InvalidArgument(name, f"required a size of {bounds}, got {size}")
+        if self.hosts < 1 or self.world % self.hosts:
+            raise InvalidArgument(
+                "hosts", f"required a divisor of {self.world} ranks, got {self.hosts}"
+            )
+
+    @cached_property
+    def local_world(self) -> int:
+        """Number of ranks on a host."""
+        return self.world // self.hosts
+
+    def host(self, rank: int) -> int:
+        """The host of a rank."""
+        return rank // self.local_world
+
+    def ranks_of(self, host: int) -> range:
+        """The ranks of a host."""
+        return range(host * self.local_world, (host + 1) * self.local_world)
+
+    def hosts_ahead(self, rank: int, other: int) -> int:
+        """How many hosts further another rank is, counted modulo their number."""
+        return (self.host(other) - self.host(rank)) % self.hosts
+
+    def on_host(self, host: int, rank: int) -> int:
+        """The rank with another's place on a host, counted modulo their number. These ranks are a
+        rail: of each host the one that exchanges with those of the others."""
+        return host % self.hosts * self.local_world + rank % self.local_world

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ficco.plan.model import Plan, Region
 from ficco.problems.products import Problem
-from ficco.problems.specification import Specification
+from ficco.problems.specification import AnyProblem, Specification
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherWorld
 from ficco.schedules.space import Schedule
@@ -18,7 +18,7 @@ from ficco.schedules.tiled import TiledGatherStage
 
 
 @dataclass(frozen=True)
-class Gathering:
+class Gathering(AnyProblem):
     """An all-gather of A [m/W, k] whose rows the caller consumes.
 
     Its Plans are proven like those of a product with one column: whatever the caller makes of the
@@ -36,17 +36,11 @@ class Gathering:
     dtype: str
     symmetric: bool = False
 
-    @property
-    def operator(self) -> str:
-        return "arriving"
+    operator, hosts = "arriving", 1
 
-    @property
+    @cached_property
     def world(self) -> int:
         return len(self.rows)
-
-    @property
-    def hosts(self) -> int:
-        return 1
 
     @cached_property
     def product(self) -> Problem:
@@ -118,12 +112,18 @@ def callers_step(plan: Plan) -> int:
     return next(i for i, step in enumerate(plan.steps) if step.op == "call")
 
 
+def own_rows(plan: Plan) -> tuple[int, int]:
+    """First and last row, exclusive, of the rank's own rows among those of all."""
+    exchange, me = plan.problem.specification.exchange, plan.rank
+    first = exchange.lands(me, me)
+    return first, first + exchange.block(me, me)
+
+
 def pieces_of(plan: Plan) -> tuple[ArrivingPiece, ...]:
     """What arrives, in the order in which it is expected; piece ``i`` has the word ``i`` of those
     of the step's gates, which follow each other."""
-    problem = plan.problem
-    assert isinstance(problem, Gathering)
-    offsets = problem.product.offsets
+    lands, me = plan.problem.specification.exchange.lands, plan.rank
+    offsets = [lands(peer, me) for peer in range(plan.problem.world)]
     gates = plan.steps[callers_step(plan)].gates
     return tuple(
         ArrivingPiece(gate.first, gate.last, bisect_right(offsets, gate.first) - 1)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from ficco.plan.collector import paused
 from ficco.plan.model import Plan
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.schedules.attention_gradient import GradientStage, GradientWorld, KeptGradientStage
 from ficco.schedules.attention_stage import AttentionStage, AttentionWorld
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.space import Schedule
 
 
-def refusal(problem: AttentionProblem | AttentionGradient, schedule: Schedule) -> str:
+def refusal(problem: AttentionProblem, schedule: Schedule) -> str:
     """Why a schedule cannot serve attention; empty if it can."""
     name, why = f"schedule {schedule}", ""
     if schedule.own or schedule.grouping in ("one-shot", "tiled"):
@@ -32,7 +32,7 @@ def refusal(problem: AttentionProblem | AttentionGradient, schedule: Schedule) -
 
 
 def attention_plans(
-    problem: AttentionProblem | AttentionGradient,
+    problem: AttentionProblem,
     schedule: Schedule,
     ranks: Sequence[int] | None = None,
     staging_bytes: int | None = None,
@@ -46,24 +46,17 @@ def attention_plans(
     if why := refusal(problem, schedule):
         raise ValueError(why)
     if schedule.grouping == "ring":
-        problem = _in_ring(problem)
+        problem = replace(problem, ring=True)
     words = WordAllocator(problem.world)
     with paused():
         every = range(problem.world) if ranks is None else ranks
         builders = [Builder(problem, rank) for rank in every]
-        if isinstance(problem, AttentionGradient):
+        if problem.backward:
             back = GradientWorld(problem, schedule, words, staging_bytes)
             stage = KeptGradientStage if problem.kept else GradientStage
             return [_plan(stage(back, one)) for one in builders]
-        whole = problem.specification
-        world = AttentionWorld(problem, schedule, words, staging_bytes, whole)
+        world = AttentionWorld(problem, schedule, words, staging_bytes)
         return [_plan(AttentionStage(world, one)) for one in builders]
-
-
-def _in_ring(problem: AttentionProblem | AttentionGradient) -> AttentionProblem | AttentionGradient:
-    if isinstance(problem, AttentionGradient):
-        return replace(problem, forward=replace(problem.forward, ring=True))
-    return replace(problem, ring=True)
 
 
 def _plan(stage: AttentionStage) -> Plan:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
-from ficco.problems.attention import AttentionGradient
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import BACKWARD_PRODUCTS
 from ficco.problems.specification import Buffer
 from ficco.schedules.attention_stage import AttentionStage, AttentionWorld, KeyRun
@@ -45,14 +45,14 @@ class GradientWorld(AttentionWorld):
     another host the rank on the owner's rail sums first what its host has (``host sum``)."""
 
     def __init__(
-        self, asked: AttentionGradient, schedule: Schedule, words: WordAllocator, cap: int | None
+        self, asked: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
         self.kept = asked.kept
         if asked.kept:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
-        super().__init__(asked.forward, schedule, words, cap, asked.specification)
+        super().__init__(asked, schedule, words, cap)
         keys, ranks, dkv = asked.keys, range(self.world), asked.specification.results[1]
-        cols, hosts = asked.forward.kv_cols, asked.hosts
+        cols, hosts = asked.kv_cols, asked.hosts
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
         #: Most units of a shard, of which there are words for each host: for those of the waiter's
         #: own, then for those that it sums for its rail.

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ficco.plan.model import Attending, Region, Signal, Step, Transfer
-from ficco.problems.attention import MERGE, SUMS, AttentionProblem, KeyGather
+from ficco.problems.attention import AttentionProblem, KeyGather
 from ficco.problems.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
-from ficco.problems.specification import Specification
+from ficco.problems.specification import MERGE, SUMS
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit, cut
@@ -21,7 +21,7 @@ from ficco.schedules.space import Schedule
 
 
 class AttentionWorld(GatherWorld):
-    """What all ranks know of attention, or of its backward, as ``whole`` specifies it.
+    """What all ranks know of attention, or of its backward.
 
     Attributes:
         function: what makes the result of what attends leave.
@@ -30,14 +30,10 @@ class AttentionWorld(GatherWorld):
     problem: KeyGather
 
     def __init__(
-        self,
-        asked: AttentionProblem,
-        schedule: Schedule,
-        words: WordAllocator,
-        cap: int | None,
-        whole: Specification,
+        self, asked: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.asked, (q, kv, *_) = asked, whole.operands
+        self.asked, whole = asked, asked.specification
+        q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group, and no keys.
         super().__init__(asked.keys, replace(schedule, tail=1), words, cap, operands)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan.model import Plan, Planned, Product, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
-from ficco.problems.specification import Buffer
+from ficco.problems.specification import AnyProblem, Buffer
 from ficco.schedules.space import Schedule
 
 #: The lane on which what has arrived is summed, or brought to its place, while products run.
@@ -143,10 +143,9 @@ class Builder:
     """The Plan of one rank, ``me``, as stages add their steps to it. Its ``peers`` are the other
     ranks of its host, whose memory it can reach."""
 
-    def __init__(self, problem: Planned, rank: int) -> None:
+    def __init__(self, problem: AnyProblem, rank: int) -> None:
         self.problem, self.me = problem, rank
-        local = problem.world // problem.hosts
-        host = range(rank // local * local, (rank // local + 1) * local)
+        host = problem.ranks_of(problem.host(rank))
         self.peers = [peer for peer in host if peer != rank]
         self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []

@@ -265,10 +265,9 @@ class _HeadsStage:
             return Region(buffer.name, me, *rows, 0, buffer.shapes[me][1])
 
         inputs, outs = (tuple(map(region, some)) for some in (problem.inputs, problem.outs))
-        made = Applied(
-            *(problem.function, *heads, inputs, outs),
-            *(problem.flops(*heads), problem.calls(*heads)),
-        )
+        calls = problem.calls(*heads)
+        flops = sum((call.flops for call in calls), 0.0)
+        made = Applied(problem.function, *heads, inputs, outs, flops, calls)
         first = me * problem.heads
         label = f"heads {first + heads[0]}:{first + heads[1]}"
         return Step("apply", "compute0", label, applied=made)

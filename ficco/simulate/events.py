@@ -72,8 +72,8 @@ from ficco.machine import (
 from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
 from ficco.plan.network import MOVER, networked
 from ficco.problems.mask import LibraryCall
-from ficco.problems.products import Problem
 from ficco.problems.sizes import MODES
+from ficco.problems.specification import AnyProblem
 from ficco.simulate.mirror import Mirror
 from ficco.simulate.timeline import SYNC_LANE
 
@@ -266,17 +266,13 @@ class _SimulatedRank:
         return self.clock
 
 
-def _exchanged_bytes(problem: Problem, row_bytes: int) -> int:
+def _exchanged_bytes(problem: AnyProblem, row_bytes: int) -> int:
     """Bytes that a rank has for another, as curves of collectives count them, in rows of so many;
     where ranks or blocks differ, those of the rank that has most to send or to receive."""
-    if not problem.kind.blocks:
-        rows: float = max(problem.rows)
-    else:
-        peers = range(problem.world)
-        sent = [sum(problem.block(i, j) for j in peers if j != i) for i in peers]
-        received = [sum(problem.block(i, j) for i in peers if i != j) for j in peers]
-        rows = max(*sent, *received) / max(problem.world - 1, 1)
-    return round(rows * row_bytes)
+    peers, rows = range(problem.world), problem.specification.exchange.by_collective
+    table = [[0 if i == j else rows(i, j) for j in peers] for i in peers]
+    most = max(map(sum, (*table, *zip(*table, strict=True))))
+    return round(most / max(problem.world - 1, 1) * row_bytes)
 
 
 def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
@@ -312,7 +308,7 @@ class Simulation:
             plans = networked(plans)
         self.problem, self.name = plans[0].problem, plans[0].schedule
         self.itemsize = {one.name: one.itemsize for plan in plans for one in plan.buffers}
-        self.world, self.local_world = self.problem.world, self.problem.world // self.problem.hosts
+        self.world, self.local_world = self.problem.world, self.problem.local_world
         self.ranks = [_SimulatedRank(plan, number) for number, plan in enumerate(plans)]
         self.now = 0.0
         self.pushed = 0
@@ -348,9 +344,8 @@ class Simulation:
         multiplies = bool({"matmul", "attend", "apply"} & ops)
         self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
-        scaling = self.problem.scaling if isinstance(self.problem, Problem) else None
-        self.scaled = scaling is not None
-        self.gemm = machine.products(scaling) or self.gemm
+        self.scaled = self.problem.scaling is not None
+        self.gemm = machine.products(self.problem.scaling) or self.gemm
         self.tiled = machine.tiled or self.gemm
         self.experts = machine.experts or self.gemm
         if self.gemm:
@@ -532,11 +527,11 @@ class Simulation:
         elif step.op == "collective":
             self.at_collective.append(lane)
             if len(self.at_collective) == len(self.ranks):  # it begins when all have reached it
-                assert isinstance(self.problem, Problem) and step.transfer is not None
-                sent, kind = step.transfer.src, self.problem.kind.collective
+                assert step.transfer is not None
+                sent = step.transfer.src
                 row_bytes = sent.cols * self.itemsize[sent.buffer]
                 nbytes = _exchanged_bytes(self.problem, row_bytes)
-                end = self.now + self.machine.exchange(kind, nbytes, self.problem.hosts)
+                end = self.now + self.machine.exchange(step.label, nbytes, self.problem.hosts)
                 for one in self.at_collective:
                     self._push(end, _END, one)
                 self.at_collective = []

@@ -14,7 +14,6 @@ from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.plan import OPS, Attending, Plan, Step, unknown
-from ficco.problems.products import Problem
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
 KINDS = (*OPS, "wait")
@@ -86,12 +85,11 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
     moves += [move for move in step.moves if move.src.rank == plan.rank]
     nbytes = sum(map(plan.moved_bytes, moves))
     if step.op == "collective":
-        problem, rank = plan.problem, plan.rank
-        assert isinstance(problem, Problem)
-        peers = [peer for peer in range(problem.world) if peer != rank]
-        rows = sum(problem.block(peer, rank) for peer in peers)
-        if problem.kind.returns:
-            rows += sum(problem.rows[peer] for peer in peers)
+        exchange, rank = plan.problem.specification.exchange, plan.rank
+        peers = [peer for peer in range(plan.problem.world) if peer != rank]
+        rows = sum(exchange.by_collective(peer, rank) for peer in peers)
+        if step.label == "all-reduce":  # what the others have added up comes back
+            rows += sum(exchange.by_collective(rank, peer) for peer in peers)
         nbytes = plan.nbytes(moves[0].src._replace(row=0, row_stop=rows))
     elif step.reduction:
         nbytes = sum(map(plan.nbytes, (*step.reduction.parts, step.reduction.out)))

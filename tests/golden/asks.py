@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ficco.machine import Machine, find
 from ficco.plan.model import Plan
-from ficco.problems.attention import AttentionGradient, AttentionProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS, Problem
@@ -203,8 +203,8 @@ def of_attention() -> Iterator[Case]:
         gradient = replace(forward, keeps=False)
         problems = {
             "all_gather_attention": forward,
-            "backward": AttentionGradient(gradient),
-            "backward of kept operands": AttentionGradient(gradient, kept=True),
+            "backward": gradient.gradient(),
+            "backward of kept operands": gradient.gradient(kept=True),
         }
         for first, problem in problems.items():
             for name in ATTENTION:

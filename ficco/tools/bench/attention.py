@@ -275,9 +275,7 @@ class AttentionData:
         self.case, self.watch, self.scale = case, watch, 0.0
         sizes = {name: getattr(case, name) for name in
                  ("sequence", "heads", "kv_heads", "head_size", "causal", "placement")}  # fmt: skip
-        asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
-        assert isinstance(asked, AttentionProblem)
-        self.asked = asked
+        self.asked = asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
         self.problem = asked if case.operator == GATHERS else HeadsProblem(asked)
         self.fill(0)
 

@@ -22,8 +22,8 @@ import ficco
 from ficco.heuristics.families import EXPERTS as EXPERTS_FAMILY
 from ficco.ops.expert_rounds import spread as spread_rows
 from ficco.ops.expert_rounds import weighted_sum
-from ficco.plan import Planned
 from ficco.problems.sizes import problem_of
+from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.attention import exchanged
 from ficco.tools.bench.frames import EXPERTS
 from ficco.tools.bench.series import Stopwatch
@@ -100,7 +100,7 @@ class ExpertData:
         self.fill(0)
 
     @property
-    def problem(self) -> Planned:
+    def problem(self) -> AnyProblem:
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)

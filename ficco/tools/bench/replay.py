@@ -39,8 +39,9 @@ from ficco.dma.memories import Allocate, Words, align
 from ficco.heuristics.arrivals import crossing
 from ficco.heuristics.families import family_of
 from ficco.machine import Machine
-from ficco.plan import Plan, Planned, Reduction, Region, Signal, Step, Transfer
+from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem
+from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import SLOTS
 from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
@@ -93,7 +94,7 @@ def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
 
 
 @lru_cache(maxsize=16)
-def _plans(problem: Planned, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
+def _plans(problem: AnyProblem, schedule: str, packs_columns: bool) -> tuple[Plan, ...]:
     family = family_of(problem)
     return tuple(family.plans(problem, Schedule.parse(schedule), packs_columns=packs_columns))
 
@@ -422,7 +423,7 @@ class Courier:
         self._go = driver.batch([MemOp(WRITE_32, self._flag, 1)])
         self._begun = driver.event(timing=True)
         self._played: Timetable | None = None
-        self._delays: dict[tuple[Planned, str, str], list[float]] = {}
+        self._delays: dict[tuple[AnyProblem, str, str], list[float]] = {}
         self._prepared: Program | None = None
         self._gone = False
 

@@ -26,8 +26,8 @@ from ficco.heuristics.families import family_of
 from ficco.machine import Fingerprint, Machine, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
-from ficco.plan import Planned
 from ficco.problems.products import Problem
+from ficco.problems.specification import AnyProblem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import SLOTS, Workspace, adopt, workspace_of
 from ficco.tools.bench.calls import Runner
@@ -233,7 +233,7 @@ class ReplayWatch(Stopwatch):
             f"`copies` is the last arrival. Limits: {LIMITS}"
         )
 
-    def arrivals(self, problem: Planned) -> str:
+    def arrivals(self, problem: AnyProblem) -> str:
         moved = family_of(problem).received(problem, self.rank)
         self.clock.last_s = last_arrival(moved, self.machine)
         return ARRIVALS.name

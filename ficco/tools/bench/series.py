@@ -26,8 +26,8 @@ from ficco.accelerator import gpu
 from ficco.compute.products import multiply
 from ficco.compute.scaled import multiply_scaled
 from ficco.dma.hosts import Hosts, hosts_of
-from ficco.plan import Planned
 from ficco.problems.scaling import Scaling
+from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.calls import Runner, all_gather
 from ficco.tools.bench.inputs import draw_normal, factors
 from ficco.tools.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds
@@ -145,7 +145,7 @@ class Stopwatch:
         rank, why = next((rank, text) for rank, text in enumerate(everyone) if text)
         return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
 
-    def arrivals(self, problem: Planned) -> str:
+    def arrivals(self, problem: AnyProblem) -> str:
         """The name of what stands, instead of calls, for all that a problem moves to this rank;
         empty where it can be moved."""
         return ""

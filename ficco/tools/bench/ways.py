@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.heuristics import decide
-from ficco.plan import Planned
+from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.frames import RunSettings, Schema
@@ -74,7 +74,7 @@ class Workload(Protocol):
     """
 
     @property
-    def problem(self) -> Planned: ...
+    def problem(self) -> AnyProblem: ...
 
     @property
     def shape(self) -> dict[str, Any]: ...
@@ -230,7 +230,7 @@ def _wrong(rights: Sequence[bool]) -> list[int]:
     return [rank for rank, right in enumerate(rights) if not right]
 
 
-def taken_by_auto(problem: Planned, watch: Stopwatch) -> str:
+def taken_by_auto(problem: AnyProblem, watch: Stopwatch) -> str:
     """The schedule that ``auto`` stands for."""
     machine = workspace_of(watch.group, watch.device).known(None).machine
     mode = "queued" if watch.on_gpu else "idle"

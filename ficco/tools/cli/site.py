@@ -20,7 +20,7 @@ from ficco.tools.bench.cases import DTYPES, SETS, Case, read
 if TYPE_CHECKING:
     from ficco.heuristics import Where
     from ficco.machine import Fingerprint
-    from ficco.plan import Planned
+    from ficco.problems.specification import AnyProblem
 
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
@@ -178,7 +178,7 @@ def ranks_per_host(arguments: Any) -> int | None:
     return None if arguments.world is None else arguments.world // arguments.hosts
 
 
-def problem(arguments: Any, local_world: int) -> Planned:
+def problem(arguments: Any, local_world: int) -> AnyProblem:
     """The problem that options ask about, with so many ranks on each host.
 
     Raises:

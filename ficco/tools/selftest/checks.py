@@ -38,15 +38,18 @@ NAMED_CALLS = 4
 Shape = tuple[int, int, int]
 
 
-def operands_of(at: Rank, where: Shape | Problem, operator: str = GATHER) -> Operands:
-    """Operands of a problem, or with so many rows per rank, or per pair of ranks."""
-    if not isinstance(where, Problem):
-        rows, k, n = where
-        case = Case("", rows * at.world, n, k, at.settings.dtype, operator=operator)
-        where = case.problem(at.world)
-    operands = Operands(where, at.rank, at.device)
+def operands_of(at: Rank, problem: Problem) -> Operands:
+    operands = Operands(problem, at.rank, at.device)
     operands.exact_b()
     return operands
+
+
+def sized(at: Rank, shape: Shape, operator: str = GATHER, dtype: str = "") -> Operands:
+    """Operands with so many rows per rank, or per pair of ranks."""
+    rows, k, n = shape
+    dtype = dtype or at.settings.dtype
+    case = Case("", rows * at.world, n, k, dtype, operator=operator)
+    return operands_of(at, case.problem(at.world))
 
 
 def uneven_operands(at: Rank, operator: str) -> Operands:
@@ -73,7 +76,7 @@ def exact(
 ) -> list[str]:
     """Calls of schedules with changing integers, and what was wrong with them; on operands, or on
     those of an all-gather of so many rows per rank."""
-    operands = where if isinstance(where, Operands) else operands_of(at, where)
+    operands = where if isinstance(where, Operands) else sized(at, where)
     make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
     return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
 
@@ -253,7 +256,7 @@ def columns(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def schedule(at: Rank, group: ProcessGroup, name: str) -> Passed:
-    problem = operands_of(at, at.settings.small).problem
+    problem = sized(at, at.settings.small).problem
     if why := at.engine(group).refuses(problem, Schedule.parse(name)):
         raise NotOffered(why)
     names = [name, f"{name}:pull", f"{name}:pieces=3", f"{name}:pieces=3,pull,copy=2"]
@@ -270,9 +273,7 @@ def tiles(at: Rank, group: ProcessGroup) -> Passed:
     settings = at.settings
 
     def operands(shape: Shape, operator: str) -> Operands:
-        rows, k, n = shape
-        case = Case("", (rows - 7) * at.world, n, k, "bfloat16", operator=operator)
-        return operands_of(at, case.problem(at.world))
+        return sized(at, (shape[0] - 7, *shape[1:]), operator, "bfloat16")
 
     small = operands(settings.small, GATHER)
     if why := at.engine(group).refuses(small.problem, Schedule.parse("tiled")):
@@ -303,8 +304,8 @@ def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
     few, (rows, k, n) = min(settings.repeat, 2), settings.large
     if OPERATORS[operator].scatters:  # what travels is wide
         n, k = k, n
-    small = operands_of(at, settings.small, operator)
-    large = operands_of(at, (max(rows // at.world, 1), k, n), operator)
+    small = sized(at, settings.small, operator)
+    large = sized(at, (max(rows // at.world, 1), k, n), operator)
     calls = proven(at, group, names, (small, settings.repeat), (large, few), (uneven, few))
     calls += proven(at, group, ORDERED, (large, max(2, settings.iterations // 8)))
     return Passed(f"{calls} calls of {len(names)} schedules exact, equal and uneven")
@@ -332,7 +333,7 @@ def graph(at: Rank, group: ProcessGroup) -> Passed:
     names, count = ("growing", "shrinking:pull", "hetero-fused-1d:pieces=4", all_at_once(at)), 10
     problems = []
     for name in names:
-        operands = operands_of(at, at.settings.small)
+        operands = sized(at, at.settings.small)
         operands.exact(0)
         at.settle()
         graph, a, b = gpu.CUDAGraph(), operands.a_LK, operands.b_KN
@@ -359,7 +360,7 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
     absent, limit = at.world - 1, at.settings.timeout_s / 2
     problems, waited = [], 0.0
     if at.rank != absent:
-        operands = operands_of(at, at.settings.small)
+        operands = sized(at, at.settings.small)
         operands.exact(1)
         began = time.monotonic()
         try:
