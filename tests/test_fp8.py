@@ -593,8 +593,8 @@ def lacks(
     scaling = Scaling(recipe, f"float8_{b or a}", out)
     problem = Problem("all_gather_matmul", (rows,) * 2, 128, 128, f"float8_{a}", scaling=scaling)
     if isinstance(arch, str):
-        return lacking_on_hip(problem, scaling, arch)
-    return lacking_on_cuda(problem, scaling, *arch)
+        return lacking_on_hip(problem, arch)
+    return lacking_on_cuda(problem, *arch)
 
 
 HOPPER, ADA, AMPERE, BLACKWELL = (
@@ -697,7 +697,7 @@ def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
         for step in plan.steps:
             for one in step.products:
                 assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0
-                assert len(one.scales) == 2
+                assert len(one.factors) == 2
             if step.op == "copy" and "scale" in step.label and not scaling.by_rank:
                 sent, (me, to) = step.transfer.src, step.transfer[:2]
                 first = problem.leaves(me.rank, to.rank)

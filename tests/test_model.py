@@ -504,9 +504,10 @@ def test_scaled_products_are_predicted_by_their_recipe() -> None:
         problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, kind, 4)
         for kind in ("fp8-row", "fp8-tensor")
     )
-    assert machine.products(rows.scaling) is slow and not machine.unmeasured(rows.scaling)
-    assert machine.products(tensor.scaling) is gemm
-    assert machine.unmeasured(tensor.scaling) == "fp8_tensor" and not machine.unmeasured(None)
+    plain = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "bfloat16", 4)
+    assert machine.products(rows) is slow and not machine.unmeasured(rows)
+    assert machine.products(tensor) is gemm
+    assert machine.unmeasured(tensor) == "fp8_tensor" and not machine.unmeasured(plain)
     serial = Schedule.parse("serial")
     ratio = predict(rows, serial, machine, "queued") / predict(rows, serial, MACHINE, "queued")
     assert 5 < ratio < 11

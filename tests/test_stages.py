@@ -337,26 +337,26 @@ def other_scales(step: Step) -> Step:
     first, *rest = step.products or (None,)
     if first is None or not step.waits:
         return step
-    row, col = first.scales
+    row, col = first.factors
     moved = row._replace(row=row.row - 1, row_stop=row.row_stop - 1)
-    return step._replace(products=(first._replace(scales=(moved, col)), *rest))
+    return step._replace(products=(first._replace(factors=(moved, col)), *rest))
 
 
 def swapped_scales(step: Step) -> Step:
     return (
-        products(lambda s: True, scales=step.products[0].scales[::-1])(step)
+        products(lambda s: True, factors=step.products[0].factors[::-1])(step)
         if step.products
         else step
     )
 
 
 BROKEN_SCALES: dict[str, tuple[Callable[[Step], Step], str]] = {
-    "no scales": (products(lambda s: True, scales=()), "is not scaled as asked for"),
+    "no scales": (products(lambda s: True, factors=()), "is not scaled as asked for"),
     "one scale": (
         lambda s: (
             s
             if not s.products
-            else s._replace(products=(s.products[0]._replace(scales=s.products[0].scales[:1]),))
+            else s._replace(products=(s.products[0]._replace(factors=s.products[0].factors[:1]),))
         ),
         "is not scaled as asked for",
     ),
@@ -384,9 +384,9 @@ BROKEN_SCALES: dict[str, tuple[Callable[[Step], Step], str]] = {
             if not s.products
             else products(
                 lambda s: True,
-                scales=(
-                    s.products[0].scales[0],
-                    s.products[0].scales[1]._replace(row=1, row_stop=2),
+                factors=(
+                    s.products[0].factors[0],
+                    s.products[0].factors[1]._replace(row=1, row_stop=2),
                 ),
             )(s)
         ),
@@ -418,8 +418,8 @@ def factor(**fields: Any) -> Callable[[Step], Step]:
     def edit(step: Step) -> Step:
         if not (step.products and step.waits):
             return step
-        left, right = step.products[0].scales
-        return products(lambda s: True, scales=(left._replace(**fields), right))(step)
+        left, right = step.products[0].factors
+        return products(lambda s: True, factors=(left._replace(**fields), right))(step)
 
     return edit
 
@@ -794,7 +794,7 @@ def test_rows_of_a_transposed_product_do_not_land_elsewhere() -> None:
 def test_factors_of_rows_have_the_numbers_with_which_they_land(landed: int) -> None:
     def product(row: int, scale: Region) -> Product:
         a, out = region("a", row + 2, row + 4, 4), region("out", row, row + 2, 3)
-        return Product(a, region("b", 0, 4, 3), out, scales=(scale, region("s", 0, 1, 3)))
+        return Product(a, region("b", 0, 4, 3), out, factors=(scale, region("s", 0, 1, 3)))
 
     copied = Transfer(region("r", 2, 6, 1), region("landed", 0, 4, 1))
     # Rows 2 and 3 of the operand are the first that land, rows 4 and 5 the next.
@@ -807,7 +807,7 @@ def test_factors_of_rows_have_the_numbers_with_which_they_land(landed: int) -> N
             Step("place", "compute0", "r", transfer=copied),
             Step("matmul", "compute0", "", products=two),
         ],
-        Contraction("A", "B", "C", (4,), scales=(Factors("R", (1, 0)), Factors("S", (0, 1)))),
+        Contraction("A", "B", "C", (4,), factors=(Factors("R", (1, 0)), Factors("S", (0, 1)))),
         ["A", "R"],
         operand("a", "A", 6, 4, leaves=True),
         operand("b", "B", 4, 3),
@@ -940,7 +940,7 @@ def test_an_engine_without_partial_signals_says_so() -> None:
     with pytest.raises(NotImplementedError, match="gpu engine does not offer signals that gate"):
         compile(plan, GPU, None)
     (plan, *_) = scaled((16,), "serial")
-    with pytest.raises(NotImplementedError, match="gpu engine does not offer products with scales"):
+    with pytest.raises(NotImplementedError, match="gpu engine does not offer products of scaled"):
         compile(plan, GPU, None)
     (plan, *_) = chained(Chained((16,), 8, 12, 16), *CHAIN)
     with pytest.raises(NotImplementedError, match="does not offer the function 'relu'"):

@@ -235,13 +235,13 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
                 return
         multiply(a, b, out, addend)
 
-    if not product.scales:
+    if not product.factors:
         return op
     scaling = program.plan.problem.scaling
     assert scaling is not None
     recipe, fast = scaling.recipe, scaling.fast_accum
-    rows = places.batch(product.scales[0], product.batch, product.scale_stride)
-    cols = places.view(product.scales[1])
+    rows = places.batch(product.factors[0], product.batch, product.factor_stride)
+    cols = places.view(product.factors[1])
     added = None if product.bias is None else places.view(product.bias)
 
     def scaled(call: Call) -> None:

@@ -193,11 +193,11 @@ def _row_results(capability: tuple[int, int], release: tuple[int, ...]) -> tuple
     return ("bfloat16",)
 
 
-def lacking_on_cuda(
-    problem: Problem, scaling: Scaling, capability: tuple[int, int], release: tuple[int, ...]
-) -> str:
-    """What NVIDIA's library lacks for a problem, on a compute capability and with a release of
-    CUDA; empty if nothing."""
+def lacking_on_cuda(problem: Problem, capability: tuple[int, int], release: tuple[int, ...]) -> str:
+    """What NVIDIA's library lacks for the float8 operands of a problem, on a compute capability and
+    with a release of CUDA; empty if nothing."""
+    scaling = problem.scaling
+    assert scaling is not None
     dtypes, (major, minor) = (problem.dtype, scaling.right), capability
     if capability < FIRST:
         return f"float8 needs compute capability 8.9 or higher, got {major}.{minor}; pass bfloat16"
@@ -225,9 +225,11 @@ def lacking_on_cuda(
     return _by_rows(scaling, _row_results(capability, release))
 
 
-def lacking_on_hip(problem: Problem, scaling: Scaling, arch: str) -> str:
-    """What AMD's library lacks for a problem on an architecture; empty if nothing. Not seen on a
-    card."""
+def lacking_on_hip(problem: Problem, arch: str) -> str:
+    """What AMD's library lacks for the float8 operands of a problem on an architecture; empty if
+    nothing. Not seen on a card."""
+    scaling = problem.scaling
+    assert scaling is not None
     dtypes, name = (problem.dtype, scaling.right), arch.partition(":")[0]
     family = ARCHITECTURES.get(name)
     if family is None:

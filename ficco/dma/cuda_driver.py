@@ -42,7 +42,6 @@ from ficco.compute.tiled.hopper import hopper_products
 from ficco.compute.tiled.products import TiledProducts
 from ficco.hip_kernels.cuda_binding import attribute, check
 from ficco.problems.products import Problem
-from ficco.problems.scaling import Scaling
 
 _KIND = driver.CUstreamBatchMemOpType
 _PEER_ACCESS = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
@@ -439,9 +438,9 @@ class CudaDriver(Driver):
             "leave the knob out"
         )
 
-    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+    def unscaled(self, problem: Problem) -> str:
         capability = torch.cuda.get_device_capability(self.device)
-        return lacking_on_cuda(problem, scaling, capability, cuda_release())
+        return lacking_on_cuda(problem, capability, cuda_release())
 
     @cached_property
     def untiled(self) -> str:  # type: ignore[override]

@@ -22,7 +22,6 @@ from ficco.dma.engine import Engine
 from ficco.dma.memops import MemOp
 from ficco.hip_kernels.launch import Kernels, Numbers
 from ficco.problems.products import Problem
-from ficco.problems.scaling import Scaling
 
 #: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
 Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
@@ -387,8 +386,9 @@ class Driver(ABC):
     #: Ranks share this GPU, so that copies between them are kernels.
     shared: bool = False
 
-    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
-        """Why the library multiplies no such float8 operands, and what to do; empty if it does."""
+    def unscaled(self, problem: Problem) -> str:
+        """Why the library multiplies no operands with such factors, and what to do; empty if it
+        does."""
         return ""
 
     def tiled(self) -> TiledProducts:

@@ -31,7 +31,6 @@ from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
 from ficco.plan import Applied, Attending, Plan, Product, Reduction, Signal, Transfer
 from ficco.problems.products import Problem
-from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:
@@ -395,14 +394,15 @@ class Engine(ABC):
                 f"{problem.operator}: the {self.name} engine has no copies that leave gaps between "
                 "rows, as rows that lie as columns need"
             )
-        if problem.scaling and (why := self.unscaled(problem, problem.scaling)):
+        if why := self.unscaled(problem):
             return f"{problem.operator}: {why}"
         if schedule.grouping == "tiled" and (why := self.untiled(problem, schedule)):
             return f"schedule {schedule}: {why}; take another schedule"
         return ""
 
-    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
-        """Why no product of the library serves a problem's float8 operands; empty if one does."""
+    def unscaled(self, problem: Problem) -> str:
+        """Why no product of the library serves the factors of a problem's operands; empty if one
+        does, or there are none."""
         return ""
 
     def wordless(self) -> str:

@@ -88,7 +88,6 @@ from ficco.hip_kernels.launch import (
 )
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problems.products import Problem
-from ficco.problems.scaling import Scaling
 from ficco.problems.specification import MERGE, PLACED
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
@@ -1015,8 +1014,8 @@ class GpuEngine(StreamEngine):
             network=self._network.name if self._network is not None else "",
         )
 
-    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
-        return self.driver.unscaled(problem, scaling)
+    def unscaled(self, problem: Problem) -> str:
+        return self.driver.unscaled(problem) if problem.scaling else ""
 
     def wordless(self) -> str:
         if self.means.words == "slot":

@@ -39,7 +39,6 @@ from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
 from ficco.problems.products import Problem
-from ficco.problems.scaling import Scaling
 
 #: What each of the ways of signals needs.
 _NEEDS = {
@@ -363,12 +362,12 @@ class HipDriver(Driver):
         self._binding = self._binding or HipBinding(self.target(), self.index)
         return self._binding
 
-    def unscaled(self, problem: Problem, scaling: Scaling) -> str:
+    def unscaled(self, problem: Problem) -> str:
         target = self.target()
         if target.vendor == "cuda":  # HIP's calls are handed on
             capability = torch.cuda.get_device_capability(self.device)
-            return lacking_on_cuda(problem, scaling, capability, cuda_release())
-        return lacking_on_hip(problem, scaling, target.arch)
+            return lacking_on_cuda(problem, capability, cuda_release())
+        return lacking_on_hip(problem, target.arch)
 
     @cached_property
     def untiled(self) -> str:  # type: ignore[override]

@@ -136,8 +136,8 @@ class TiledStep:
         self._left = [places.view(product.a) for product in made]
         self._right: Callable[[Call], torch.Tensor] = places.view(made[0].b)
         self._out = [places.view(product.out) for product in made]
-        self._of_left = [places.view(product.scales[0]) for product in made if product.scales]
-        self._of_right = places.view(made[0].scales[1]) if made[0].scales else None
+        self._of_left = [places.view(product.factors[0]) for product in made if product.factors]
+        self._of_right = places.view(made[0].factors[1]) if made[0].factors else None
         self._bias = places.view(made[0].bias) if made[0].bias else None
         buffers = (plan.buffer[region.buffer] for region in made[0][:3])
         self._types = types_of(buffers, plan.problem.scaling)

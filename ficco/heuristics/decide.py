@@ -218,7 +218,7 @@ def decide(
     schedule, reason = _modelled(query)
     if asked != problem:
         reason += f" (simulated as {asked})"
-    if block := known.unmeasured(problem.scaling):
+    if block := known.unmeasured(problem):
         reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
     return decision(schedule, "model", reason)
 

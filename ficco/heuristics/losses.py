@@ -48,7 +48,7 @@ def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Pred
 def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
     """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
     where a table has no rows for it."""
-    gemm = machine.products(problem.scaling)
+    gemm = machine.products(problem)
     assert gemm is not None
     rows = problem.product_rows(plan.rank)
     whole = gemm.seconds(rows, problem.n, problem.k, itemsize=problem.itemsize)
@@ -56,12 +56,12 @@ def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
         return 1.0
     products = [product for step in plan.steps for product in step.products]
     parts = sum(  # no library has a batch of scaled products
-        (p.batch if p.scales else 1)
+        (p.batch if p.factors else 1)
         * gemm.seconds(
             p.out.rows,
             p.out.cols,
             p.b.rows,
-            batch=1 if p.scales else p.batch,
+            batch=1 if p.factors else p.batch,
             itemsize=problem.itemsize,
             wide=plan.wide(p),
             adds=not plan.wide(p) and (p.accumulate or p.addend is not None),

@@ -14,7 +14,8 @@ from math import ceil, exp, inf, log
 from typing import Annotated, Any
 
 from ficco.problems.products import ITEMSIZE, Problem
-from ficco.problems.scaling import SCALED, Scaling, name_of
+from ficco.problems.scaling import SCALED, name_of
+from ficco.problems.specification import AnyProblem
 
 
 @dataclass(frozen=True)
@@ -651,9 +652,10 @@ class Machine:
     margin: Annotated[float, Quantity(least=0)] = 0.02
     source: str = field(default="", compare=False)
 
-    def products(self, scaling: Scaling | None) -> Gemm | None:
-        """The library's products of operands that are scaled like this: those of the recipe or, if
-        it was never measured, all others at the rate of their narrowest dtype."""
+    def products(self, problem: AnyProblem) -> Gemm | None:
+        """The library's products of a problem: those of its recipe of float8 or, if it was never
+        measured, all others at the rate of their narrowest dtype."""
+        scaling = problem.scaling
         own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
         return own or self.gemm
 
@@ -667,9 +669,9 @@ class Machine:
         assumed = AttentionCalls(gemm.start, BLOCK_S, ((128, ATTENTION),), Provenance("assumed"))
         return self.attention or assumed
 
-    def unmeasured(self, scaling: Scaling | None) -> str:
+    def unmeasured(self, problem: AnyProblem) -> str:
         """The block that :meth:`products` would take and that was never measured, if any."""
-        block = SCALED_PRODUCTS[scaling.recipe] if scaling else ""
+        block = SCALED_PRODUCTS[problem.scaling.recipe] if problem.scaling else ""
         return block if block and getattr(self, block) is None else ""
 
     def exchange(self, collective: str, nbytes: float, hosts: int = 1) -> float:

@@ -147,8 +147,8 @@ class Product(NamedTuple):
         addend: the region of that sum if it is not in ``out``: ``out = addend + a @ b``, and
             ``accumulate`` is not set.
         transposed: ``a.T`` is multiplied; never a batch.
-        scales: the factors of ``a`` and of ``b``, as regions of float32
-            (:class:`ficco.problems.specification.Factors`); none for operands without scales.
+        factors: the factors of ``a`` and of ``b``, as regions of float32
+            (:class:`ficco.problems.specification.Factors`); none for operands without factors.
             ``a``'s move down with ``a`` if they are as many as its rows.
         bias: a row that is added to each row.
     """
@@ -163,14 +163,14 @@ class Product(NamedTuple):
     terms: int = 0
     addend: Region | None = None
     transposed: bool = False
-    scales: tuple[Region, ...] = ()
+    factors: tuple[Region, ...] = ()
     bias: Region | None = None
     b_stride: int = 0
 
     @property
-    def scale_stride(self) -> int:
+    def factor_stride(self) -> int:
         """Rows by which the factors of ``a`` move down in a batch."""
-        return self.a_stride if self.scales and self.scales[0].rows == self.a.rows else 0
+        return self.a_stride if self.factors and self.factors[0].rows == self.a.rows else 0
 
 
 class Reduction(NamedTuple):

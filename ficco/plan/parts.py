@@ -156,14 +156,14 @@ def _rows(product: Product, first: int, last: int) -> Product:
     def some(region: Region) -> Region:
         return region._replace(row=region.row + first, row_stop=region.row_stop - left)
 
-    scales = product.scales
-    if scales and scales[0].rows == product.a.rows:
-        scales = some(scales[0]), *scales[1:]
+    factors = product.factors
+    if factors and factors[0].rows == product.a.rows:
+        factors = some(factors[0]), *factors[1:]
     return product._replace(
         a=some(product.a),
         out=some(product.out),
         addend=product.addend and some(product.addend),
-        scales=scales,
+        factors=factors,
     )
 
 

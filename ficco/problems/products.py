@@ -373,7 +373,7 @@ class Problem(AnyProblem):
             asked,
             operands=tuple(operands),
             functions=functions,
-            contractions=(contraction._replace(scales=factors, bias=bias),),
+            contractions=(contraction._replace(factors=factors, bias=bias),),
             exchanges=exchanges,
         )
 

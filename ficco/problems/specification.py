@@ -27,7 +27,7 @@ ITEMSIZES = {
     "float64": 8,
 }
 
-#: Dtypes of operands without scales, with the dtype of their sums.
+#: Dtypes of operands without factors, with the dtype of their sums.
 SUMS = dict.fromkeys(("bfloat16", "float16", "float32"), "float32") | {"float64": "float64"}
 
 #: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
@@ -189,7 +189,7 @@ class Contraction(NamedTuple):
         a, b, out: names of matrices.
         summed: by rank, the length of the dimension that is summed over.
         transposed: a is transposed.
-        scales: the factors of ``a`` and ``b``, empty if neither is scaled.
+        factors: the factors of ``a`` and ``b``, empty if neither is scaled.
         bias: name of a row that is added once; empty for none.
         share: if not 0, ``b`` is several matrices, one below the other: the first is for so many
             rows of ``a``, by their numbers where they land, the second for as many that follow.
@@ -200,7 +200,7 @@ class Contraction(NamedTuple):
     out: str
     summed: tuple[int, ...]
     transposed: bool = False
-    scales: tuple[Factors, ...] = ()
+    factors: tuple[Factors, ...] = ()
     bias: str = ""
     share: int = 0
 

@@ -30,7 +30,7 @@ class BufferColumns:
         self.names = [buffer.name for buffer in buffers]
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
         for one in steps.asked.contractions:  # of which a rank without rows may hold none
-            matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.scales)))
+            matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.factors)))
         for each in steps.asked.attentions:
             matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
         for application in steps.asked.applications:
@@ -341,7 +341,9 @@ class Footprint:
     ) -> Accesses | None:
         """Writes of the factors of operands that are cast: all those of what shares them."""
         of, who = self.buffers, self.steps.by_step(step)
-        asked = {of.matrix[one.a]: one.scales[0] for one in self.contraction.values() if one.scales}
+        asked = {
+            of.matrix[one.a]: one.factors[0] for one in self.contraction.values() if one.factors
+        }
         cast = bools(functions) & np.isin(of.holds[dst.buffer], list(asked))
         demand(cast == bools(map(bool, factors)), who, "casts without factors, or the wrong matrix")
         if not (which := np.flatnonzero(cast)).size:
@@ -428,8 +430,8 @@ class Footprint:
         demand(~of.operand[out.buffer] & placed, who, "multiplies in the wrong buffers")
         adds, joins, terms = self._joined(made, adds, joined, me, who)
         which = np.flatnonzero(bools(map(bool, made.addend)))
-        scaled = np.flatnonzero(bools(map(bool, made.scales)))
-        self._scaled(matrix, made.scales, who)
+        scaled = np.flatnonzero(bools(map(bool, made.factors)))
+        self._scaled(matrix, made.factors, who)
         if any(made.bias) or any(one.bias for one in self.contraction.values()):
             self._biased(made, matrix, k_first, out, who)
         added = self._addends([products[index] for index in which], step[which])
@@ -469,7 +471,7 @@ class Footprint:
             these = np.flatnonzero(np.isin(each, scaled))
             number = np.where(fixed, first, row)[these]
             made = [products[index] for index in each[these].tolist()]
-            reads.append(self._scales(made, turn[these], step[these], number, k_first[these]))
+            reads.append(self._factors(made, turn[these], step[these], number, k_first[these]))
         return (
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
             Accesses.of(step, out, there, 0, (k_first, k_last), adds, terms[each], joins[each]),
@@ -598,19 +600,19 @@ class Footprint:
         known: Bools = np.isin(number(*(of.holds[one.buffer] for one in (a, b, out))), wanted)
         return known
 
-    def _scaled(self, matrix: Ints, scales: Sequence[tuple[Region, ...]], who: Who) -> None:
+    def _scaled(self, matrix: Ints, factors: Sequence[tuple[Region, ...]], who: Who) -> None:
         """Products are scaled by what the specification names."""
         of = self.buffers
         names = {name: of.holds[i] for i, name in enumerate(of.names)}
         for number, contraction in self.contraction.items():
-            wanted = [of.matrix[one.matrix] for one in contraction.scales]
+            wanted = [of.matrix[one.matrix] for one in contraction.factors]
             for at in np.flatnonzero(matrix == number).tolist() if wanted else ():
-                if [names.get(one.buffer, -1) for one in scales[at]] != wanted:
+                if [names.get(one.buffer, -1) for one in factors[at]] != wanted:
                     raise PlanError(f"{who(at)} is not scaled as asked for")
-        bare = bools(bool(self.contraction[number].scales) for number in matrix.tolist())
-        demand(bare | ~bools(scales), who, "is scaled, which is not asked for")
+        bare = bools(bool(self.contraction[number].factors) for number in matrix.tolist())
+        demand(bare | ~bools(factors), who, "is scaled, which is not asked for")
 
-    def _scales(
+    def _factors(
         self, made: list[Product], turn: Ints, step: Ints, number: Ints, k_first: Ints
     ) -> Accesses:
         """Reads of the factors of a, the numbers of whose rows where they land are given; those of
@@ -618,9 +620,9 @@ class Footprint:
         of, who = self.buffers, self.steps.by_step(step)
         column = unzipped(made, Product)
         a, b, out = (self._regions(some, step) for some in (column.a, column.b, column.out))
-        left, right = (self._regions([one.scales[i] for one in made], step) for i in (0, 1))
-        left = left.down(turn * ints(one.scale_stride for one in made))
-        asked = [self.contraction[each].scales for each in of.holds[out.buffer].tolist()]
+        left, right = (self._regions([one.factors[i] for one in made], step) for i in (0, 1))
+        left = left.down(turn * ints(one.factor_stride for one in made))
+        asked = [self.contraction[each].factors for each in of.holds[out.buffer].tolist()]
         shares = [(*one[0].share, *one[1].share) for one in asked]
         height, width, depth, wide = np.array(shares, np.int64).reshape(-1, 4).T
         k_last, last = k_first + b.rows, number + a.rows

@@ -95,7 +95,7 @@ def _taken_apart(plan: Plan, engine: Engine) -> Plan:
     """The Plan as the engine carries it out."""
     steps = plan.steps
     whole = all(step.whole or step.op == "call" for step in steps)
-    scaled = any(product.scales for step in steps for product in step.products)
+    scaled = any(product.factors for step in steps for product in step.products)
     functions = {step.transfer.function for step in steps if step.transfer} - {""}
     if whole and not scaled and not functions:
         return plan
@@ -104,7 +104,7 @@ def _taken_apart(plan: Plan, engine: Engine) -> Plan:
     if not (whole or can.partial_signals):
         lacks.append("signals that gate or announce some rows of a product")
     if scaled and not can.scaled:
-        lacks.append("products with scales")
+        lacks.append("products of scaled operands")
     lacks += [f"the function {name!r}" for name in sorted(functions.difference(can.functions))]
     if lacks:
         raise NotImplementedError(

@@ -240,7 +240,7 @@ def scaled(problem: Problem, product: Product, factors: Region | None = None) ->
     scales = (factors or of("scale_a", a, scaling.rules.a), of("scale_b", b, scaling.rules.b))
     first = scaling.bias and not b.row
     bias = Region("bias", out.rank, 0, 1, out.col, out.col_stop) if first else None
-    return product._replace(scales=scales, bias=bias)
+    return product._replace(factors=scales, bias=bias)
 
 
 class Stage:

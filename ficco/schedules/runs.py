@@ -58,9 +58,9 @@ def _to(first: Product, last: Product) -> Product:
         first.a._replace(row_stop=last.a.row_stop),
         first.out._replace(row_stop=last.out.row_stop),
     )
-    ends = zip(first.scales[:1], last.scales, strict=False)
+    ends = zip(first.factors[:1], last.factors, strict=False)
     of_a = [one._replace(row_stop=two.row_stop) for one, two in ends]
-    return first._replace(a=a, out=out, scales=(*of_a, *first.scales[1:]))
+    return first._replace(a=a, out=out, factors=(*of_a, *first.factors[1:]))
 
 
 def joined(products: Iterable[Product]) -> list[Product]:
@@ -81,12 +81,12 @@ def joined(products: Iterable[Product]) -> list[Product]:
 def _kind(product: Product) -> tuple[object, ...]:
     """The fields in which products of one call must agree."""
     a, out = product.a, product.out
-    scales: tuple[object, ...] = product.scales
-    if product.scales:  # those of a follow its rows, if each has one
-        left, right = product.scales
+    factors: tuple[object, ...] = product.factors
+    if product.factors:  # those of a follow its rows, if each has one
+        left, right = product.factors
         follows = left.rows == a.rows
-        scales = (left.buffer, left.row - a.row, left[4:]) if follows else left, right
+        factors = (left.buffer, left.row - a.row, left[4:]) if follows else left, right
     return (
         product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
-        product.addend, scales, product.bias,
+        product.addend, factors, product.bias,
     )  # fmt: skip

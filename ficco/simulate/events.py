@@ -344,8 +344,8 @@ class Simulation:
         multiplies = bool({"matmul", "attend", "apply"} & ops)
         self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
-        self.scaled = self.problem.scaling is not None
-        self.gemm = machine.products(self.problem.scaling) or self.gemm
+        self.scaled = any(one.factors for one in self.problem.specification.contractions)
+        self.gemm = machine.products(self.problem) or self.gemm
         self.tiled = machine.tiled or self.gemm
         self.experts = machine.experts or self.gemm
         if self.gemm:

@@ -47,7 +47,7 @@ def slowest(problem: Problem, schedule: Schedule, machine: Machine) -> list[int]
 
     They have the longest products in all, or after the last copy.
     """
-    world, gemm, kind = problem.world, machine.products(problem.scaling), problem.kind
+    world, gemm, kind = problem.world, machine.products(problem), problem.kind
     if not _split_by_own(schedule) or world < 3 or gemm is None:
         return [0]
     lengths = _lengths(problem, schedule)

@@ -23,7 +23,7 @@ from ficco.problems.specification import Buffer
 #: Names in the text of classes that have another name by now.
 CLASSES: dict[str, str] = {}
 #: Names in the text of fields that have another name by now, by class and field.
-FIELDS: dict[tuple[str, str], str] = {}
+FIELDS: dict[tuple[str, str], str] = {("Product", "factors"): "scales"}
 
 #: Hexadecimal digits of a hash.
 DIGITS = 12

@@ -167,9 +167,9 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
     for product, i in ((one, i) for one in step.products for i in range(one.batch)):
         a, out = _part(memory, product.a, i * product.a_stride), product.out
         b = _part(memory, product.b)
-        if product.scales:
-            of_a, of_b = product.scales
-            a = dequantized(a, _part(memory, of_a, i * product.scale_stride))
+        if product.factors:
+            of_a, of_b = product.factors
+            a = dequantized(a, _part(memory, of_a, i * product.factor_stride))
             b = dequantized(b, _part(memory, of_b))
         total = (a.t() if product.transposed else a) @ b
         target = _part(memory, out, i * product.out_stride)
