@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ranks import Rank, caught, run
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
@@ -123,6 +124,22 @@ def test_dynamic_sizes_compile_once(operator: str) -> None:
     run(2, _dynamic, operator)
 
 
+def _counted(at: Rank, operator: str) -> None:
+    """A rank's queries with every key: two products, and five for the gradients."""
+    with FlopCounterMode(display=False) as counter:
+        out = getattr(ficco, operator)(*operands(at, rows=6, batch=2), causal=True)
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    batch, heads, rows, size = out.shape
+    assert forward == 2 * 2 * batch * heads * rows * rows * at.world * size
+    assert counter.get_total_flops() == forward + forward * 5 // 2
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operations_of_attention_are_counted(operator: str) -> None:
+    run(2, _counted, operator)
+
+
 # Projections.
 
 
@@ -182,6 +199,23 @@ def _some_of_project(at: Rank) -> None:
 
 def test_projections_that_need_some_gradients() -> None:
     run(2, _some_of_project, timeout=100)
+
+
+def _counted_projections(at: Rank) -> None:
+    """Each product and each gradient counts once: of 6 positions, 12 features, and 2 of 4 heads of
+    queries, one of keys and one of values for each rank, of size 4."""
+    x, *weights, last = projections(at, rows=6, batch=2, kv_heads=2)
+    with FlopCounterMode(display=False) as counter:
+        q, _, _ = ficco.ulysses_project(x, *weights, size=4)  # type: ignore[call-arg]
+        projected = counter.get_total_flops()
+        ficco.ulysses_output(q, last).sum().backward()
+    output = counter.get_total_flops() - 3 * projected
+    assert projected == 2 * (6 * 2) * 12 * (2 + 1 + 1) * 4 * at.world
+    assert output == 3 * 2 * (6 * 2) * 12 * 16
+
+
+def test_operations_of_projections_are_counted() -> None:
+    run(2, _counted_projections)
 
 
 def _opcheck_projections(at: Rank) -> None:
@@ -318,6 +352,23 @@ def test_experts_compiled(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_experts_compiled_by_inductor(way: dict[str, Any]) -> None:
     run(2, _experts_compiled, way, "inductor")
+
+
+def _counted_experts(at: Rank) -> None:
+    """Products of every row of the blocks, with empty ones; four for the gradients of all."""
+    *given, indices = experts(at)
+    capacity, (each, k, wide), (_, h, n) = 3, given[2].shape, given[3].shape
+    with FlopCounterMode(display=False) as counter:
+        tokens, weights, up, down = given
+        y = ficco.experts(tokens, indices, weights, up, down, capacity=capacity)
+        forward = counter.get_total_flops()
+        y.sum().backward()
+    assert forward == 2 * each * capacity * at.world * (k * wide + h * n)
+    assert counter.get_total_flops() == 3 * forward
+
+
+def test_operations_of_experts_are_counted() -> None:
+    run(2, _counted_experts)
 
 
 def _some_of_experts(at: Rank) -> None:

@@ -20,7 +20,7 @@ from ficco.ops import problem_log
 from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.operands import bounds_of, check_bounds, plain, process_group
-from ficco.ops.record import Record, Request, stand_in
+from ficco.ops.record import Record, Request, Shapes, stand_in
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import check_traced, under_autocast
 from ficco.options import Options
@@ -416,6 +416,14 @@ def _fake_backward(
     return [dq, q.new_empty(rows, 2, batch, k.shape[1], size)]
 
 
+def flops(request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None) -> int:
+    """Those of two products, or of the five of the gradients, with every key, masked or not, as
+    PyTorch counts them."""
+    batch, heads, rows, size = shapes[0]
+    products = 2 if needs is None else 5
+    return 2 * products * batch * heads * rows * rows * request.group.size() * size
+
+
 ATTENTION = Record(
     NAME,
     ("q", "k_shard", "v_shard"),
@@ -427,4 +435,5 @@ ATTENTION = Record(
     _record_backward,
     _fake_backward,
     lambda gradients, needs: _gradients(gradients),
+    flops,
 )

@@ -19,7 +19,7 @@ from ficco.ops.expert_rounds import (
     wide_of,
 )
 from ficco.ops.operands import check_dtype, process_group
-from ficco.ops.record import Record, Request
+from ficco.ops.record import Record, Request, Shapes
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.ops.tracing import check_traced, under_autocast
@@ -345,6 +345,17 @@ def _all_backward(
     return total
 
 
+def _flops(request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None) -> int:
+    """Those of the products of all rows of this rank's blocks, empty ones too."""
+    _, _, up, down, _ = shapes
+    rows: int = up[0] * request.facts["capacity"] * request.group.size()
+    of_up, of_down = 2 * rows * up[1] * up[2], 2 * rows * down[1] * down[2]
+    if needs is None:
+        return of_up + of_down
+    tokens, _, d_up, d_down, _ = needs
+    return of_up * (tokens + d_up) + of_down * ((tokens or d_up or d_down) + d_down)
+
+
 EXPERTS = Record(
     NAME,
     ("tokens", "weights", "up", "down", "slots"),
@@ -355,6 +366,7 @@ EXPERTS = Record(
     _save,
     _backward,
     _fake_backward,
+    flops=_flops,
 )
 
 EXPERTS_ALL = Record(

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.ops.autograd import Needs
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import process_group
-from ficco.ops.record import Record, Request, stand_in
+from ficco.ops.record import Record, Request, Shapes, stand_in
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import check_traced, under_autocast
 from ficco.problems.heads import keys_of
@@ -88,7 +88,7 @@ def ulysses_project(
     traced, group = check_traced(**operands), process_group(group)
     x, *weights = _checked(group, operands, partial(_check_project, size))
     request = Request(group, schedule, {"size": size, "batch": x.shape[0]})
-    rows, keys = _by_positions(x), _Shares.of(request, *weights[:2]).keys_each
+    rows, keys = _by_positions(x), _Shares.of(request, weights[0].shape, weights[1].shape).keys_each
     whole = PROJECTION(request, (rows, *weights), traced)
     return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
 
@@ -247,10 +247,10 @@ class _Shares(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, request: Request, q: torch.Tensor, k: torch.Tensor) -> _Shares:
-        """Those of weights; their number is none that a compiler leaves open."""
+    def of(cls, request: Request, q: Sequence[int], k: Sequence[int]) -> _Shares:
+        """Those of weights of these shapes; their number is none that a compiler leaves open."""
         size = request.facts["size"]
-        heads, keys = int(q.shape[0] // size), int(k.shape[0] // size)
+        heads, keys = int(q[0] // size), int(k[0] // size)
         return cls(request.group.size(), request.group.rank(), heads, keys, size)
 
     def keys(self, rank: int) -> list[int]:
@@ -341,7 +341,7 @@ def _project(
     """The heads of this rank at all positions, those of queries, of keys and of values side by
     side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
     rows, *weights = operands
-    shares = _Shares.of(request, *weights[:2])
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     table = (shares.channels,) * shares.world
     purpose = (
         f"for {PROJECT} of {shares.heads_in_all} heads, {shares.kv_heads} of keys, size "
@@ -356,7 +356,7 @@ def _fake_project(
     request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
     rows, *weights = operands
-    shares = _Shares.of(request, *weights[:2])
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     heads = shares.each + 2 * shares.keys_each
     return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
 
@@ -367,7 +367,7 @@ def _project_backward(
     """The gradients of the rows of positions, which need the weights of all ranks, and of each
     weight, which need these rows. ``grad``: of the heads as they lie."""
     rows, *weights, _ = saved
-    shares = _Shares.of(request, *weights[:2])
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     blocks = grad.contiguous().view(shares.world, -1, shares.channels[shares.rank])
     blocks, packed = blocks.transpose(1, 2), shares.packed(*weights) if needs[0] else None
     table = tuple((channels,) * shares.world for channels in shares.channels)
@@ -436,6 +436,23 @@ def _fake_output_backward(
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
+def _project_flops(
+    request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None
+) -> int:
+    """Those of this rank's positions with the weights of all ranks, for each product."""
+    (_, q, k, _), world = shapes, request.group.size()
+    products = 1 if needs is None else needs[0] + any(needs[1:])
+    channels = sum(_Shares.of(request, q, k).channels)
+    return 2 * products * result[0] // world * q[1] * channels
+
+
+def _output_flops(
+    request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None
+) -> int:
+    features, channels = shapes[1]
+    return 2 * (1 if needs is None else sum(needs)) * result[0] * features * channels
+
+
 PROJECTION = Record(
     PROJECT,
     ("x", "q_weight", "k_weight", "v_weight"),
@@ -446,6 +463,7 @@ PROJECTION = Record(
     _save,
     _project_backward,
     _fake_project_backward,
+    flops=_project_flops,
 )
 
 OUTPUT_PROJECTION = Record(
@@ -458,4 +476,5 @@ OUTPUT_PROJECTION = Record(
     _save,
     _output_backward,
     _fake_output_backward,
+    flops=_output_flops,
 )

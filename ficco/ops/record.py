@@ -40,6 +40,7 @@ from ficco.options import carried, current, current_text, from_text, to_text
 from ficco.schedules import Schedule
 
 Tensors = Sequence[torch.Tensor]
+Shapes = Sequence[Sequence[int]]
 
 _WHERE = "str group, str schedule, str options"
 
@@ -85,7 +86,9 @@ class Record:
             needed: gradients, of which none shares memory with another.
         fake_backward: the same shapes, not computed.
         gradients: one for each operand, None if it needs none, of what ``backward`` returns.
-        operations: of a forward, see :class:`Declared`.
+        flops: floating-point operations of a rank: of a request, the shapes of the operands, None
+            for one that a backward does not save, that of the result, and which gradients are
+            needed; None for the forward. They are those that ``FlopCounterMode`` counts.
     """
 
     name: str
@@ -98,13 +101,16 @@ class Record:
     backward: Callable[[Request, torch.Tensor, Any, Needs], Tensors]
     fake_backward: Callable[[Request, torch.Tensor, Any, Needs], Tensors]
     gradients: Callable[[Tensors, Needs], Gradients] = by_need
+    flops: Callable[[Request, Shapes, Sequence[int], Needs | None], int] | None = None
 
     def __post_init__(self) -> None:
         back, real, fake = f"{self.name}_backward", self._real_backward, self._fake_of_backward
         autograd = self._autograd, self._save
-        forward = Declared(self._schema, self._real_forward, self._fake_of_forward, autograd)
-        declare(self.name, forward)
-        declare(back, Declared(self._backward_schema, real, fake, (refuse_second, None)))
+        counts = (self._count, self._count_backward) if self.flops else (None, None)
+        forward = self._schema, self._real_forward, self._fake_of_forward, autograd, counts[0]
+        declare(self.name, Declared(*forward))
+        backward = self._backward_schema, real, fake, (refuse_second, None), counts[1]
+        declare(back, Declared(*backward))
 
     @cached_property
     def _eager(self) -> Differentiable:
@@ -204,6 +210,18 @@ class Record:
 
     def _fake_of_backward(self, *args: Any) -> list[torch.Tensor]:
         return list(self.fake_backward(*self._of_backward(args)))
+
+    def _count(self, *args: Any, out_shape: Any, **_: Any) -> int:
+        assert self.flops is not None
+        shapes: Any  # the counter passes them in place of tensors
+        request, shapes, _needs = self._of_forward(args)
+        return self.flops(request, shapes, out_shape[0] if self.kept else out_shape, None)
+
+    def _count_backward(self, *args: Any, out_shape: Any, **_: Any) -> int:
+        assert self.flops is not None
+        grad: Any
+        request, grad, saved, needs = self._of_backward(args)
+        return self.flops(request, saved[: len(self.operands)], grad, needs)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count = len(self.operands)

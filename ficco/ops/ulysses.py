@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.compute.program import Call
 from ficco.heuristics import decide
 from ficco.ops import problem_log
-from ficco.ops.attention import FACTS, asked_for, check_together
+from ficco.ops.attention import FACTS, asked_for, check_together, flops
 from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain, process_group
@@ -256,4 +256,5 @@ HEADS = Record(
     _backward,
     _fake_backward,
     lambda gradients, needs: gradients,
+    flops,
 )
