@@ -19,6 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 WORLD = 2
 #: Captured calls keep their graphs, and with them memory.
@@ -99,14 +101,16 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(checkout: str, first_core: int) -> list[subprocess.Popen[str]]:
+def start(
+    checkout: str, first_core: int, program: str = RANK, cases: Sequence[Any] = CASES
+) -> list[subprocess.Popen[str]]:
     """The ranks of a checkout, once they are ready."""
-    port, cases = str(free_port()), json.dumps(CASES)
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [
-                *(sys.executable, "-c", RANK, str(rank), str(WORLD), port),
-                *(str(first_core + 2 * rank), cases),
+                *(sys.executable, "-c", program, str(rank), str(WORLD), port),
+                *(str(first_core + 2 * rank), json.dumps(cases)),
             ],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": checkout},

@@ -116,16 +116,16 @@ def test_modes(name: str) -> None:
             assert isinstance(failure, Failure) and text in failure.text, f"{mode}: {failure}"
 
 
-def _overridden(at: Rank) -> tuple[Failure, Failure]:
-    """Calls while ``aten::mm`` is replaced; kinds of calls from before it are refused, too."""
+def _overridden(at: Rank, kernel: str) -> tuple[Failure, Failure]:
+    """Calls while a kernel is replaced; kinds of calls from before it are refused, too."""
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     wanted = ficco.all_gather_matmul(a, b)
 
-    def doubled(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    def doubled(left: torch.Tensor, right: torch.Tensor, *_: Any) -> torch.Tensor:
         return 2 * torch.einsum("mk,kn->mn", left, right)
 
     mode = torch.library.Library("aten", "IMPL")
-    mode.impl("mm", doubled, "CPU", allow_override=True)
+    mode.impl(kernel, doubled, "CPU", allow_override=True)
     try:
         layer = ficco.nn.ColumnParallelLinear(8, 4)
         return (
@@ -138,11 +138,12 @@ def _overridden(at: Rank) -> tuple[Failure, Failure]:
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_replaced_products_are_refused() -> None:
-    for failures in run(2, _overridden, fresh=True):
+@pytest.mark.parametrize("kernel", ["mm", "_scaled_mm"])
+def test_replaced_products_are_refused(kernel: str) -> None:
+    for failures in run(2, _overridden, kernel, fresh=True):
         for failure in failures:
             assert failure.type == "NotImplementedError", failure
-            assert "got aten/mm/CPU replaced by torch.library" in failure.text, failure
+            assert f"got aten/{kernel}/CPU replaced by torch.library" in failure.text, failure
 
 
 def _mapped(at: Rank) -> list[Failure]:

@@ -49,10 +49,12 @@ _ON_ROCM = {"Cublas": "rocBLAS (through hipBLAS)", "Cublaslt": "hipBLASLt", "Ck"
 _ON_CPU = {"mkl": "MKL", "open": "OpenBLAS", "accelerate": "Accelerate", "generic": "a plain BLAS"}
 
 
-#: Kernels of products by which a program may replace PyTorch's, as ``torch.library`` names them, by
-#: type of device. Not ``bmm``, which PyTorch itself replaces on some GPUs.
+#: Kernels of products that a program may replace. Not ``bmm``: PyTorch itself replaces it on some
+#: GPUs.
+KERNELS = ("mm", "addmm", "matmul", "linear", "_scaled_mm", "_grouped_mm")
+#: These kernels as ``torch.library`` names them, by type of device.
 OVERRIDES = {
-    device: frozenset(f"aten/{name}/{key}" for name in ("mm", "addmm", "matmul", "linear"))
+    device: frozenset(f"aten/{name}/{key}" for name in KERNELS)
     for device, key in (("cpu", "CPU"), ("cuda", "CUDA"))
 }
 
