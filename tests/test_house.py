@@ -22,14 +22,14 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3460, 1830),
+    "compute": (3470, 1830),
     "dma": (7220, 4040),
     "heuristics": (1630, 740),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1470, 650),
     "nn": (2170, 1030),
-    "ops": (6090, 2820),
+    "ops": (6100, 2820),
     "passes": (1930, 1150),
     "plan": (930, 470),
     "problems": (2440, 1100),

@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 LIMITS = {
     "all_gather_matmul": Cost(14, 50, 35),
     "matmul_reduce_scatter": Cost(13, 50, 33),
-    "all_gather_attention": Cost(15, 95, 48),
+    "all_gather_attention": Cost(15, 83, 40),
 }
 
 

@@ -8,7 +8,6 @@ until then: what a sum in float32 would read and write is more than all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -126,8 +125,12 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
 
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
-        made = chain.from_iterable(call.parts[index] for index in steps)
-        parts = [some for part in made if (some := part.within(first, last))]
+        parts = [
+            some
+            for index in steps
+            for part in call.parts[index]
+            if (some := part.within(first, last))
+        ]
         merge(out, None if lse is None else lse[:, :, first:last], parts)
 
     return op
@@ -137,6 +140,9 @@ def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[sli
     """Ranges of rows, and what parts have of each: as many rows as have ``most`` parts together, or
     as all have the same."""
     inner = {end for part in parts for end in part[:2] if 0 < end < rows}
+    if not inner:  # the common case
+        yield slice(rows), list(parts)
+        return
     ends, begin = [*sorted(inner), rows], 0
     for end, further in zip(ends, [*ends[1:], 0], strict=True):
         if further and sum(part.meets(begin, further) for part in parts) <= most:
@@ -191,7 +197,7 @@ class LibraryCalls:
     def attended(self, heads: Heads, scale: float) -> Iterator[Part]:
         """What they give."""
         for some in self._packed:
-            if bounds := self._together(heads, some):
+            if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
                 mean, lse = flash_of_several(heads, some, bounds, scale)
                 whole = Part(some.band.q, some.band.q_stop, mean, lse)
                 yield from (whole.rows(one.q, one.q_stop) for one in some.runs)
@@ -204,7 +210,7 @@ class LibraryCalls:
     ) -> Iterator[tuple[Rectangle, Heads]]:
         """The gradients of that, each with its rows."""
         for some in self._packed:
-            if bounds := self._together(heads, some):
+            if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
                 made = flash_backward_of_several(heads, of, some, bounds, scale)
                 q, k = some.band.q, some.band.k
                 for one in some.runs:
@@ -214,7 +220,7 @@ class LibraryCalls:
                 yield one, backward(_within(heads, one), _result(of, one), one, scale)
 
     def _together(self, heads: Heads, some: Documents) -> Bounds | None:
-        """Where documents begin, if one call serves all; None if each has one."""
+        """Where documents begin, if one call serves several; None if each has one."""
         if not serves_several(heads, some):
             return None
         if some not in self._bounds and (made := bounds_on(some, heads.q.device)):
@@ -233,9 +239,9 @@ def _result(of: Result, one: Rectangle) -> Result:
 
 def serves_several(heads: Heads, some: Documents) -> bool:
     """Whether one call serves several rectangles, and is faster than one for each."""
-    count = len(some.rectangles)
-    if count < 2 or not heads.q.is_cuda or torch.version.hip:
+    if not heads.q.is_cuda or torch.version.hip:
         return False
+    count = len(some.rectangles)
     short = sum(one.q_stop - one.q for one in some.rectangles) < TOGETHER_ROWS * count
     return short or not _cudnn_serves(heads, some.band)
 

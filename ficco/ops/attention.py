@@ -19,7 +19,7 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.autograd import Needs
 from ficco.ops.fit import keep_to_cap, ring
-from ficco.ops.operands import bounds_of, check_bounds, plain, process_group
+from ficco.ops.operands import bounds_of, check_bounds, process_group
 from ficco.ops.record import Record, Request, Shapes, stand_in
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import check_traced, under_autocast
@@ -122,9 +122,9 @@ class AttentionCall(Invocation):
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
         check_together(operands, self.schedule, self.asked)
-        self.q, k = (q := _heads(plain(self.q))), self.k
+        self.q, k = (q := _heads(self.q)), self.k
         if self.kept is None:
-            self.kv = _packed(_heads(plain(k)), _heads(plain(self.v)))
+            self.kv = _packed(_heads(k), _heads(self.v))
         else:
             self.kv = self.kept
         self.source = workspace.symmetric_source(self.kv) if self.kept is None else None
@@ -290,7 +290,9 @@ def check_asked(asked: Mapping[str, Any]) -> None:
 
 
 def _heads(tensor: torch.Tensor) -> torch.Tensor:
-    """The same with adjacent elements in a head."""
+    """The same as memory holds it, with adjacent elements in a head."""
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
