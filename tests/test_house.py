@@ -28,7 +28,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1470, 650),
-    "nn": (2170, 1030),
+    "nn": (2160, 1020),
     "ops": (6100, 2820),
     "passes": (1930, 1150),
     "plan": (930, 470),

@@ -54,6 +54,13 @@ def _kinds() -> dict[str, Kind]:
         ),
         "output": Kind(lambda out: ficco.ulysses_output(out, weight), (1, 2, 8, 4)),
         "experts": Kind(partial(layer, capacity=4), (4, 16)),
+        "gathered layer": Kind(
+            lambda x: ficco.nn.gathered_linears(x, (weight,), (None,))[0], (4, 16)
+        ),
+        "scattered layer": Kind(lambda x: ficco.nn.scattered_linear(x, weight), (4, 16)),
+        "reduced layer": Kind(lambda x: ficco.nn.reduced_linear(x, weight), (4, 16)),
+        "copied layer": Kind(lambda x: ficco.nn.copied_linear(x, weight), (4, 16)),
+        "summed gradient": Kind(lambda x: ficco.nn.sum_gradient(x) @ weight, (4, 16)),
         "exact experts": Kind(partial(layer, capacity=None), (4, 16)),
     }
 

@@ -38,8 +38,7 @@ from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import (
     name_of_schedule,
-    refuse_derivatives,
-    refuse_sharded,
+    refuse_unserved,
     under_autocast,
     watched,
 )
@@ -136,8 +135,7 @@ def reduced_linear(
     then needs no communication, as in DTensor, in Megatron, and in :func:`ficco.matmul_all_reduce`
     under ``options(all_reduce_gradients="equal")``.
     """
-    refuse_derivatives(vmap=False)
-    refuse_sharded(x=x, weight=weight)
+    refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
     call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
     y = _of_weights(_rows(x), call, weight, equal=True)
@@ -160,8 +158,7 @@ def copied_linears(
     all weights: it is one :func:`ficco.matmul_all_reduce` of the gradients side by side, for which
     they and the weights are copied if there are several.
     """
-    refuse_derivatives(vmap=False)
-    refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    refuse_unserved({"x": x, **{f"weights[{i}]": one for i, one in enumerate(weights)}})
     outs = differentiable(
         _LOCAL,
         _Local(recipe_of(recipe), process_group(group), schedule),
@@ -193,8 +190,7 @@ def partial_linear(
     """Linear layer without communication: [..., k] -> [..., n]."""
     if recipe is None:
         return torch.nn.functional.linear(x, weight, bias)
-    refuse_derivatives(vmap=False)
-    refuse_sharded(x=x, weight=weight)
+    refuse_unserved({"x": x, "weight": weight})
     (y,) = differentiable(_LOCAL, _Local(recipe), *under_autocast(_rows(x), weight))
     return _biased(_with_batch(y, x), bias)
 
@@ -213,8 +209,7 @@ def sum_gradient(
         ValueError: ``tensor`` is a DTensor, or ``group`` is not a group that this rank is in.
         NotImplementedError: it is called inside ``torch.func.grad``.
     """
-    refuse_derivatives(vmap=False)
-    refuse_sharded(tensor=tensor)
+    refuse_unserved({"tensor": tensor})
     out: torch.Tensor = differentiable(_SUM_GRADIENT, process_group(group), tensor)[0]
     return out
 
@@ -293,8 +288,8 @@ def _of_weights(
 ) -> torch.Tensor:
     """A call, of several weights as one. ``equal``: of a sum with which all ranks do the same
     (``options(all_reduce_gradients="equal")``)."""
-    refuse_derivatives(vmap=call.recipe is None and not equal)
-    refuse_sharded(x=x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)})
+    named = {"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}}
+    refuse_unserved(named, vmap=call.recipe is None and not equal)
     x, *rest = under_autocast(x, *weights)
     if watched(x, *rest):
         schedule, text, recipe = call.schedule, current_text(), call.recipe

@@ -26,9 +26,8 @@ from ficco.ops.refusals import tells_refusals
 from ficco.ops.tracing import (
     name_of_schedule,
     refuse_derivatives,
-    refuse_jit,
+    refuse_other_modes,
     refuse_sharded,
-    refuse_tangents,
     under_autocast,
     watched,
 )
@@ -534,10 +533,8 @@ def operate(
     """One call of an operator: the product, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
-    if torch._C._get_tracing_state() is not None:
-        refuse_jit()
-    if forward_ad._current_level >= 0:
-        refuse_tangents(a, b)
+    if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+        refuse_other_modes(a, b)
     if scales is not None and scales.given:
         return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
     a, b = under_autocast(a, b)

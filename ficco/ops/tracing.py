@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -32,10 +33,8 @@ def check_traced(**operands: torch.Tensor) -> bool:
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
-        refuse_jit()
-    if forward_ad._current_level >= 0:
-        refuse_tangents(*operands.values())
+    if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
+        refuse_other_modes(*operands.values())
     traced = bool(watched(*operands.values()))
     if traced:
         refuse_sharded(**operands)
@@ -78,16 +77,27 @@ def refuse_derivatives(vmap: bool = True) -> None:
             )
 
 
-def refuse_jit() -> NoReturn:
-    raise NotImplementedError("torch.jit.trace is not served; use torch.compile or torch.export")
-
-
-def refuse_tangents(*operands: torch.Tensor) -> None:
-    if any(forward_ad.unpack_dual(operand).tangent is not None for operand in operands):
+def refuse_other_modes(*operands: torch.Tensor) -> None:
+    """``NotImplementedError`` inside ``torch.jit.trace``, or if an operand has a tangent."""
+    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
+        raise NotImplementedError(
+            "torch.jit.trace is not served; use torch.compile or torch.export"
+        )
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(operand).tangent is not None for operand in operands
+    ):
         raise NotImplementedError(
             "derivatives in forward mode (torch.func.jvp, dual tensors) are not served; use "
             "backward() or torch.autograd.grad"
         )
+
+
+def refuse_unserved(operands: Mapping[str, torch.Tensor], vmap: bool = False) -> None:
+    """Refuse the operands and transforms that a layer does not serve: see
+    :func:`refuse_derivatives`, :func:`refuse_other_modes` and :func:`refuse_sharded`."""
+    refuse_derivatives(vmap)
+    refuse_other_modes(*operands.values())
+    refuse_sharded(**operands)
 
 
 def refuse_sharded(**operands: torch.Tensor) -> None:
