@@ -702,7 +702,7 @@ def test_one_rank_with_wrong_arguments(what: str, warm: bool) -> None:
 
 #: Whose functions run out of memory, by their names.
 OWNERS: dict[str, Any] = {
-    "readable": calls,
+    "row_major": calls,
     "allocate": calls.ProductCall,
     "execute": invoke,
     "keep": Workspace,
@@ -733,7 +733,7 @@ def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, A
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("what", ["readable", "allocate", "execute"])
+@pytest.mark.parametrize("what", ["row_major", "allocate", "execute"])
 def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
     """At once: none of them waits for as long as a call may take."""
     _without_memory(equal(2, 8, 8, 8, schedule="growing"), warm, what)
