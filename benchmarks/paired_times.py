@@ -1,4 +1,4 @@
-"""Times of calls in two checkouts, in turns on two GPUs, on the eight shapes of Table I.
+"""Times of calls in two checkouts, in turns on two GPUs, on the shapes of ``--set measured``.
 
     python benchmarks/paired_times.py BASE NEW out.csv
 
@@ -21,7 +21,7 @@ import time
 from paired_host_time import WORLD, start, timed
 
 MODES = ("queued", "idle", "graph")
-#: Rows, columns and depth of the products of Table I of the paper that the tables of results have.
+#: m, n and k of the products of ``ficco bench --set measured``.
 SHAPES = (
     (32768, 2048, 8192),
     (8192, 7168, 8192),

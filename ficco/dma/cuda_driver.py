@@ -220,10 +220,9 @@ class CudaHandles:
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open_shared(self, handle: bytes) -> int:
-        made = driver.CUipcMemHandle()
-        ctypes.memmove(made.getPtr(), handle, HANDLE_BYTES)
-        mapped = driver.cuIpcOpenMemHandle(made, _PEER_ACCESS)
-        return int(check("cuIpcOpenMemHandle", mapped))
+        peer = driver.CUipcMemHandle()
+        ctypes.memmove(peer.getPtr(), handle, HANDLE_BYTES)
+        return int(check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(peer, _PEER_ACCESS)))
 
     def close_shared(self, address: int) -> None:
         check("cuIpcCloseMemHandle", driver.cuIpcCloseMemHandle(address))
