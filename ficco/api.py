@@ -17,8 +17,8 @@ from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, where
 from ficco.machine import Machine
+from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
-from ficco.ops.refusals import tells_refusals
 from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.problems.specification import MOST
 from ficco.runtime.workspace import close as close_workspaces

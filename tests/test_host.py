@@ -333,7 +333,7 @@ def test_semaphores_count_and_time_out() -> None:
     second = first + SEMAPHORE_STRIDE
     words.init(first, 0)
     words.init(second, 1)
-    assert not words.try_wait(first) and words.try_wait(second)
+    assert words.try_wait(first) and not words.try_wait(second)
     begin = time.monotonic()
     assert not words.wait(first, 0.05)
     assert 0.04 < time.monotonic() - begin < 1

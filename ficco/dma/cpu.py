@@ -118,7 +118,7 @@ class CpuEngine(Engine):
 
         def op(call: Call) -> None:
             for signal, word in words:
-                if not take(word):
+                if take(word):
                     self._wait(program, call, step, signal, word)
 
         return op

@@ -68,7 +68,8 @@ class Semaphores:
 
         self._init = function("sem_init", ctypes.c_int, ctypes.c_uint)
         self._post = function("sem_post")
-        self._trywait = function("sem_trywait")
+        #: Decrements the semaphore at an address without waiting; 0 if that was possible.
+        self.try_wait = function("sem_trywait")
         self._getvalue = function("sem_getvalue", ctypes.POINTER(ctypes.c_int))
         timespec = ctypes.POINTER(_Timespec)
         # sem_timedwait uses the wall clock, which can be set back. glibc offers a monotonic clock
@@ -87,10 +88,6 @@ class Semaphores:
     def post(self, address: int) -> None:
         if self._post(address):
             raise _failure("sem_post")
-
-    def try_wait(self, address: int) -> bool:
-        """Decrement without waiting; whether that was possible."""
-        return bool(self._trywait(address) == 0)
 
     def wait(self, address: int, seconds: float) -> bool:
         """Decrement; False after a timeout, or earlier if a Unix signal interrupts the wait."""
@@ -205,7 +202,7 @@ class HostMemory:
                 semaphores().post(gate)
         patience, absent = Patience(), []
         for rank, gate in enumerate(self._gates(self.maps[self.rank])):
-            arrived = rank == self.rank or semaphores().try_wait(gate)
+            arrived = rank == self.rank or not semaphores().try_wait(gate)
             while not arrived and not patience.ends(timeout_s, partial(self._timeout, [rank])):
                 self._interrupt()
                 ended = dead(self.pids[rank])

@@ -26,6 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.ops import library
 from ficco.ops.autograd import Differentiable, Gradients, Needs, differentiable
 from ficco.ops.call import run_unwatched as run
+from ficco.ops.entry import (
+    name_of_schedule,
+    refuse_unserved,
+    tells_refusals,
+    under_autocast,
+    watched,
+)
 from ficco.ops.gradients import (
     GATHERS,
     OperatorCall,
@@ -35,13 +42,6 @@ from ficco.ops.gradients import (
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operators import matmul_all_reduce
 from ficco.ops.recipes import Float8Recipe, recipe_of
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import (
-    name_of_schedule,
-    refuse_unserved,
-    under_autocast,
-    watched,
-)
 from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 

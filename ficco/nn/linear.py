@@ -42,9 +42,9 @@ from ficco.nn.plain import (
     set_before_call,
 )
 from ficco.nn.sharing import SharedInput, shared_output, sharing
+from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
-from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 if TYPE_CHECKING:

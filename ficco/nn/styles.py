@@ -34,8 +34,8 @@ from ficco.nn.linear import (
 )
 from ficco.nn.plain import not_linear, own_kernel, set_before_call
 from ficco.nn.sharing import SharedInput, share, shared_output
+from ficco.ops.entry import tells_refusals
 from ficco.ops.recipes import Float8Recipe, recipe_of
-from ficco.ops.refusals import tells_refusals
 from ficco.schedules import Schedule
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
+from ficco.ops.entry import refuse_sharded, tells_refusals, watched
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
     check_dtype,
@@ -21,9 +22,7 @@ from ficco.ops.operands import (
     row_major,
     rows_by_rank,
 )
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import refuse_sharded, watched
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
 from ficco.runtime.invoke import Invocation, begin, new_kind, program_of
 from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
@@ -144,7 +143,8 @@ def arriving(
     """
     workspace = _checked(a_shard, group)
     try:
-        cached, call = begin(workspace, ArrivingCall(a_shard, rows, (pieces, order, pull)))
+        invocation = ArrivingCall(a_shard, rows, (pieces, order, pull))
+        cached, call = begin(workspace, invocation, current())
         engine, program = workspace.engine, program_of(workspace, cached)
         if program.slot is None:  # the caller reads the only rank's rows
             call.tensors["a"] = call.tensors["a"].contiguous()
@@ -197,7 +197,7 @@ def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> 
             "a_shard: ficco.arriving has no gradient; pass a_shard.detach() within a "
             "torch.autograd.Function of your own"
         )
-    return workspace_for(process_group(group), a_shard, "a_shard", NAME)
+    return workspace_for(process_group(group), a_shard, "a_shard", NAME, current())
 
 
 @dataclass(eq=False)

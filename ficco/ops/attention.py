@@ -13,22 +13,21 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.attention import Result
-from ficco.compute.program import Call
+from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.autograd import Needs
+from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.operands import bounds_of, check_bounds, process_group
 from ficco.ops.record import Record, Request, Shapes, stand_in
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import check_traced, under_autocast
 from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 
@@ -117,17 +116,19 @@ class AttentionCall(Invocation):
     keeps: bool = False
     kept: torch.Tensor | None = None
     results: tuple[torch.Tensor, ...] = ()
+    source: tuple[Symmetric, int] | None = None
     purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
         check_together(operands, self.schedule, self.asked)
         self.q, k = (q := _heads(self.q)), self.k
-        if self.kept is None:
-            self.kv = _packed(_heads(k), _heads(self.v))
-        else:
+        if self.kept is not None:
             self.kv = self.kept
-        self.source = workspace.symmetric_source(self.kv) if self.kept is None else None
+        else:
+            self.kv = _packed(_heads(k), _heads(self.v))
+            if workspace.allocations:
+                self.source = workspace.symmetric_source(self.kv)
         place = self.source and (self.source[0].serial, self.source[1])
         self.gathers = self.keeps and options.save_gathered and workspace.engine.world > 1
         return (
@@ -376,7 +377,7 @@ def _record_forward(
     options, the keys and values that have arrived, as rows."""
     q, k, v = operands
     invocation = AttentionCall(NAME, q, k, v, request.schedule, request.facts, keeps=any(needs))
-    invoke(workspace_for(request.group, q, "q", NAME), invocation)
+    invoke(request.group, invocation, q, "q")
     return invocation.results
 
 
@@ -395,7 +396,7 @@ def _record_backward(
     of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
     invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, kept=kept)
-    invoke(workspace_for(request.group, q, "q", NAME), invocation)
+    invoke(request.group, invocation, q, "q")
     return invocation.results
 
 

@@ -21,14 +21,13 @@ from ficco.ops.operands import (
     plain,
     plain_scales,
     problem_of_operands,
-    process_group,
     row_major,
 )
 from ficco.options import Options
 from ficco.plan import Buffer
 from ficco.problems.products import OPERATORS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.warn import warn_once
 
@@ -40,7 +39,7 @@ def run(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    group: ProcessGroup | None,
+    group: ProcessGroup,
     schedule: str | Schedule,
     rows: Rows = None,
     return_gathered: bool = False,
@@ -56,14 +55,9 @@ def run(
     ranks agree on. ``scales`` are those of float8 operands. ``transposed``: see :class:`Problem`; A
     or the result is then [W, rows, columns].
     """
-    group, left = process_group(group), LEFT[operator]
-    for name, tensor in ((left, a), ("b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
-    workspace = workspace_for(group, a, left, operator)
     rows = rows if rows is None else frozen(rows)
     given = schedule, rows, return_gathered, out, purpose, scales, transposed
-    call = invoke(workspace, ProductCall(operator, a, b, *given))
+    call = invoke(group, ProductCall(operator, a, b, *given), a, LEFT[operator])
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 
 
@@ -118,7 +112,7 @@ class ProductCall(Invocation):
             a = plain(a)
         else:
             a = row_major(a) if copied or scales is not None else flat(plain(a))
-        if copied and a.layout is torch.strided and a.dim() == 2:
+        if copied and workspace.allocations and a.layout is torch.strided and a.dim() == 2:
             self.source = workspace.symmetric_source(a)
             place = self.source and (self.source[0].serial, self.source[1])
         self.a, self.b = a, b

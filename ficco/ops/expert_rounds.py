@@ -34,11 +34,11 @@ from ficco.dma.engine import Engine
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.autograd import Needs
+from ficco.ops.entry import tells_refusals
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain
-from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, rounded
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import FUNCTIONS
 from ficco.runtime.invoke import Invocation, invoke, new_kind
@@ -212,7 +212,7 @@ def _run(
     """Run a layer, or a half of one; returns its results by name. The result has one more row at
     its end, of zeros if there are pairs without a row, which read it."""
     invocation = RoundCall(layer, given.schedule, blocks, operands, purpose)
-    invoke(workspace_for(given.group, invocation.like, "tokens", NAME), invocation)
+    invoke(given.group, invocation, invocation.like, "tokens")
     return invocation.results
 
 
@@ -274,7 +274,7 @@ class RoundCall(Invocation):
 
 
 def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
-    return workspace_for(call.group, tensor, "tokens", NAME).engine
+    return workspace_for(call.group, tensor, "tokens", NAME, current()).engine
 
 
 class ExpertKind(CachedCall):

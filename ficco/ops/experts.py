@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops.autograd import Needs
+from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.expert_rounds import (
     NAME,
     ExpertCall,
@@ -20,9 +21,7 @@ from ficco.ops.expert_rounds import (
 )
 from ficco.ops.operands import check_dtype, process_group
 from ficco.ops.record import Record, Request, Shapes
-from ficco.ops.refusals import tells_refusals
 from ficco.ops.routing import Blocks, Routing, make_routing, route
-from ficco.ops.tracing import check_traced, under_autocast
 from ficco.problems.specification import ACTIVATIONS, gated
 from ficco.schedules import Schedule
 

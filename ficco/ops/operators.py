@@ -20,17 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.ops import library
 from ficco.ops.autograd import differentiable
 from ficco.ops.call import Result, run
-from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, by_columns
-from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import (
+from ficco.ops.entry import (
     name_of_schedule,
     refuse_derivatives,
     refuse_other_modes,
     refuse_sharded,
+    tells_refusals,
     under_autocast,
     watched,
 )
+from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, by_columns
+from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
 from ficco.options import current_text
 from ficco.schedules import Schedule
 
@@ -531,33 +531,34 @@ def operate(
     scales: Scales | None = None,
 ) -> Result:
     """One call of an operator: the product, and the gathered A or None."""
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return run(operator, a, b, group, schedule, rows, return_gathered)  # says what is wrong
+    for name, tensor in ((LEFT[operator], a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    ranks = process_group(group)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(a, b)
     if scales is not None and scales.given:
-        return _scaled(operator, a, b, group, schedule, rows, return_gathered, scales)
+        return _scaled(operator, a, b, ranks, schedule, rows, return_gathered, scales)
     a, b = under_autocast(a, b)
     if watched(a, b):
         refuse_derivatives()
         refuse_sharded(a=a, b=b)
-        name = process_group(group).group_name
+        name = ranks.group_name
         text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         return library.call(operator, a, b, name, text, rows, current_text(), return_gathered)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
+        call = OperatorCall(operator, ranks, schedule, frozen(rows))
         request = ProductRequest(call, a.shape, by_columns(b), return_gathered)
         out, gathered = differentiable(PRODUCT, request, a, b)
         return out, gathered if return_gathered else None
-    # The call path takes the group of a mesh by itself.
-    return run(operator, a, b, group, schedule, rows, return_gathered)  # type: ignore[arg-type]
+    return run(operator, a, b, ranks, schedule, rows, return_gathered)
 
 
 def _scaled(
     operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
-    group: ProcessGroup | DeviceMesh | None,
+    ranks: ProcessGroup,
     schedule: str | Schedule,
     rows: Sequence[Any] | None,
     return_gathered: bool,
@@ -578,14 +579,13 @@ def _scaled(
                     f"{name}.detach(), or call under torch.no_grad()"
                 )
     if traced:
-        name = process_group(group).group_name
+        name = ranks.group_name
         text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         where = operator, a, b, name, text, rows, current_text(), return_gathered
         return library.call(*where, scales=scales)
     if torch.is_grad_enabled() and a.requires_grad:
-        call = OperatorCall(operator, process_group(group), schedule, frozen(rows))
+        call = OperatorCall(operator, ranks, schedule, frozen(rows))
         request = ProductRequest(call, a.shape, True, scales=scales, dtype=a.dtype)
         (out,) = differentiable(CASTING, request, a, b)
         return out, None
-    ranks: Any = group  # the call path takes the group of a mesh by itself
     return run(operator, a, b, ranks, schedule, rows, return_gathered, scales=scales)

@@ -25,10 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops.autograd import Needs
 from ficco.ops.call import run_unwatched as run
+from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import process_group
 from ficco.ops.record import Record, Request, Shapes, stand_in
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import check_traced, under_autocast
 from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 

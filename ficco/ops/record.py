@@ -35,7 +35,7 @@ from ficco.ops.autograd import (
     Saved,
     refuse_second,
 )
-from ficco.ops.tracing import name_of_schedule, refuse_derivatives
+from ficco.ops.entry import name_of_schedule, refuse_derivatives
 from ficco.options import carried, current, current_text, from_text, to_text
 from ficco.schedules import Schedule
 

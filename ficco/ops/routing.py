@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
+from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.record import Declared, declare, overload
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import check_traced
 from ficco.options import current
 from ficco.runtime.board import TOLD
 from ficco.runtime.workspace import Workspace, workspace_for, workspaces
@@ -322,7 +321,7 @@ def make_routing(
             engine = _engine(indices, group)
             placed = _placed(indices, experts, capacity, engine)
             return Routing(indices, experts, capacity, overflow, placed)
-        workspace = workspace_for(group, indices, "indices", NAME)
+        workspace = workspace_for(group, indices, "indices", NAME, current())
         return _asking(workspace, indices, experts, capacity, overflow)
 
 
@@ -337,7 +336,7 @@ def _asking(
 ) -> Routing:
     """A routing for which ranks tell each other something."""
     try:
-        workspace.begin(NAME)
+        workspace.begin(NAME, current())
         if capacity is None and experts > TOLD:
             raise NotImplementedError(
                 f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "

@@ -14,16 +14,15 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import FACTS, asked_for, check_together, flops
 from ficco.ops.autograd import Needs
+from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain, process_group
 from ficco.ops.record import Record, Request, stand_in
-from ficco.ops.refusals import tells_refusals
-from ficco.ops.tracing import check_traced, under_autocast
 from ficco.options import Options, current
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
 
@@ -102,7 +101,7 @@ def _forward(
     q, k, v = operands
     saves = ("heads" if current().save_gathered else "shards") if any(needs) else ""
     invocation = HeadsCall(request, (q.shape, k.shape), {"q": q, "k": k, "v": v}, saves)
-    invoke(workspace_for(request.group, q, "q", NAME), invocation)
+    invoke(request.group, invocation, q, "q")
     results = invocation.results
     return _by_batch(results["out"], q.shape), *(results[name] for name in KEPT if name in results)
 
@@ -124,11 +123,10 @@ def _backward(
     if len(kept) == 1:
         operands |= {"q": q, "k": k, "v": v, "out": out}
     saves = "shards" if len(kept) == 1 else "heads"
-    workspace = workspace_for(request.group, grad, "gradient", NAME)
     invocation = HeadsCall(request, (q.shape, k.shape), operands, saves, backward=True)
-    invoke(workspace, invocation)
+    invoke(request.group, invocation, grad, "gradient")
     results = invocation.results
-    heads, shared = q.shape[1] // workspace.engine.world, q.shape[1] // k.shape[1]
+    heads, shared = q.shape[1] // request.group.size(), q.shape[1] // k.shape[1]
     owners = [
         key
         for first in range(0, q.shape[1], heads)

@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ficco.compute.program import Call, Program, Symmetric
 from ficco.dma.engine import Span
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.runtime import ranges
 from ficco.runtime.program import compile
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 
 
 class Invocation(ABC):
@@ -75,10 +76,13 @@ def new_kind(
     return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
 
 
-def begin(workspace: Workspace, invocation: Invocation) -> tuple[CachedCall, Call]:
+def begin(
+    workspace: Workspace, invocation: Invocation, options: Options
+) -> tuple[CachedCall, Call]:
     """Number a call, look up its kind or plan it, allocate its results, and agree on it with the
     other ranks if its kind is new. What this raises ends the call: ``workspace.end(error)``."""
-    options, board = workspace.begin(invocation.operator), workspace.board
+    board = workspace.board
+    workspace.begin(invocation.operator, options)
     key = invocation.key(workspace, options)
     cached = workspace.programs.get(key)
     if cached is None:
@@ -98,10 +102,13 @@ def begin(workspace: Workspace, invocation: Invocation) -> tuple[CachedCall, Cal
     return cached, call
 
 
-def invoke(workspace: Workspace, invocation: Invocation) -> Call:
-    """Make a call: the results are in its tensors. On a GPU it is enqueued, on CPUs carried out."""
+def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, name: str) -> Call:
+    """Make a call on the device of an operand, which errors name. The results are in the tensors of
+    the call. On a GPU it is enqueued, on CPUs carried out."""
+    options = current()
+    workspace = workspace_for(group, operand, name, invocation.operator, options)
     try:
-        cached, call = begin(workspace, invocation)
+        cached, call = begin(workspace, invocation, options)
         if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             invocation.by_columns(workspace, cached, call)
@@ -118,7 +125,7 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
     if _records:
         _records[-1].append(_traced(workspace, cached, call))
     else:
-        _run(workspace, program_of(workspace, cached), call)
+        _run(workspace, cached, call)
     workspace.thread = 0
 
 
@@ -147,8 +154,12 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     return program
 
 
-def _run(workspace: Workspace, program: Program, call: Call) -> None:
+def _run(
+    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
+) -> None:
+    """Run a call by the program of its kind, or by another one."""
     grad = torch.is_grad_enabled()
+    program = program or program_of(workspace, cached)
     try:
         if grad:  # inside: Ctrl-C may come right after it
             torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
@@ -166,7 +177,7 @@ def _traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan,
     slot = workspace.slot(cached.plan, cached.single)
     program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
     try:
-        _run(workspace, program, call)
+        _run(workspace, cached, call, program)
         return program.plan, workspace.engine.spans(program, call)
     finally:
         if slot is not None:

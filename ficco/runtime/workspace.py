@@ -159,6 +159,7 @@ class Workspace:
         engine, board: run the calls, and compare them with those of the other ranks.
         calls: number of the latest call, the same on every rank.
         limit_s: seconds that a call waits for a peer unless the options say otherwise.
+        allocations: symmetric memory of tensors from :meth:`empty`, by its address.
         programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
         error: why the group can no longer be used; None if it can.
         block_open: the latest call is a block of the caller's that is not over
@@ -192,7 +193,7 @@ class Workspace:
         self._slots: dict[int, list[Slot | None]] = {}
         self._watched: dict[int, Slot | None] = {}  # for collectives
         self._pinned: list[Slot] = []
-        self._empty: dict[int, Symmetric] = {}  # by address; freed with the workspace
+        self.allocations: dict[int, Symmetric] = {}
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
         self.engine.interrupt = self.interrupt
 
@@ -201,13 +202,13 @@ class Workspace:
         if mismatch := self.board.mismatch(self.calls):
             raise mismatch
 
-    def begin(self, operator: str) -> Options:
-        """Begin the next call; return the options in force.
+    def begin(self, operator: str, options: Options) -> None:
+        """Begin the next call, under the options in force.
 
         Raises:
             NotImplementedError: ``torch.library`` replaces PyTorch's matrix products.
         """
-        engine, options = self.engine, current()
+        engine = self.engine
         limit = options.timeout_s or self.limit_s
         engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
         if (watchdog := self.watchdog) is not None:
@@ -216,7 +217,6 @@ class Workspace:
         self.thread = get_ident()
         if not self._overrides.isdisjoint(torch.library._impls):
             refuse_overrides(self._overrides)
-        return options
 
     def end(self, error: BaseException) -> None:
         """Tell the peers that this rank's latest call ended with an error: they must not wait.
@@ -386,7 +386,7 @@ class Workspace:
             raise
         tensor = memory.tensor[:nbytes].view(dtype).view(shape)
         start = memory.tensor.data_ptr()
-        self._empty[start] = memory
+        self.allocations[start] = memory
         self.thread = 0
         return tensor
 
@@ -397,9 +397,9 @@ class Workspace:
         With one row or none a tensor is contiguous whatever its strides: they must tell, so that
         the slices of all ranks are in it, or none.
         """
-        if not self._empty or a.stride() != (a.shape[1], 1):
+        if a.stride() != (a.shape[1], 1):
             return None
-        memory = self._empty.get(a.untyped_storage().data_ptr())
+        memory = self.allocations.get(a.untyped_storage().data_ptr())
         if memory is None:
             return None
         return memory, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
@@ -408,7 +408,7 @@ class Workspace:
         """By rank, where what belongs to a tensor from :meth:`empty` is mapped here; None for any
         other tensor."""
         start = tensor.untyped_storage().data_ptr()
-        memory = self._empty.get(start)
+        memory = self.allocations.get(start)
         if memory is None:
             return None
         offset = int(tensor.storage_offset()) * tensor.element_size()
@@ -433,11 +433,11 @@ class Workspace:
             if self.error is not None:  # calls that were broken off may wait forever
                 steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
-        steps += [memory.free for memory in self._empty.values()]
+        steps += [memory.free for memory in self.allocations.values()]
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
-            for kept in (self.programs, self._slots, self._watched, self._pinned, self._empty):
+            for kept in (self.programs, self._slots, self._watched, self._pinned, self.allocations):
                 kept.clear()
 
 
@@ -504,14 +504,16 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     return workspace
 
 
-def workspace_for(group: ProcessGroup, a: torch.Tensor, name: str, operator: str) -> Workspace:
-    """The workspace of a call with an operand of that name."""
-    workspace = _workspaces.get((group, a.device, current().engine))
+def workspace_for(
+    group: ProcessGroup, a: torch.Tensor, name: str, operator: str, options: Options
+) -> Workspace:
+    """The workspace of a call with an operand of that name, under the options in force."""
+    workspace = _workspaces.get((group, a.device, options.engine))
     if workspace is not None and not (
         workspace.error or workspace.closed or workspace.thread or workspace.block_open
     ):
         return workspace
-    if a.is_cpu and current().engine is None and backend_of(group) == "nccl":
+    if a.is_cpu and options.engine is None and backend_of(group) == "nccl":
         raise ValueError(
             f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the GPU "
             "or use a gloo group"
