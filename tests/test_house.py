@@ -23,18 +23,18 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3470, 1830),
-    "dma": (7220, 4040),
+    "dma": (7210, 4040),
     "heuristics": (1630, 740),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1470, 650),
     "nn": (2160, 1020),
-    "ops": (6100, 2820),
+    "ops": (6090, 2810),
     "passes": (1930, 1150),
     "plan": (930, 470),
     "problems": (2440, 1100),
     "proof": (1810, 1250),
-    "runtime": (1730, 1030),
+    "runtime": (1740, 1030),
     "schedules": (4900, 3030),
     "simulate": (1230, 810),
     "tools": (13180, 7300),
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 232,
+    "files": 231,
     "loose files": 9,
     "lines of the longest file": 1076,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.

@@ -138,7 +138,8 @@ def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
     )
     stop = SimpleNamespace(stop=lambda: engine.did.append("stop"))
     memories = dict.fromkeys((1, 2), engine)
-    found.__dict__.update(closed=False, error=error, board=board, watchdog=stop, _empty=memories)
+    found.__dict__.update(closed=False, error=error, board=board, watchdog=stop)
+    found.allocations = memories
     return found, engine.did
 
 
