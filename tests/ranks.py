@@ -173,11 +173,11 @@ def run(
             any of them fails the test.
         fresh: use processes of their own.
         lost: ranks of a fresh call that need not answer; what is left of them is killed at the end.
-        env: environment of a fresh call.
+        env: environment of the processes; those of one stay for the next test of the same.
         timeout: seconds after which the call fails; by default 100, since machines are busy, and
             the first call of a pool on GPUs also brings up the vendor's libraries.
     """
-    assert fresh or not (env or lost), "only fresh processes can have an environment or die"
+    assert fresh or not lost, "only fresh processes can die"
     env = env or {}
     timeout = timeout or 100.0
     if device == "cuda" and most_gpu_ranks() < world:
@@ -185,11 +185,12 @@ def run(
     if device == "cpu" and _around is not None:
         fn, env = partial(_around[0], fn), {**_around[1], **env}
     usual = backend_on_gpus(world) if device == "cuda" else "gloo"
-    key = (world, device, backend or usual)
+    where = world, device, backend or usual
+    key = *where, tuple(sorted(env.items()))
     if fresh:
-        pool = _Pool(*key, env)
+        pool = _Pool(*where, env)
     else:
-        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*key, env))
+        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*where, env))
     _used.add(world)
     try:
         results = pool.run(fn, args, lost, timeout)
@@ -354,7 +355,7 @@ class _Pool:
         self.folder.cleanup()
 
 
-_pools: dict[tuple[int, str, str], _Pool] = {}
+_pools: dict[tuple[int, str, str, tuple[tuple[str, str], ...]], _Pool] = {}
 _used: set[int] = set()
 #: See :func:`around`.
 _around: tuple[Callable[..., Any], Mapping[str, str]] | None = None

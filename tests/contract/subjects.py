@@ -1,0 +1,554 @@
+"""What each operator computes, as one process that has the operands of all ranks computes it.
+
+A :class:`Subject` is an operator of the contract. Its reference is differentiable, so that one
+formula gives the results and the gradients of all ranks. Operands are small whole numbers that
+depend on the iteration, the rank, the row and the column: every sum has one right value in every
+dtype, and a stale, missing or misplaced piece shows. Attention is the exception: it is compared
+with float64, within roundings of its dtype.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import ficco
+from ficco.problems.heads import keys_of
+from ficco.problems.products import OPERATORS
+from ficco.schedules import NAMED
+
+Tensors = list[torch.Tensor]
+
+#: What ranks have of rows: as many, different numbers and none on some, fewer than pieces, none.
+KINDS = ("equal", "uneven", "few", "none")
+#: What a schedule of products can be asked for beside its name.
+KNOBS = (
+    "",
+    "pull",
+    "pieces=1",
+    "pieces=3,pull",
+    "pieces=3+1",
+    "tail=3",
+    "pieces=2,tail=2,pull",
+    "order=peer",
+    "kernel",
+    "copy=3,compute=2",
+    "pieces=4,tail=2,order=peer,pull,copy=2,compute=3",
+    "beta",
+    "pieces=2,tail=3,copy=2,compute=2,beta",
+)
+TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,tail=3,pull", "tiled:pieces=3+1")
+BY_HEADS = (
+    "serial",
+    "uniform-fused-1d:pieces=2",
+    "uniform-fused-1d:pieces=3,copy=2",
+    "uniform-fused-1d:pieces=3+1",
+    "uniform-fused-1d",
+    "uniform-fused-1d:pieces=4,compute=2",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, the same on every rank.
+
+    Attributes:
+        rows: of each rank, or from each rank to each.
+        sizes: the other sizes, in an order of the subject's own.
+        facts: arguments beside operands, group and schedule.
+        layout: how matrices lie: "", or the name of a layout that the subject has.
+        needs: for each operand whether it needs a gradient.
+    """
+
+    rows: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    schedule: str = "auto"
+    facts: dict[str, Any] = field(default_factory=dict)
+    layout: str = ""
+    needs: tuple[bool, ...] = ()
+
+    def on(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+def integers(most: int, *seed: int, shape: Sequence[int]) -> torch.Tensor:
+    """Whole numbers from -most to most, in float64."""
+    mixed = 0
+    for part in seed:
+        mixed = mixed * 7919 + part + 1
+    generator = torch.Generator().manual_seed(mixed)
+    return torch.randint(-most, most + 1, tuple(shape), generator=generator).double()
+
+
+class Subject(ABC):
+    """An operator, and what it has to give.
+
+    Attributes:
+        name: of the operator.
+        operands: names of its operands.
+        roundings: how many roundings of the dtype a result or a gradient may be off, in the root
+            of the mean square, in narrow and in wide dtypes; none where all sums are exact.
+        layouts: how operands can lie beside contiguous.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    roundings: tuple[float, float] | None = None
+    layouts: tuple[str, ...] = ()
+
+    @abstractmethod
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        """Those that serve it; ``tiled``: also those whose products wait inside."""
+
+    @abstractmethod
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        """A case with rows of a kind, its sizes drawn."""
+
+    @abstractmethod
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        """The operands of a rank, in float64."""
+
+    @abstractmethod
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        """The results of each rank, of the operands of all."""
+
+    def constants(self, case: Case, rank: int, iteration: int) -> Tensors:
+        """Operands of a rank that have no gradient."""
+        return []
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        """The call: its results."""
+        facts = {"schedule": case.schedule, **case.facts, **where}
+        found = getattr(ficco, self.name)(*operands, *constants, **facts)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def traceable(self, case: Case) -> Case:
+        """A case like it that compilers can trace."""
+        return case
+
+    def laid_out(self, case: Case, operands: Tensors) -> Tensors:
+        """The operands of a rank in the layout of the case."""
+        return operands
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        """Those of operands on a type of device."""
+        return ("float32", "bfloat16", "float16", "float64")[: 4 if device == "cpu" else 3]
+
+
+def per_rank(kind: str, world: int) -> tuple[int, ...]:
+    """Rows of each rank, of a kind."""
+    return tuple(
+        {"equal": 24, "uneven": (11 * rank) % 29 * (rank % 3 != 1), "few": rank % 2, "none": 0}[
+            kind
+        ]
+        for rank in range(world)
+    )
+
+
+class Product(Subject):
+    """A product whose rows travel, before it or after it."""
+
+    operands = "a", "b"
+    layouts = ("leading", "transposed")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.kind = name, OPERATORS[name]
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        sums, inner = self.kind.sums, self.kind.inner
+        found = ["auto", "serial:collective", *(TILED if tiled and not inner else ())]
+        for name, base in NAMED.items():
+            for knobs in KNOBS if name != "tiled" else ():
+                beta = "beta" in knobs or base.beta
+                if (beta and base.uniform) or (name == "ring" and "pull" in knobs):
+                    continue
+                if beta and name == "ring" or (not sums and (beta or name in ("ring", "one-shot"))):
+                    continue
+                reads = "pull" in knobs or name in ("ring", "one-shot") or base.pull
+                if hosts > 1 and (reads or beta):
+                    continue
+                found.append(f"{name}:{knobs}" if knobs else name)
+        return found
+
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        if self.kind.blocks:
+            rows: Any = tuple(
+                tuple(size // 2 + (size > 0) * (rank * peer) % 3 for peer, size in enumerate(some))
+                for rank, some in enumerate([per_rank(kind, world)] * world)
+            )
+        else:
+            rows = per_rank(kind, world)
+            if self.kind.returns:  # what the operator itself makes of so many rows
+                m = sum(rows)
+                rows = tuple(m // world + (rank < m % world) for rank in range(world))
+        sizes = chance.choice((8, 24)), chance.choice((1, 8, 40))
+        return Case(rows, sizes, needs=(True, True))
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        k, n = case.sizes
+        blocks, rows = self.kind.blocks, case.rows
+        held = sum(rows[rank]) if blocks else sum(rows) if self.kind.sums else rows[rank]
+        inner = k
+        if self.kind.inner:
+            inner = sum(line[rank] for line in rows) if blocks else sum(rows)
+        return [
+            integers(2, rank, iteration, 0, shape=(held, k)),
+            integers(1, rank, iteration, 1, shape=(inner, n)),
+        ]
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        def exchanged(matrices: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+            if not self.kind.blocks:
+                return torch.cat(list(matrices))
+            blocks = zip(matrices, case.rows, strict=True)
+            return torch.cat([one.split(list(rows))[rank] for one, rows in blocks])
+
+        a, b = zip(*every, strict=True)
+        ranks = range(len(a))
+        if self.kind.inner:
+            return [[exchanged(a, rank).t() @ b[rank]] for rank in ranks]
+        if not self.kind.scatters:
+            return [[exchanged(a, rank) @ b[rank]] for rank in ranks]
+        products = [one @ other for one, other in every]
+        if self.kind.blocks:
+            return [[exchanged(products, rank)] for rank in ranks]
+        total = torch.stack(products).sum(0)
+        if self.kind.returns:
+            return [[total] for _ in ranks]
+        return [[part] for part in total.split(list(case.rows))]
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        rows = {} if self.kind.returns else {"rows": case.rows}
+        return super().call(case.on(facts={**case.facts, **rows}), operands, constants, **where)
+
+    def laid_out(self, case: Case, operands: Tensors) -> Tensors:
+        a, b = operands
+        if case.layout == "transposed":
+            b = b.t().contiguous().t()
+        if case.layout == "leading" and len(a) % 2 == 0:
+            a = a.view(2, len(a) // 2, a.shape[1])
+        return [a, b]
+
+
+class GatheredToo(Product):
+    """``all_gather_matmul`` that returns the gathered rows as well."""
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        whole = torch.cat([a for a, _ in every])
+        return [[*out, whole] for out in super().together(case, every, iteration)]
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        return super().call(case.on(facts={"return_gathered": True}), operands, constants, **where)
+
+
+MASKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "window": 5},
+    {"causal": True, "window": 0},
+    {"cu_seqlens": 3},
+    {"cu_seqlens": 5, "causal": True, "window": 4},
+)
+
+
+class GatheredAttention(Subject):
+    """Attention of the own queries to the keys of all ranks; sizes: rows of a rank, batch, heads of
+    queries and of keys, and elements of a head."""
+
+    name = "all_gather_attention"
+    operands = "q", "k_shard", "v_shard"
+    roundings = 3.0, 8.0
+    layouts = ("beside",)
+    placements: tuple[str, ...] = ("ranks", "head-tail")
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        reads = [] if hosts > 1 else ["growing:pull", "shard-overlap:pull,compute=2", "serial:pull"]
+        rest = "growing:compute=2", "growing:tail=2,compute=2", "hetero-fused-1d:pieces=2"
+        more = "shard-overlap:tail=2", "serial", *([] if hosts > 1 else ["ring"])
+        return ["auto", "growing", *rest, *more, *reads]
+
+    def heads(self, chance: random.Random, world: int) -> tuple[int, int]:
+        return chance.choice(((4, 2), (6, 6), (4, 1)))
+
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        placement = chance.choice(self.placements)
+        rows = {"equal": 12, "uneven": 10, "few": 2, "none": 0}[kind]
+        facts = dict(chance.choice(MASKS))
+        batch = chance.choice((1, 2))
+        if count := facts.pop("cu_seqlens", 0):
+            length = world * rows
+            bounds = {0, length, *(min(length, 3 + 7 * turn) for turn in range(count))}
+            facts |= {"cu_seqlens": tuple(sorted(bounds))} if rows else {}
+            batch = 1  # of packed sequences
+        if len(self.placements) > 1:
+            facts["placement"] = placement
+        size = chance.choice((8, 16) if device == "cpu" else (64, 128))
+        sizes = rows, batch, *self.heads(chance, world), size
+        return Case((rows,) * world, sizes, facts=facts, needs=(True,) * 3)
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        return super().dtypes(device) if device == "cpu" else ("bfloat16", "float16")
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        rows, batch, heads, kv_heads, size = case.sizes
+        generator = torch.Generator().manual_seed(1000 * iteration + rank)
+        return [
+            torch.randn(batch, some, rows, size, generator=generator, dtype=torch.float64)
+            for some in (heads, kv_heads, kv_heads)
+        ]
+
+    def positions(self, case: Case, rank: int) -> torch.Tensor:
+        """Those of a rank's rows in the sequence, in their order."""
+        world, rows = len(case.rows), case.sizes[0]
+        if case.facts.get("placement", "ranks") == "ranks":
+            return torch.arange(rank * rows, (rank + 1) * rows)
+        chunks = torch.arange(world * rows).view(2 * world, rows // 2)
+        return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        world, (rows, _, heads, kv_heads, size) = len(every), case.sizes
+        order = torch.cat([self.positions(case, rank) for rank in range(world)])
+        back = order.argsort()
+        q, k, v = (torch.cat(list(some), 2)[:, :, back] for some in zip(*every, strict=True))
+        k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
+        i, j = torch.arange(world * rows)[:, None], torch.arange(world * rows)[None]
+        seen = torch.ones(world * rows, world * rows, dtype=torch.bool)
+        if case.facts.get("causal"):
+            seen &= j <= i
+        if (window := case.facts.get("window")) is not None:
+            seen &= i - j <= window
+        if bounds := case.facts.get("cu_seqlens"):
+            ends = torch.tensor(bounds)
+            seen &= torch.bucketize(i, ends, right=True) == torch.bucketize(j, ends, right=True)
+        scores = (q @ k.transpose(-1, -2) * size**-0.5).masked_fill(~seen, -torch.inf)
+        out = scores.softmax(-1) @ v
+        return [[out[:, :, self.positions(case, rank)]] for rank in range(world)]
+
+    def laid_out(self, case: Case, operands: Tensors) -> Tensors:
+        if case.layout == "beside":  # heads beside each other, as projections make them
+            return [one.transpose(1, 2).contiguous().transpose(1, 2) for one in operands]
+        return operands
+
+
+class AttentionByHeads(GatheredAttention):
+    """Attention of all positions, of the own heads."""
+
+    name = "ulysses_attention"
+    operands = "q", "k", "v"
+    placements = ("ranks",)
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        return ["auto", *BY_HEADS]
+
+    def heads(self, chance: random.Random, world: int) -> tuple[int, int]:
+        heads, each = chance.choice(((1, 1), (2, 2), (4, 2), (6, 3), (6, 1), (4, 4)))
+        return heads * world, chance.choice((heads * world // each, 1))
+
+
+class Projections(Subject):
+    """The projections around attention by heads; sizes: rows of a rank, batch, heads of queries and
+    of keys, elements of a head, features."""
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        more = "hetero-fused-1d:pieces=4", "uniform-fused-1d:pieces=3,copy=2", "uniform-fused-2d"
+        rest = "hetero-unfused-1d:pieces=2,tail=2", "hetero-fused-2d:pieces=3+1,tail=2"
+        return ["auto", "growing", "serial", "shrinking:compute=2", *more, *rest]
+
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        rows = {"equal": 6, "uneven": 5, "few": 1, "none": 0}[kind]
+        heads, kv_heads = chance.choice(((2, 2), (2, 1), (4, 2), (3, 3)))
+        kv = chance.choice((kv_heads * world, 1))
+        size, features = chance.choice(((4, 12), (8, 32)))
+        sizes = rows, chance.choice((1, 2, 3)), heads * world, kv, size, features
+        return Case((rows,) * world, sizes, needs=(True,) * len(self.operands))
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        return ("float32", "float64")[: 2 if device == "cpu" else 1]
+
+
+def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
+    return x.unflatten(2, (-1, size)).transpose(1, 2)
+
+
+class ProjectionIn(Projections):
+    """Queries, keys and values of all positions, of the own heads."""
+
+    name = "ulysses_project"
+    operands = "x", "q_weight", "k_weight", "v_weight"
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        rows, batch, heads, kv_heads, size, features = case.sizes
+        weights = [
+            integers(1, iteration, turn, shape=(some * size, features))  # alike on all ranks
+            for turn, some in enumerate((heads, kv_heads, kv_heads))
+        ]
+        return [integers(2, rank, iteration, 9, shape=(batch, rows, features)), *weights]
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        world, (_, _, heads, kv_heads, size, _) = len(every), case.sizes
+        each = heads // world
+        made = [
+            torch.cat([by_heads(functional.linear(one[0], one[turn]), size) for one in every], 2)
+            for turn in (1, 2, 3)
+        ]
+        found = []
+        for rank in range(world):
+            own = list(range(rank * each, (rank + 1) * each))
+            keys = list(keys_of(rank, world, heads, kv_heads))
+            parts = zip(made, (own, keys, keys), strict=True)
+            found.append([whole[:, some] for whole, some in parts])
+        return found
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        return super().call(case.on(facts={"size": case.sizes[4]}), operands, constants, **where)
+
+
+class ProjectionOut(Projections):
+    """The own positions of the output, of the heads of all ranks."""
+
+    name = "ulysses_output"
+    operands = "out", "weight"
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        world, (rows, batch, heads, _, size, features) = len(case.rows), case.sizes
+        own = batch, heads // world, world * rows, size
+        weight = integers(1, iteration, 5, shape=(features, heads * size))  # alike on all ranks
+        return [integers(2, rank, iteration, 3, shape=own), weight]
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        rows = case.sizes[0]
+        whole = torch.cat([one[0] for one in every], 1).transpose(1, 2).flatten(2)
+        return [
+            [functional.linear(whole[:, rank * rows : (rank + 1) * rows], weight)]
+            for rank, (_, weight) in enumerate(every)
+        ]
+
+
+class Experts(Subject):
+    """A layer of experts, of which each rank has as many; sizes: experts of a rank, experts of a
+    token, k, h, n, and 1 if the activation is gated."""
+
+    name = "experts"
+    operands = "tokens", "weights", "up", "down"
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        more = "hetero-fused-1d:pieces=2", "uniform-unfused-1d:pieces=2,copy=2"
+        rest = "shrinking:compute=2", "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2"
+        return ["auto", "serial", "shard-overlap", "growing", *more, *rest]
+
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        rows = {
+            "equal": (6,) * world,
+            "uneven": tuple((5 * rank + 6) % 11 * (rank % 3 != 1) for rank in range(world)),
+            "few": tuple(rank % 2 for rank in range(world)),
+            "none": (0,) * world,
+        }[kind]
+        each, gated = chance.choice((1, 2, 3)), chance.choice((0, 1))
+        sizes = each, min(2, each * world), 8, 6, 8, gated
+        facts = {"capacity": chance.choice((2, 5, None)), "activation": "relu"}
+        if facts["capacity"] == 5:
+            facts |= {"on_overflow": "again"}
+        return Case(rows, sizes, facts=facts, needs=(True,) * 4)
+
+    def dtypes(self, device: str) -> tuple[str, ...]:
+        return ("float32",)
+
+    def indices(self, case: Case, rank: int, iteration: int) -> torch.Tensor:
+        """The experts of a rank's tokens."""
+        each, top_k = case.sizes[:2]
+        generator = torch.Generator().manual_seed(10 * iteration + rank)
+        scores = torch.rand((case.rows[rank], each * len(case.rows)), generator=generator)
+        return scores.argsort(1)[:, :top_k]
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        each, top_k, k, h, n, gated = case.sizes
+        tokens = case.rows[rank]
+        return [
+            integers(2, rank, iteration, 0, shape=(tokens, k)),
+            (integers(1, rank, iteration, 1, shape=(tokens, top_k)) + 2) / 2,
+            integers(1, rank, iteration, 2, shape=(each, k, h * (1 + gated))),
+            integers(1, rank, iteration, 3, shape=(each, h, n)),
+        ]
+
+    def room(self, case: Case, indices: torch.Tensor) -> torch.Tensor:
+        """Which pairs find room: of each expert the first ones, first choices before second."""
+        capacity = case.facts["capacity"]
+        if case.facts.get("on_overflow") == "again":
+            capacity = None
+        seen, room = [0] * (case.sizes[0] * len(case.rows)), torch.zeros_like(indices).bool()
+        for choice in range(indices.shape[1]):
+            for token, expert in enumerate(indices[:, choice].tolist()):
+                room[token, choice] = capacity is None or seen[expert] < capacity
+                seen[expert] += 1
+        return room
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        up, down = (torch.cat([one[turn] for one in every]) for turn in (2, 3))
+        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in every]
+        return self.of_all(case, whole, iteration)
+
+    def of_all(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        """The results of each rank, of its tokens and of all experts."""
+        found = []
+        for rank, (tokens, weights, up, down) in enumerate(every):
+            indices = self.indices(case, rank, iteration)
+            room, total = self.room(case, indices), tokens.new_zeros(len(tokens), down.shape[2])
+            for expert in range(len(up)):
+                hidden = tokens @ up[expert]
+                gate, *rest = hidden.chunk(1 + case.sizes[5], 1)
+                active = functional.relu(gate)
+                for factor in rest:
+                    active = active * factor
+                share = (weights * (room & (indices == expert))).sum(1, keepdim=True)
+                total = total + share * (active @ down[expert])
+            found.append([total])
+        return found
+
+    def constants(self, case: Case, rank: int, iteration: int) -> Tensors:
+        return [self.indices(case, rank, iteration)]
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        tokens, *rest = operands
+        facts = {"schedule": case.schedule, **case.facts, **where}
+        return [ficco.experts(tokens, *constants, *rest, **facts)]
+
+    def traceable(self, case: Case) -> Case:
+        facts = {name: fact for name, fact in case.facts.items() if name != "on_overflow"}
+        return case.on(facts={**facts, "capacity": 5})
+
+
+class ExpertsByColumns(Experts):
+    """The same, where each rank has a part of the hidden columns of every expert."""
+
+    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+        case = super().case(chance, world, kind, device)
+        return case.on(facts={**case.facts, "split": "columns"})
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        each, top_k, k, _, n, gated = case.sizes
+        narrow = case.on(sizes=(each * len(case.rows), top_k, k, 3, n, gated))
+        return super().make(narrow, rank, iteration)
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        halves = [one[2].chunk(1 + case.sizes[5], 2) for one in every]  # gate and up
+        up = torch.cat([part for half in zip(*halves, strict=True) for part in half], 2)
+        down = torch.cat([one[3] for one in every], 1)
+        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in every]
+        return self.of_all(case, whole, iteration)
+
+
+SUBJECTS: dict[str, Subject] = {
+    **{name: Product(name) for name in OPERATORS},
+    "all_gather_matmul, gathered": GatheredToo("all_gather_matmul"),
+    **{one.name: one for one in (GatheredAttention(), AttentionByHeads())},
+    **{one.name: one for one in (ProjectionIn(), ProjectionOut(), Experts())},
+    "experts, by columns": ExpertsByColumns(),
+}

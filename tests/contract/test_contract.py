@@ -1,0 +1,406 @@
+"""The contract of every operator on every engine, as a matrix: what is asked of a call, of which
+operator, on which engine, on how many ranks. A new operator or engine gets all of it by its row in
+``subjects.py`` or ``engines.py``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import ENGINES, Engine
+from ranks import SLOW, Failure, Rank, caught, gave_up
+from subjects import KINDS, SUBJECTS, Case, Subject, Tensors
+from test_hosts import host_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ficco
+from ficco.ops.record import Record
+from ficco.problems.products import OPERATORS
+
+#: Seconds that a call of the tests of faults waits for a peer.
+PATIENCE_S = 1.0
+
+
+# One call, checked in every element.
+
+
+def reference(
+    subject: Subject, case: Case, world: int, iteration: int
+) -> tuple[list[Tensors], list[Tensors], list[Tensors]]:
+    """Operands, results, and gradients of the results of all ranks; the operands have theirs."""
+    every = [
+        [one.requires_grad_() for one in subject.make(case, rank, iteration)]
+        for rank in range(world)
+    ]
+    results = subject.together(case, every, iteration)
+    grads = [
+        [gradient_of(one, rank, iteration, turn) for turn, one in enumerate(some)]
+        for rank, some in enumerate(results)
+    ]
+    loss = sum(
+        (one * grad).sum()
+        for own, theirs in zip(results, grads, strict=True)
+        for one, grad in zip(own, theirs, strict=True)
+    )
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.backward()
+    return every, results, grads
+
+
+def gradient_of(result: torch.Tensor, *seed: int) -> torch.Tensor:
+    """Whole numbers that depend on the rank and the place."""
+    numbers = torch.arange(result.numel(), dtype=torch.float64) + 7 * seed[0] + 3 * sum(seed)
+    return ((numbers * 2654435761 % 4294967296) % 3 - 1).view(result.shape)
+
+
+def root_mean_square(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def compare(
+    found: torch.Tensor, want: torch.Tensor, subject: Subject, about: str, size: float = 0.0
+) -> None:
+    """Fail unless shapes are equal and values are, or are as near as the subject asks for."""
+    assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
+    wide = found.detach().double().cpu()
+    if subject.roundings is None:
+        most = {torch.bfloat16: 256, torch.float16: 2048}.get(found.dtype, 2**24)
+        assert not want.numel() or want.abs().max() <= most, f"{about}: the case is not exact"
+        wrong = (wide != want).nonzero()
+        assert not len(wrong), f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}"
+    elif want.numel():
+        error, scale = root_mean_square(wide - want), max(size, root_mean_square(want))
+        limit = subject.roundings[found.dtype.itemsize > 2] * torch.finfo(found.dtype).eps * scale
+        assert error <= limit, f"{about}: off by {error}, at most {limit}"
+
+
+def exact(
+    at: Rank, subject: Subject, case: Case, iteration: int, group: Any = None, saves: bool = False
+) -> None:
+    """The results of a call and, where operands need them, its gradients."""
+    every, results, grads = reference(subject, case, at.world, iteration)
+    dtype, about = getattr(torch, case.dtype), f"rank {at.rank}, iteration {iteration}, {case}"
+    needs = case.needs or (False,) * len(every[at.rank])
+    leaves = [
+        one.detach().to(at.device, dtype, copy=True).requires_grad_(need)
+        for one, need in zip(every[at.rank], needs, strict=True)
+    ]
+    before = [one.detach().clone() for one in leaves]
+    with ficco.options(save_gathered=saves):
+        given = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
+        found = subject.call(case, *given, group=group)
+    assert len(found) == len(results[at.rank])
+    for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
+        assert one.dtype == dtype and one.device.type == at.device.type, about
+        compare(one, want.detach(), subject, f"{about}: result {turn}")
+    if any(needs):
+        asked = [one for one in found if one.requires_grad]
+        own = [grad for one, grad in zip(found, grads[at.rank], strict=True) if one.requires_grad]
+        torch.autograd.backward(asked, [grad.to(one) for one, grad in zip(asked, own, strict=True)])
+    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
+    for name, leaf, want in zip(subject.operands, leaves, every[at.rank], strict=True):
+        if not leaf.requires_grad:
+            assert leaf.grad is None, f"{about}: {name} has a gradient"
+            continue
+        assert leaf.grad is not None and want.grad is not None, f"{about}: {name} has none"
+        compare(leaf.grad, want.grad, subject, f"{about}: the gradient of {name}", size)
+    for name, leaf, old in zip(subject.operands, leaves, before, strict=True):
+        assert torch.equal(leaf.detach(), old), f"{about}: the call changed {name}"
+
+
+def constants_of(at: Rank, subject: Subject, case: Case, iteration: int) -> Tensors:
+    return [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
+
+
+def all_exact(at: Rank, name: str, cases: Sequence[Case], hosts: int = 1) -> int:
+    """Calls one after the other, some of which keep what they gathered."""
+    with host_of(at, hosts) if hosts > 1 else nullcontext():
+        for iteration, case in enumerate(cases):
+            exact(at, SUBJECTS[name], case, iteration, saves=iteration % 3 == 1)
+    return len(cases)
+
+
+# The matrix.
+
+
+def cells(over: str = "worlds", only: int = 0, graphs: bool = False) -> pytest.MarkDecorator:
+    """A test for each subject, engine, and number of ranks, or of hosts and ranks on each; ``only``
+    one number, and engines that have ``graphs``."""
+    found = []
+    for engine in ENGINES:
+        if graphs and not engine.graphs:
+            continue
+        for where in (only,) if only else getattr(engine, over):
+            for name in SUBJECTS:
+                quick = where in (2, (2, 2)) and engine.name == "cpu"
+                marks = [*engine.marks, *(() if quick else (SLOW,))]
+                label = f"{engine.name}-{where}-{name.replace(' ', '')}"
+                found.append(pytest.param(engine, where, name, marks=marks, id=label))
+    return pytest.mark.parametrize(("engine", "where", "name"), found)
+
+
+def drawn(
+    name: str, engine: Engine, world: int, schedules: Sequence[str], kinds: Sequence[str],
+    needs: Callable[[random.Random, Subject], tuple[bool, ...]],
+) -> list[Case]:  # fmt: skip
+    """A case for each schedule; all else is drawn, the same on every rank."""
+    subject, chance = (
+        SUBJECTS[name],
+        random.Random(f"{name} {engine.name} {world} {len(schedules)}"),
+    )
+    return [
+        subject.case(chance, world, chance.choice(kinds), engine.device).on(
+            schedule=schedule,
+            dtype=chance.choice(subject.dtypes(engine.device)),
+            layout=chance.choice(("", *subject.layouts)),
+            needs=needs(chance, subject),
+        )
+        for schedule in schedules
+    ]
+
+
+def none(chance: random.Random, subject: Subject) -> tuple[bool, ...]:
+    return ()
+
+
+def every(chance: random.Random, subject: Subject) -> tuple[bool, ...]:
+    return (True,) * len(subject.operands)
+
+
+def some(chance: random.Random, subject: Subject) -> tuple[bool, ...]:
+    """All operands need a gradient, or each of them by chance."""
+    picked = tuple(chance.random() < 0.5 for _ in subject.operands)
+    return picked if any(picked) and chance.random() < 0.6 else every(chance, subject)
+
+
+@cells()
+def test_forward(engine: Engine, where: int, name: str) -> None:
+    """Every schedule, with rows, sizes, dtypes and layouts in turns."""
+    schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
+    cases = drawn(name, engine, where, schedules, KINDS, none)
+    assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
+
+
+@cells()
+def test_gradient(engine: Engine, where: int, name: str) -> None:
+    """Gradients of all operands, and of some."""
+    schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
+    chosen = (schedules if len(schedules) < 12 else schedules[:: len(schedules) // 12]) * 2
+    cases = drawn(name, engine, where, chosen, ("equal", "uneven"), some)
+    assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
+
+
+@cells()
+def test_few_rows_and_none(engine: Engine, where: int, name: str) -> None:
+    """Fewer rows than pieces, and none, with gradients."""
+    schedules = SUBJECTS[name].schedules(where)[:4] * 2
+    cases = drawn(name, engine, where, schedules, ("few", "none"), every)
+    assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
+
+
+@cells(over="hosts")
+def test_over_hosts(engine: Engine, where: tuple[int, int], name: str) -> None:
+    """Every schedule that crosses hosts; gradients of every third call."""
+    hosts, local = where
+    world = hosts * local
+    schedules = SUBJECTS[name].schedules(world, hosts)
+    cases = drawn(name, engine, world, schedules, ("equal", "uneven", "few"), none)
+    full = (True,) * len(SUBJECTS[name].operands)
+    cases = [case.on(needs=full) if turn % 3 == 0 else case for turn, case in enumerate(cases)]
+    assert engine.run(world, all_exact, name, cases, hosts) == [len(cases)] * world
+
+
+# Compilers.
+
+
+class Calls(TorchDispatchMode):
+    """The calls of ficco's operators of ``torch.library`` in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ficco":
+            self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def trained(
+    subject: Subject,
+    case: Case,
+    operands: Tensors,
+    constants: Tensors,
+    through: Callable[[Any], Any] = lambda function: function,
+) -> Tensors:
+    """Results and gradients of a call ``through`` a compiler."""
+
+    def called(*leaves: torch.Tensor) -> Tensors:
+        return subject.call(case, list(leaves), constants)
+
+    leaves = [one.detach().clone().requires_grad_() for one in operands]
+    results = through(called)(*leaves)
+    grads = [gradient_of(one, turn).to(one) for turn, one in enumerate(results)]
+    return [*results, *torch.autograd.grad(results, leaves, grads)]
+
+
+def compiled(function: Callable[..., Tensors]) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def traced(at: Rank, name: str, cases: Sequence[Case]) -> None:
+    """What is compiled is equal to the last bit; what has fake operands has the same shapes and
+    strides; PyTorch's own checks of the operators."""
+    subject = SUBJECTS[name]
+    for iteration, case in enumerate(cases):
+        dtype = getattr(torch, case.dtype)
+        operands = [one.to(at.device, dtype) for one in subject.make(case, at.rank, iteration)]
+        constants = constants_of(at, subject, case, iteration)
+        eager = trained(subject, case, operands, constants)
+        once = trained(subject, case, operands, constants, compiled)
+        assert all(map(torch.equal, eager, once)), case
+        with Calls() as calls:
+            trained(subject, case, operands, constants)
+        assert calls.seen, "no operator of torch.library was called"
+        for func, args, kwargs in calls.seen:
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(func, args, kwargs, test_utils=checks)
+        with FakeTensorMode() as mode:
+            fakes = [[mode.from_tensor(one) for one in some] for some in (operands, constants)]
+            fake = trained(subject, case, *fakes)
+        facts = [[(one.shape, one.stride(), one.dtype) for one in some] for some in (eager, fake)]
+        assert facts[0] == facts[1], case
+
+
+@cells(only=2)
+def test_traced(engine: Engine, where: int, name: str) -> None:
+    cases = drawn(name, engine, where, ("auto",) * 3, ("equal", "equal", "uneven"), every)
+    cases = [SUBJECTS[name].traceable(case).on(layout="") for case in cases]
+    engine.run(where, traced, name, cases)
+
+
+# Graphs.
+
+
+def replayed(at: Rank, name: str, case: Case) -> None:
+    """A graph of a call and its gradients serves other operands."""
+    subject, dtype = SUBJECTS[name], getattr(torch, case.dtype)
+    leaves = [one.to(at.device, dtype).requires_grad_() for one in subject.make(case, at.rank, 0)]
+    constants = constants_of(at, subject, case, 0)
+    grads: Tensors = []
+
+    def step() -> Tensors:
+        results = subject.call(case, leaves, constants)
+        if not grads:
+            grads.extend(torch.zeros_like(one) for one in results)
+        return [*results, *torch.autograd.grad(results, leaves, grads)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    at.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for iteration in range(1, 6):
+        operands, results, given = reference(subject, case, at.world, iteration)
+        with torch.no_grad():
+            pairs = [*zip(leaves, operands[at.rank], strict=True)]
+            pairs += zip(constants, subject.constants(case, at.rank, iteration), strict=True)
+            pairs += zip(grads, given[at.rank], strict=True)
+            for here, new in pairs:
+                here.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        want = [
+            *(one.detach() for one in results[at.rank]),
+            *(one.grad for one in operands[at.rank]),
+        ]
+        size = max(map(root_mean_square, given[at.rank]))
+        for turn, (one, two) in enumerate(zip(found, want, strict=True)):
+            compare(
+                one, two, subject, f"rank {at.rank}, replay {iteration}, {turn} of {case}", size
+            )
+        at.barrier()
+
+
+@cells(only=2, graphs=True)
+def test_graph(engine: Engine, where: int, name: str) -> None:
+    subject = SUBJECTS[name]
+    cases = drawn(name, engine, where, subject.schedules(where)[1:3], ("equal",), every)
+    for case in cases:
+        engine.run(where, replayed, name, subject.traceable(case).on(layout=""))
+
+
+# Faults.
+
+
+def absent(at: Rank, name: str, case: Case, victim: int) -> Any:
+    """What survivors get from a call that one rank does not make."""
+    subject, group = SUBJECTS[name], dist.new_group(list(range(at.world)))
+    exact(at, subject, case, 0, group)
+    outcome: Any = None
+    if at.rank != victim:
+        with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+            outcome = caught(lambda: (exact(at, subject, case, 1, group), ficco.synchronize()))
+            again = caught(lambda: exact(at, subject, case, 2, group))
+        assert isinstance(again, Failure) and "ficco.close(group)" in again.text, again
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return outcome
+
+
+@cells(only=3)
+def test_absent_rank(engine: Engine, where: int, name: str) -> None:
+    """Survivors learn who is missing, at which step of which schedule, and for how long."""
+    schedule = SUBJECTS[name].schedules(where)[2]
+    (case,) = drawn(name, engine, where, (schedule,), ("equal",), none)
+    for rank, outcome in enumerate(engine.run(where, absent, name, case, 1)):
+        if rank != 1:
+            assert 1 in [one["peer"] for one in gave_up(outcome)], outcome
+
+
+def disagreeing(at: Rank, name: str, cases: Sequence[Case]) -> Any:
+    """What ranks get that ask for different schedules."""
+    group = dist.new_group(list(range(at.world)))
+    outcome = caught(lambda: exact(at, SUBJECTS[name], cases[at.rank % 2], 0, group))
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
+    return outcome
+
+
+@cells(only=2)
+def test_ranks_that_disagree(engine: Engine, where: int, name: str) -> None:
+    """All learn that they do, and over what."""
+    schedules = SUBJECTS[name].schedules(where)[1:3]
+    (case,) = drawn(name, engine, where, schedules[:1], ("equal",), none)
+    cases = [case.on(schedule=schedule) for schedule in schedules]
+    for outcome in engine.run(where, disagreeing, name, cases):
+        assert isinstance(outcome, Failure) and outcome.type == "RankMismatch", outcome
+        assert all(f"schedule {one}" in outcome.text for one in schedules), outcome.text
+
+
+def test_every_operator_has_its_row() -> None:
+    """Every product, and every record."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("ficco.ops.")]
+    ours = {
+        one.name for module in modules for one in vars(module).values() if isinstance(one, Record)
+    }
+    assert {*OPERATORS, *(name.removesuffix("_all") for name in ours)} <= {
+        name.split(",")[0] for name in SUBJECTS
+    }
+    assert "all_gather_attention" in ours
