@@ -491,7 +491,7 @@ class GpuEngine(StreamEngine):
         places = buffers_of(program)
         packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
         view, dtype = places.view(region), places.dtype(region)
-        nbytes = math.prod(places.size(region))
+        nbytes, kernels = math.prod(places.size(region)), self._kernels_or_none
 
         def by_torch(packed: torch.Tensor, call: Call) -> None:
             packed.copy_(view(call))
@@ -502,8 +502,8 @@ class GpuEngine(StreamEngine):
                     packs[lane] = self.driver.local(nbytes)
             address, room = packs[lane]
             packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
-            if self._kernels_or_none is not None:
-                self._kernels_or_none.place(packed, view(call), call.state[lane])
+            if kernels is not None:
+                kernels.place(packed, view(call), call.state[lane])
             else:
                 self.driver.on_lane(lane, partial(by_torch, packed))(call)
             return address
@@ -530,6 +530,8 @@ class GpuEngine(StreamEngine):
     # Products and sums.
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
+        if transfer.function:
+            _ = self._kernels_or_none  # loaded now: a call loads nothing after its first wait
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
         if by_copies(program.plan, transfer):

@@ -21,6 +21,7 @@ from torch.nn import functional
 import ficco
 from ficco.problems.heads import keys_of
 from ficco.problems.products import OPERATORS
+from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import NAMED
 
 Tensors = list[torch.Tensor]
@@ -64,6 +65,7 @@ class Case:
         facts: arguments beside operands, group and schedule.
         layout: how matrices lie: "", or the name of a layout that the subject has.
         needs: for each operand whether it needs a gradient.
+        recipe: how operands of float8 are scaled.
     """
 
     rows: tuple[Any, ...]
@@ -73,6 +75,7 @@ class Case:
     facts: dict[str, Any] = field(default_factory=dict)
     layout: str = ""
     needs: tuple[bool, ...] = ()
+    recipe: str = ""
 
     def on(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -96,19 +99,21 @@ class Subject(ABC):
         roundings: how many roundings of the dtype a result or a gradient may be off, in the root
             of the mean square, in narrow and in wide dtypes; none where all sums are exact.
         layouts: how operands can lie beside contiguous.
+        differentiable: whether its operands have gradients.
     """
 
     name: str
     operands: tuple[str, ...]
     roundings: tuple[float, float] | None = None
     layouts: tuple[str, ...] = ()
+    differentiable = True
 
     @abstractmethod
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
         """Those that serve it; ``tiled``: also those whose products wait inside."""
 
     @abstractmethod
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         """A case with rows of a kind, its sizes drawn."""
 
     @abstractmethod
@@ -137,9 +142,13 @@ class Subject(ABC):
         """The operands of a rank in the layout of the case."""
         return operands
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        """Those of operands on a type of device."""
-        return ("float32", "bfloat16", "float16", "float64")[: 4 if device == "cpu" else 3]
+    def result(self, case: Case) -> str:
+        """The dtype of results."""
+        return case.dtype
+
+    def dtypes(self, engine: str) -> tuple[str, ...]:
+        """Those of operands on an engine."""
+        return ("float32", "bfloat16", "float16", "float64")[: 4 if engine != "cuda" else 3]
 
 
 def per_rank(kind: str, world: int) -> tuple[int, ...]:
@@ -177,7 +186,7 @@ class Product(Subject):
                 found.append(f"{name}:{knobs}" if knobs else name)
         return found
 
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         if self.kind.blocks:
             rows: Any = tuple(
                 tuple(size // 2 + (size > 0) * (rank * peer) % 3 for peer, size in enumerate(some))
@@ -237,6 +246,64 @@ class Product(Subject):
         return [a, b]
 
 
+class Float8(Product):
+    """A product of float8 operands with their factors, powers of two, in float32."""
+
+    differentiable = False
+    layouts = ()
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        every = super().schedules(world, hosts)
+        return [one for one in every if "beta" not in one and not one.startswith("ring")]
+
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
+        recipes = [name for name, rules in RECIPES.items() if not rules.needs]
+        recipe = "tensor" if engine == "hip" else chance.choice(recipes)
+        if recipe == "block" and engine == "cuda":  # which has multiples of four rows there
+            kind = "equal"
+        sizes = 256 if recipe == "block" else chance.choice((16, 48)), chance.choice((16, 48))
+        return super().case(chance, world, kind, engine).on(sizes=sizes, recipe=recipe)
+
+    def dtypes(self, engine: str) -> tuple[str, ...]:
+        return ("float8_e4m3fnuz" if engine == "hip" else "float8_e4m3fn",)
+
+    def result(self, case: Case) -> str:
+        return "float32"
+
+    def constants(self, case: Case, rank: int, iteration: int) -> Tensors:
+        a, b = self.make(case, rank, iteration)
+        rules, factors = RECIPES[case.recipe], []
+        for turn, (matrix, share) in enumerate(((a, rules.a), (b, rules.b))):
+            counts = [factor_count(*pair) for pair in zip(matrix.shape, share, strict=True)]
+            powers = 2.0 ** integers(1, rank, iteration, 5 + turn, shape=counts)
+            factors.append(powers.float().t().contiguous().t() if turn == 0 else powers.float())
+        return factors
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        wide = []
+        for rank, operands in enumerate(every):
+            factors = self.constants(case, rank, iteration)
+            pairs = zip(operands, factors, strict=True)
+            wide.append([matrix * spread(some, matrix.shape) for matrix, some in pairs])
+        return super().together(case, wide, iteration)
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        a, b = operands
+        of_a, of_b = constants
+        facts = {**case.facts, "scale_a": of_a, "scale_b": of_b, "out_dtype": torch.float32}
+        column_major = b.t().contiguous().t()
+        return super().call(case.on(facts=facts), [a, column_major], [], **where)
+
+
+def spread(factors: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Factors of blocks, rows, columns or all, element by element."""
+    wide = factors.double()
+    for dim, (size, count) in enumerate(zip(shape, factors.shape, strict=True)):
+        share = size if count == 1 else 1 if count == size else 128
+        wide = wide.repeat_interleave(share, dim).narrow(dim, 0, size) if size else wide[:0]
+    return wide
+
+
 class GatheredToo(Product):
     """``all_gather_matmul`` that returns the gathered rows as well."""
 
@@ -277,7 +344,7 @@ class GatheredAttention(Subject):
     def heads(self, chance: random.Random, world: int) -> tuple[int, int]:
         return chance.choice(((4, 2), (6, 6), (4, 1)))
 
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         placement = chance.choice(self.placements)
         rows = {"equal": 12, "uneven": 10, "few": 2, "none": 0}[kind]
         facts = dict(chance.choice(MASKS))
@@ -289,12 +356,12 @@ class GatheredAttention(Subject):
             batch = 1  # of packed sequences
         if len(self.placements) > 1:
             facts["placement"] = placement
-        size = chance.choice((8, 16) if device == "cpu" else (64, 128))
+        size = chance.choice((8, 16) if engine != "cuda" else (64, 128))
         sizes = rows, batch, *self.heads(chance, world), size
         return Case((rows,) * world, sizes, facts=facts, needs=(True,) * 3)
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        return super().dtypes(device) if device == "cpu" else ("bfloat16", "float16")
+    def dtypes(self, engine: str) -> tuple[str, ...]:
+        return super().dtypes(engine) if engine != "cuda" else ("bfloat16", "float16")
 
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         rows, batch, heads, kv_heads, size = case.sizes
@@ -361,7 +428,7 @@ class Projections(Subject):
         rest = "hetero-unfused-1d:pieces=2,tail=2", "hetero-fused-2d:pieces=3+1,tail=2"
         return ["auto", "growing", "serial", "shrinking:compute=2", *more, *rest]
 
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         rows = {"equal": 6, "uneven": 5, "few": 1, "none": 0}[kind]
         heads, kv_heads = chance.choice(((2, 2), (2, 1), (4, 2), (3, 3)))
         kv = chance.choice((kv_heads * world, 1))
@@ -369,8 +436,8 @@ class Projections(Subject):
         sizes = rows, chance.choice((1, 2, 3)), heads * world, kv, size, features
         return Case((rows,) * world, sizes, needs=(True,) * len(self.operands))
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
-        return ("float32", "float64")[: 2 if device == "cpu" else 1]
+    def dtypes(self, engine: str) -> tuple[str, ...]:
+        return ("float32", "float64")[: 2 if engine != "cuda" else 1]
 
 
 def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -444,7 +511,7 @@ class Experts(Subject):
         rest = "shrinking:compute=2", "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2"
         return ["auto", "serial", "shard-overlap", "growing", *more, *rest]
 
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         rows = {
             "equal": (6,) * world,
             "uneven": tuple((5 * rank + 6) % 11 * (rank % 3 != 1) for rank in range(world)),
@@ -458,7 +525,7 @@ class Experts(Subject):
             facts |= {"on_overflow": "again"}
         return Case(rows, sizes, facts=facts, needs=(True,) * 4)
 
-    def dtypes(self, device: str) -> tuple[str, ...]:
+    def dtypes(self, engine: str) -> tuple[str, ...]:
         return ("float32",)
 
     def indices(self, case: Case, rank: int, iteration: int) -> torch.Tensor:
@@ -528,8 +595,8 @@ class Experts(Subject):
 class ExpertsByColumns(Experts):
     """The same, where each rank has a part of the hidden columns of every expert."""
 
-    def case(self, chance: random.Random, world: int, kind: str, device: str) -> Case:
-        case = super().case(chance, world, kind, device)
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
+        case = super().case(chance, world, kind, engine)
         return case.on(facts={**case.facts, "split": "columns"})
 
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
@@ -547,6 +614,7 @@ class ExpertsByColumns(Experts):
 
 SUBJECTS: dict[str, Subject] = {
     **{name: Product(name) for name in OPERATORS},
+    **{f"{name}, float8": Float8(name) for name, kind in OPERATORS.items() if not kind.inner},
     "all_gather_matmul, gathered": GatheredToo("all_gather_matmul"),
     **{one.name: one for one in (GatheredAttention(), AttentionByHeads())},
     **{one.name: one for one in (ProjectionIn(), ProjectionOut(), Experts())},
