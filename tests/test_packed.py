@@ -177,6 +177,12 @@ def _calls(at: Rank) -> None:
                 attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
                 differentiated_by_heads(at, case, iteration, "serial")
                 assert double.calls > 0
+    # Several rectangles of two sequences: one call for each.
+    case = AttentionCase(rows, 4, 2, 16, batch=2, causal=True, window=5, placement="head-tail")
+    with several_served() as double:
+        attended(at, case, iteration, "growing")
+        differentiated(at, case, iteration, "growing")
+        assert double.calls == 0
 
 
 @ranks(1, 2, 3)

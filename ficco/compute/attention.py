@@ -220,8 +220,9 @@ class LibraryCalls:
                 yield one, backward(_within(heads, one), _result(of, one), one, scale)
 
     def _together(self, heads: Heads, some: Documents) -> Bounds | None:
-        """Where documents begin, if one call serves several; None if each has one."""
-        if not serves_several(heads, some):
+        """Where documents begin, if one call serves several; None if each has one. Libraries pack
+        documents of one batch."""
+        if heads.q.shape[0] > 1 or not serves_several(heads, some):
             return None
         if some not in self._bounds and (made := bounds_on(some, heads.q.device)):
             self._bounds[some] = made

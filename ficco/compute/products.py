@@ -133,6 +133,8 @@ def multiply(
     """
     widened: dict[str, Any] = {}
     if a.dtype != out.dtype:
+        if not a.shape[-1]:  # cuBLASLt refuses a product of no terms
+            return None if addend is out else _fill(out, addend)
         if not _has_out_dtype() or not a.is_cuda:
             return multiply(a.float(), b.float(), out, addend)
         widened = {"out_dtype": out.dtype}
@@ -142,6 +144,11 @@ def multiply(
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     else:
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
+
+
+def _fill(out: torch.Tensor, addend: torch.Tensor | None) -> None:
+    """A sum of no products: the addend, or zeros."""
+    out.zero_() if addend is None else out.copy_(addend)
 
 
 def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ import secrets
 import threading
 import weakref
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,11 +104,13 @@ class Rendezvous:
         patience, limit = Patience(), engine.timeout_s
         me, count = engine.hosts.near.rank(), engine.hosts.near.size()
 
-        def absent(place: int | None, seconds: float) -> SignalTimeout:
+        def absent(seconds: float) -> SignalTimeout:
+            """Ranks come in their order: the first that is not here is whom all wait for."""
+            missing = [place for place, words in enumerate(self._words) if words[0] < self._meeting]
             return SignalTimeout(
                 operator=engine.operator,
                 rank=engine.rank,
-                peer=None if place is None else engine.hosts.here[place],
+                peer=engine.hosts.here[missing[0]] if missing and missing[0] != me else None,
                 step=f"share symmetric memory, allocation {self._meeting}",
                 schedule=MEETING,
                 seconds=seconds,
@@ -121,7 +122,7 @@ class Rendezvous:
 
             def interrupt() -> None:
                 engine.interrupt()
-                if late := patience.ends(limit, partial(absent, place)):
+                if late := patience.ends(limit, absent):
                     raise late
 
             drained(here, math.inf, interrupt)
@@ -132,7 +133,7 @@ class Rendezvous:
             wait_for(me - 1)
         rest = max(0.0, limit - patience.seconds)
         if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
-            raise absent(None, patience.seconds)
+            raise absent(patience.seconds)
         try:
             self._words[me][0] = self._meeting
             wait_for(count - 1)

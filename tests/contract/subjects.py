@@ -153,12 +153,15 @@ class Subject(ABC):
 
 def per_rank(kind: str, world: int) -> tuple[int, ...]:
     """Rows of each rank, of a kind."""
-    return tuple(
-        {"equal": 24, "uneven": (11 * rank) % 29 * (rank % 3 != 1), "few": rank % 2, "none": 0}[
-            kind
-        ]
-        for rank in range(world)
-    )
+    uneven = (7, 18) if world == 2 else (7, 0, 13, 5)[:world]
+    few = tuple(rank % 2 for rank in range(world))
+    return {"equal": (24,) * world, "uneven": uneven, "few": few, "none": (0,) * world}[kind]
+
+
+def block(kind: str, rank: int, peer: int) -> int:
+    """Rows from a rank to another, of a kind."""
+    uneven = (7 * rank + 5 * peer + 3) % 17 * ((rank + 2 * peer) % 4 != 1)
+    return {"equal": 12, "uneven": uneven, "few": (rank + peer) % 3, "none": 0}[kind]
 
 
 class Product(Subject):
@@ -188,10 +191,8 @@ class Product(Subject):
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         if self.kind.blocks:
-            rows: Any = tuple(
-                tuple(size // 2 + (size > 0) * (rank * peer) % 3 for peer, size in enumerate(some))
-                for rank, some in enumerate([per_rank(kind, world)] * world)
-            )
+            ranks = range(world)
+            rows: Any = tuple(tuple(block(kind, rank, peer) for peer in ranks) for rank in ranks)
         else:
             rows = per_rank(kind, world)
             if self.kind.returns:  # what the operator itself makes of so many rows

@@ -136,6 +136,11 @@ def all_exact(at: Rank, name: str, cases: Sequence[Case], hosts: int = 1) -> int
 # The matrix.
 
 
+def quick(engine: Engine, where: Any) -> bool:
+    """Whether a cell is of those that run before others."""
+    return engine.name == "cpu" and where in (2, (2, 2))
+
+
 def cells(
     over: str = "worlds", only: int = 0, graphs: bool = False, gradients: bool = False
 ) -> pytest.MarkDecorator:
@@ -149,8 +154,7 @@ def cells(
             for name, subject in SUBJECTS.items():
                 if name in engine.lacks or (gradients and not subject.differentiable):
                     continue
-                quick = where in (2, (2, 2)) and engine.name == "cpu"
-                marks = [*engine.marks, *(() if quick else (SLOW,))]
+                marks = [*engine.marks, *(() if quick(engine, where) else (SLOW,))]
                 label = f"{engine.name}-{where}-{name.replace(' ', '')}"
                 found.append(pytest.param(engine, where, name, marks=marks, id=label))
     return pytest.mark.parametrize(("engine", "where", "name"), found)
@@ -221,6 +225,7 @@ def test_over_hosts(engine: Engine, where: tuple[int, int], name: str) -> None:
     hosts, local = where
     world = hosts * local
     schedules = SUBJECTS[name].schedules(world, hosts)
+    schedules = schedules if quick(engine, where) else schedules[::3]
     cases = drawn(name, engine, world, schedules, ("equal", "uneven", "few"), none)
     full = every(random.Random(), SUBJECTS[name])
     cases = [case.on(needs=full) if turn % 3 == 0 else case for turn, case in enumerate(cases)]
@@ -354,7 +359,8 @@ def replayed(at: Rank, name: str, case: Case) -> None:
 @cells(only=2, graphs=True)
 def test_graph(engine: Engine, where: int, name: str) -> None:
     subject = SUBJECTS[name]
-    cases = drawn(name, engine, where, subject.schedules(where)[1:3], ("equal",), every)
+    alone = [one for one in subject.schedules(where)[1:] if "collective" not in one]
+    cases = drawn(name, engine, where, alone[:2], ("equal",), every)
     for case in cases:
         engine.run(where, replayed, name, subject.traceable(case).on(layout=""))
 
