@@ -20,7 +20,7 @@ demo: .venv/.ready ## Run the demo
 QUICK := $(addprefix tests/test_,house.py public_names.py golden_plans.py golden_times.py docs.py plan.py schedules.py \
   simulate.py decide.py model.py interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
   cli.py::test_the_help_has_every_option_and_its_default cli.py::test_bad_input_is_one_line_and_exit_code_2 \
-  all_gather_matmul.py::test_schedules operators.py::test_every_schedule_is_exact gradients.py::test_gradients_are_exact)
+  all_gather_matmul.py::test_schedules) $(addprefix tests/contract/test_contract.py::test_,forward gradient)
 
 quick: lint ## Before a commit: lint, then the tests that catch most, in a minute
 	$(PY) -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(QUICK)

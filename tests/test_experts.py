@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Failure, Rank, caught, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
@@ -93,14 +92,6 @@ LAYERS = {
 }
 
 
-@ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("split", ["experts", "columns"])
-def test_it_equals_all_experts_in_one_process(world: int, split: str) -> None:
-    for layer in LAYERS[world]:
-        wide = layer if split == "experts" else replace(layer, h=12, experts=layer.experts + 1)
-        run(world, every_way, wide, split)
-
-
 # Gradients.
 
 
@@ -133,23 +124,6 @@ def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
             ("down", moved[1].grad, down),
         ):
             assert torch.equal(one.cpu(), two), f"rank {at.rank}: {name} of {layer} {ways}"
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize(
-    "ways",
-    [
-        {"capacity": 3},
-        {"capacity": 2, "on_overflow": "again", "schedule": "serial"},
-        {"capacity": None, "schedule": "hetero-fused-1d:pieces=2"},
-        {"capacity": 3, "split": "columns"},
-    ],
-    ids=str,
-)
-def test_gradients_equal_those_of_one_process(world: int, ways: dict[str, Any]) -> None:
-    for layer in LAYERS[world]:
-        if layer.dtype == torch.float32:
-            run(world, gradients, replace(layer, h=12), ways)
 
 
 def some_gradients(at: Rank) -> None:

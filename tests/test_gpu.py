@@ -78,11 +78,9 @@ from test_faults import MISMATCHES, assert_unusable, timed
 from test_operators import (  # noqa: F401  likewise
     test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit,
     test_errors_keep_to_their_bounds,
-    test_every_schedule_is_exact,
     test_memory_keeps_to_its_cap,
     test_operators_in_any_order,
     test_several_groups_of_a_mesh,
-    test_sizes_at_the_edge,
     test_sums_repeat_to_the_last_bit,
     test_wrong_arguments_are_refused,
 )

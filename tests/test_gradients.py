@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from disturbance import Disturbance, disturb
-from ranks import Failure, Rank, caught, ranks, run, serves_tiled
+from ranks import Failure, Rank, caught, ranks, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -228,39 +228,6 @@ def uneven(operator: str, world: int) -> Any:
     return (4, 0, 3, 5)[:world]
 
 
-def cases_of(operator: str, world: int, device: str) -> list[Case]:
-    plain = case_of(operator, world, 4, 6, 8)
-    if operator == "matmul_all_reduce":  # rows that no number of ranks divides
-        plain = plain.on(rows=(4,) * (world - 1) + (3,))
-    few = (1,) + (0,) * (world - 1)
-    if not isinstance(plain.rows[0], int):
-        few = (few,) * world
-    return [
-        plain,
-        plain.on(rows=few, dtype="bfloat16"),
-        plain.on(dtype="bfloat16", transposed=True),
-        plain.on(dtype="float16", leading=True),
-        plain.on(dtype="float64" if device == "cpu" else "float32", rows=uneven(operator, world)),
-        plain.on(dtype="bfloat16", rows=uneven(operator, world), k=5, n=7, transposed=True),
-        plain.on(k=1, n=1),
-        plain.on(n=0),
-        plain.on(k=0, transposed=True),
-        plain.on(needs="a"),
-        plain.on(needs="b"),
-        plain.on(needs="a", rows=uneven(operator, world), transposed=True),
-        plain.on(needs="b", rows=uneven(operator, world), leading=True, dtype="bfloat16"),
-        plain.on(needs=""),
-        plain,
-    ]
-
-
-@ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_gradients_are_exact(operator: str, world: int, device: str) -> None:
-    cases = cases_of(operator, world, device)
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
-
-
 #: Schedules of every kind; the last of them are for sums, which no dual of a sum is.
 SCHEDULES = (
     "serial",
@@ -273,51 +240,8 @@ SCHEDULES = (
     "hetero-fused-1d:pieces=2,beta",
     "one-shot",
 )
-#: Those for operators of any kind.
-ANY_OPERATORS = SCHEDULES[: SCHEDULES.index("ring")]
 #: For forwards, where a product whose tiles wait has any size.
 TILED = "tiled:pieces=2"
-
-
-def also_tiled(operator: str, device: str) -> tuple[str, ...]:
-    return (TILED,) if serves_tiled(device) and not operator.endswith("transposed_matmul") else ()
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_gradients_under_named_schedules(operator: str, device: str) -> None:
-    sums = operator in ("matmul_reduce_scatter", "matmul_all_reduce")
-    cases = [
-        case.on(schedule=name, dtype="bfloat16")
-        for name in (*(SCHEDULES if sums else ANY_OPERATORS), *also_tiled(operator, device))
-        for case in cases_of(operator, 3, device)[:4]
-    ]
-    assert run(3, all_exact, cases, device=device) == [len(cases)] * 3
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("operator", OPERATORS[:5])
-def test_gradients_of_b_alone(operator: str, world: int, device: str) -> None:
-    """Summed over rows while they travel, in either layout of b."""
-    plain = case_of(operator, world, 4, 6, 8, needs="b")
-    ragged = plain.on(rows=uneven(operator, world))
-    more = "uniform-fused-2d:pieces=2", "growing:pull", *also_tiled(operator, device)
-    cases = [
-        case.on(schedule=schedule, dtype=dtype, transposed=transposed)
-        for schedule in (*ANY_OPERATORS, *more)
-        for dtype in ("bfloat16", "float32")
-        for case, transposed in ((plain, True), (plain, False), (ragged, True))
-    ]
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
-
-
-@pytest.mark.parametrize("operator", GATHERING)
-def test_gradients_with_what_was_gathered_kept(operator: str, device: str) -> None:
-    cases = cases_of(operator, 3, device)
-    assert run(3, _exact_kept, cases, device=device) == [len(cases)] * 3
-
-
-def _exact_kept(at: Rank, cases: Sequence[Case]) -> int:
-    return all_exact(at, cases, save_gathered=True)
 
 
 def _differences(at: Rank, case: Case) -> float:

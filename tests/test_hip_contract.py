@@ -100,7 +100,6 @@ from test_operators import (  # noqa: F401  likewise
     test_operands_with_the_negative_bit,
     test_operators_in_any_order,
     test_several_groups_of_a_mesh,
-    test_sizes_at_the_edge,
     test_sums_repeat_to_the_last_bit,
     test_wrong_arguments_are_refused,
 )

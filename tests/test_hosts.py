@@ -455,15 +455,6 @@ def exact_over_hosts(
     assert found == [(len(cases), len(gradients))] * world
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(
-    ("hosts", "local"),
-    [pytest.param(2, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 2), (2, 1)))],
-)
-def test_every_schedule_is_exact_over_hosts(operator: str, hosts: int, local: int) -> None:
-    exact_over_hosts(operator, hosts, local)
-
-
 def _jittered(at: Rank, hosts: int, calls: int) -> int:
     with host_of(at, hosts), disturb(Disturbance(delay_s=0.002, seed=7)):
         for iteration in range(calls):

@@ -287,17 +287,6 @@ HERE = [
 ]
 
 
-def _exact(at: Rank, hosts: int) -> None:
-    with host_of(at, hosts):
-        names = "growing", "shard-overlap:pieces=2", "growing:tail=2,compute=2", "serial", "auto"
-        test_attention.exact(at, names)
-
-
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 1), (1, 4), (4, 1)])
-def test_exact_where_that_has_a_meaning(hosts: int, local: int) -> None:
-    run(hosts * local, _exact, hosts)
-
-
 def calls(
     at: Rank,
     hosts: int,
@@ -327,21 +316,9 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("called", "each"), CALLS)
-@pytest.mark.parametrize(("hosts", "local"), HERE)
-def test_calls(hosts: int, local: int, called: Any, each: Any) -> None:
-    found = run(hosts * local, calls, hosts, called, each, timeout=200)
-    assert min(found) > 20
-
-
 def projections(at: Rank, hosts: int) -> None:
     with host_of(at, hosts):
         test_projections.calls(at)
-
-
-@pytest.mark.parametrize(("hosts", "local"), HERE)
-def test_projections_are_exact_on_whole_numbers(hosts: int, local: int) -> None:
-    run(hosts * local, projections, hosts, timeout=200)
 
 
 def _capped(at: Rank) -> Any:

@@ -228,32 +228,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("split", ["experts", "columns"])
-@pytest.mark.parametrize(("hosts", "local"), LAYERS)
-def test_it_equals_all_experts_in_one_process(hosts: int, local: int, split: str) -> None:
-    for layer in LAYERS[hosts, local]:
-        wide = layer if split == "experts" else replace(layer, h=12)
-        run(hosts * local, over, hosts, test_experts.every_way, wide, split)
-
-
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 1)])
-@pytest.mark.parametrize(
-    "ways",
-    [
-        {"capacity": 3},
-        {"capacity": 2, "on_overflow": "again", "schedule": "serial"},
-        {"capacity": None, "schedule": "hetero-fused-1d:pieces=2"},
-        {"capacity": None, "split": "columns"},
-    ],
-    ids=str,
-)
-def test_gradients_equal_those_of_one_process(hosts: int, local: int, ways: dict[str, Any]) -> None:
-    for layer in LAYERS[hosts, local]:
-        if layer.dtype == torch.float32:
-            some = replace(layer, h=12)
-            run(hosts * local, over, hosts, test_experts.gradients, some, ways)
-
-
 @pytest.mark.parametrize("routes", ["spread", "one", "few"])
 def test_every_pair_is_served_or_counted_as_dropped(routes: str) -> None:
     layer = Layer((5, 0, 9, 1), 8, 2, 4, 3, 5, True, routes)

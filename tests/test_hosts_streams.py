@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -25,18 +24,14 @@ import test_operators
 import thread_driver
 from cases import Case, all_exact, call, equal, exact, make, verify
 from ranks import Rank, caught, gave_up
-from test_experts import every_way, gradients
 from test_hosts import (
     PATIENCE_S,
     SLACK_S,
     assert_all_learn,
     bereaved,
-    exact_over_hosts,
     host_of,
     problem_of,
 )
-from test_hosts_attention import CALLS, calls, projections
-from test_hosts_experts import LAYERS, over
 from test_third_vendor import _on_threads
 
 import ficco
@@ -61,36 +56,6 @@ def engine() -> Any:
 
 
 # Calls.
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
-def test_every_schedule_is_exact(operator: str, hosts: int, local: int) -> None:
-    exact_over_hosts(operator, hosts, local)
-
-
-@pytest.mark.parametrize(("called", "each"), CALLS)
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
-def test_attention(hosts: int, local: int, called: Any, each: Any) -> None:
-    assert min(ranks.run(hosts * local, calls, hosts, called, each, timeout=200)) > 20
-
-
-@pytest.mark.parametrize("split", ["experts", "columns"])
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (2, 1)])
-def test_experts(hosts: int, local: int, split: str) -> None:
-    for layer in LAYERS[hosts, local]:
-        wide = layer if split == "experts" else replace(layer, h=12)
-        ranks.run(hosts * local, over, hosts, every_way, wide, split)
-
-
-def test_gradients_of_experts() -> None:
-    layer = replace(LAYERS[2, 2][0], h=12)
-    for ways in ({"capacity": 3}, {"capacity": None}, {"capacity": None, "split": "columns"}):
-        ranks.run(4, over, 2, gradients, layer, ways)
-
-
-def test_projections() -> None:
-    ranks.run(4, projections, 2, timeout=200)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from programs import Program
 from ranks import Failure, Rank, caught, counted, run, since
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -56,20 +55,6 @@ def called(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> t
 # torch.library.
 
 
-def _opcheck(at: Rank, cases: list[Case], options: dict[str, Any]) -> None:
-    """PyTorch's own checks of an operator: schema, fake results (strides, too), autograd, AOT."""
-    name = dist.group.WORLD.group_name
-    for case in cases:
-        a, b = operands(case, make(case, at.world), at)
-        if case.transposed:
-            b = b.detach().t().contiguous().requires_grad_(b.requires_grad).t()
-        rows = None if case.equal else flat(case.rows)
-        ops = OPS[case.operator]
-        with ficco.options(**options):
-            for op in [ops.product, *([ops.gathered] if ops.gathered else [])]:
-                torch.library.opcheck(op, (a, b, name, "auto", rows))
-
-
 def _opcheck_backward(at: Rank, cases: list[Case]) -> None:
     name = dist.group.WORLD.group_name
     for case in cases:
@@ -92,13 +77,6 @@ def cases_of(operator: str, world: int) -> list[Case]:
         plain.on(rows=uneven(operator, world), transposed=True, dtype="bfloat16", needs="b"),
         plain.on(leading=True, needs="a"),
     ]
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck(operator: str) -> None:
-    run(2, _opcheck, cases_of(operator, 2), {})
-    if operator in GATHERING:
-        run(2, _opcheck, cases_of(operator, 2)[:1], {"save_gathered": True})
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -125,25 +103,6 @@ def _second_derivatives(at: Rank) -> list[Any]:
 def test_second_derivatives_are_refused_here_too() -> None:
     for failure in (failure for rank in run(2, _second_derivatives) for failure in rank):
         assert failure.type == "NotImplementedError" and "second derivatives" in failure.text
-
-
-def _strides(at: Rank, case: Case) -> None:
-    """What the public function gives for fake operands lies as what it gives for real ones."""
-    a, b = operands(case, make(case, at.world), at)
-    real = called(case, a, b)
-    grads = torch.autograd.grad(real.sum(), (a, b))
-    with FakeTensorMode() as mode:
-        fake_a, fake_b = (mode.from_tensor(x).requires_grad_() for x in (a, b))
-        fake = called(case, fake_a, fake_b)
-        fakes = torch.autograd.grad(fake.sum(), (fake_a, fake_b))
-    for one, other in zip((real, *grads), (fake, *fakes), strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_fake_operands(operator: str) -> None:
-    for case in (cases_of(operator, 2)[0], case_of(operator, 2, 4, 6, 8, leading=True)):
-        run(2, _strides, case)
 
 
 # torch.compile.

@@ -210,27 +210,6 @@ def every_schedule(
     ]
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@ranks(1, 2, 3, 4)
-def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
-    dtypes = DTYPES if device == "cpu" else DTYPES[:3]
-    cases = every_schedule(operator, world, dtypes, serves_tiled(device))
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_sizes_at_the_edge(device: str, operator: str) -> None:
-    """No rows, no columns, no terms, and rows of a single rank."""
-    schedules = ["serial:collective", "growing", "hetero-fused-2d:pull", "uniform-fused-1d:tail=2"]
-    schedules += ["ring", "hetero-unfused-1d:beta"] if operator in SUMS else []
-    cases = [
-        Case(operator, rows_for(operator, 3, kind), k, n, schedule=schedule)
-        for schedule in schedules
-        for kind, k, n in (("none", 8, 8), ("equal", 0, 8), ("ragged", 8, 0), ("few", 1, 1))
-    ]
-    run(3, all_exact, cases, device=device)
-
-
 def _negative(at: Rank, operator: str) -> None:
     """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
     rows = rows_for(operator, at.world, "ragged")

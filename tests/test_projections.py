@@ -206,11 +206,6 @@ def calls(at: Rank) -> None:
             projected(at, case, iteration := iteration + 1, schedule)
 
 
-@ranks(1, 2, 3, 4)
-def test_exact_on_whole_numbers(world: int) -> None:
-    run(world, calls, timeout=280)
-
-
 def _laid_out(at: Rank) -> None:
     """What arrives is one tensor [S, batch, heads, size], which nobody brings into another order;
     and such a one is read in place."""

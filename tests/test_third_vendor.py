@@ -39,8 +39,6 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, on this modu
 from test_experts import (  # noqa: F401  likewise
     test_any_routes,
     test_calls_of_several_kinds_take_turns,
-    test_gradients_equal_those_of_one_process,
-    test_it_equals_all_experts_in_one_process,
 )
 from test_faults import (  # noqa: F401  likewise
     MISMATCHES,
@@ -50,16 +48,13 @@ from test_faults import (  # noqa: F401  likewise
 )
 from test_fp8 import (  # noqa: F401  likewise
     test_each_shard_has_its_own_factor,
-    test_every_schedule_is_exact,
     test_forms_of_operands,
 )
 from test_operators import (  # noqa: F401  likewise
     test_errors_keep_to_their_bounds,
     test_operators_in_any_order,
-    test_sizes_at_the_edge,
     test_sums_repeat_to_the_last_bit,
 )
-from test_projections import test_exact_on_whole_numbers  # noqa: F401  likewise
 
 import ficco
 import ficco.dma.cpu
@@ -78,22 +73,6 @@ def _on_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
 def device() -> Iterator[str]:
     with ranks.around(_on_threads, {}):
         yield "cpu"
-
-
-def _schedules(at: Rank, knobs: str) -> int:
-    cases = [equal(3, 12, 16, 8, schedule=named(name, knobs), gathered=True) for name in NAMES]
-    all_exact(at, cases)
-    (engine,) = (workspace.engine for workspace in workspaces() if workspace.group.size() == 3)
-    assert engine.name == "threads"
-    return len(cases)
-
-
-KNOBS = ("", "pull", "pieces=3,copy=2,compute=2", "tail=2", "kernel", "kernel,pull,pieces=2")
-
-
-@pytest.mark.parametrize("knobs", KNOBS)
-def test_schedules(knobs: str) -> None:
-    assert ranks.run(3, _schedules, knobs) == [len(NAMES)] * 3
 
 
 def _not_described(at: Rank) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 from ranks import Rank, caught, run
-from torch._subclasses import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,12 +20,6 @@ import ficco
 import ficco.nn
 
 OPERATORS = "all_gather_attention", "ulysses_attention"
-#: Whole sequences and packed ones, masks, and one head of keys for all.
-KINDS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": True, "window": 3, "scale": 0.5},
-    {"causal": True, "cu_seqlens": [0, 5, 12]},
-)
 #: Of operators whose gradients have none.
 CHECKS = "test_schema", "test_faketensor"
 
@@ -49,65 +42,6 @@ def trained(
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one, other)
-
-
-def _compiled(at: Rank, operator: str, backend: str) -> None:
-    for kind in KINDS:
-        torch._dynamo.reset()
-
-        def layer(*given: torch.Tensor, kind: dict[str, Any] = kind) -> torch.Tensor:
-            return 2 * getattr(ficco, operator)(*given, **kind)
-
-        wanted = trained(layer, operands(at))
-        same(trained(torch.compile(layer, fullgraph=True, backend=backend), operands(at)), wanted)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_compiled(operator: str) -> None:
-    run(2, _compiled, operator, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_compiled_by_inductor(operator: str) -> None:
-    run(2, _compiled, operator, "inductor")
-
-
-def _opcheck(at: Rank, operator: str) -> None:
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    placed = ("ranks",) if operator == OPERATORS[0] else ()
-    asked = [True] * 3, True, None, None, [], *placed, name, "auto", ""
-    ops, given = torch.ops.ficco, operands(at, batch=2)
-    torch.library.opcheck(getattr(ops, operator).default, (*given, *asked))
-    plain = [one.detach() for one in given]
-    out, lse = getattr(ops, operator)(*plain, *asked)
-    args = torch.ones_like(out), *plain, out, lse, *asked
-    torch.library.opcheck(getattr(ops, f"{operator}_backward").default, args)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck(operator: str) -> None:
-    run(2, _opcheck, operator)
-
-
-def _strides(at: Rank, operator: str) -> None:
-    for kv_heads in (1, 4):
-        given = operands(at, batch=2, kv_heads=kv_heads)
-        real = trained(getattr(ficco, operator), given)
-        with FakeTensorMode() as mode:
-            fakes = [mode.from_tensor(one).requires_grad_() for one in given]
-            fake = trained(getattr(ficco, operator), fakes)
-        for one, other in zip(real, fake, strict=True):
-            assert (one.shape, one.stride(), one.dtype) == (
-                other.shape,
-                other.stride(),
-                other.dtype,
-            )
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_fake_operands(operator: str) -> None:
-    run(2, _strides, operator)
 
 
 def _dynamic(at: Rank, operator: str) -> None:
