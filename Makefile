@@ -48,7 +48,7 @@ test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # What PyTorch 2.6 itself lacks is skipped: docs/versions.md has it.
 OLDEST := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py board.py \
-  attention.py packed.py ulysses.py projections.py experts.py modes.py)
+  attention.py packed.py ulysses.py projections.py experts.py modes.py) tests/contract
 
 test-oldest: ## Run the contract, attention, experts, layers, styles and passes on PyTorch 2.6, in an environment of its own (5 GB)
 	PYTHON=$(OLDEST_PYTHON) tests/environments/install.sh oldest

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import ENGINES, Engine
-from ranks import SLOW, Failure, Rank, caught, gave_up
+from ranks import SLOW, Failure, Rank, caught, gave_up, since
 from subjects import KINDS, SUBJECTS, Case, Subject, Tensors
 from test_hosts import host_of
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -155,6 +155,8 @@ def cells(
                 if name in engine.lacks or (gradients and not subject.differentiable):
                     continue
                 marks = [*engine.marks, *(() if quick(engine, where) else (SLOW,))]
+                if name.endswith("float8") and engine.device == "cpu":
+                    marks.append(since("2.13", "multiplies no float8 on CPUs"))
                 label = f"{engine.name}-{where}-{name.replace(' ', '')}"
                 found.append(pytest.param(engine, where, name, marks=marks, id=label))
     return pytest.mark.parametrize(("engine", "where", "name"), found)
@@ -298,6 +300,7 @@ def traced(at: Rank, name: str, cases: Sequence[Case]) -> None:
         assert facts[0] == facts[1], case
 
 
+@since("2.13", "compiles no methods of dataclasses")
 @cells(only=2)
 def test_traced(engine: Engine, where: int, name: str) -> None:
     cases = drawn(name, engine, where, ("auto",) * 3, ("equal", "equal", "uneven"), every)
