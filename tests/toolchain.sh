@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
-# Installs the compilers and libraries that the gates of `make test` want, on Debian as root, as CI
-# does. Elsewhere install them by hand; gates whose tools are missing are skipped with the reason.
+# Installs the compilers, libraries and the model checker that the gates of `make test` want, on
+# Debian as root, as CI does. Elsewhere install them by hand; gates whose tools are missing are
+# skipped with the reason.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# clang-19 and lld-19 compile for AMD's GPUs, g++ compiles the doubles.
+# clang-19 and lld-19 compile for AMD's GPUs, g++ compiles the doubles. spin proves Plans with models
+# that tcc compiles, in a tenth of gcc's time.
 packages=()
 command -v clang++-19 > /dev/null || packages+=(clang-19)
 command -v ld.lld-19 > /dev/null || packages+=(lld-19)
 command -v g++ > /dev/null || packages+=(g++)
+command -v spin > /dev/null || packages+=(spin)
+command -v tcc > /dev/null || packages+=(tcc)
 if ((${#packages[@]})); then
   apt-get update -qq
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}"

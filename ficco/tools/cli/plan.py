@@ -38,6 +38,9 @@ def options(parser: Any) -> None:
     parser.add_argument("--draw", **FILE, help="draw the timeline (png, svg)")
     parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
     parser.add_argument("--json", **FLAG, help="print the steps as JSON")
+    parser.add_argument(
+        "--promela", **FILE, help="write a model of all ranks for SPIN; - prints it, and only it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.plan import render
     from ficco.proof import check
     from ficco.simulate import simulate
+    from ficco.tools.promela import promela
 
     asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
     asked_of = problem(arguments, asked.world)
@@ -59,6 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     made = family.plans(asked_of, decision.schedule, staging_bytes=arguments.workspace_bytes)
     check(made)
     one = made[arguments.rank]
+    if arguments.promela is not None:
+        model = promela(made)
+        if str(arguments.promela) == "-":
+            print(model, end="")
+            return 0
+        arguments.promela.parent.mkdir(parents=True, exist_ok=True)
+        arguments.promela.write_text(model)
     if arguments.json:
         print(json.dumps(_plan_json(one, decision)))
     else:

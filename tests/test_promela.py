@@ -1,0 +1,336 @@
+"""SPIN proves the Plans of few ranks with a model that shares no code with the proof, and finds the
+same faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan import (
+    PROBLEM,
+    RETURNED,
+    SUMMED,
+    TURNED,
+    awaits_data,
+    change,
+    clear_first,
+    edited,
+    index,
+    is_copy,
+    labelled,
+    made,
+    move,
+    retires,
+    sum_before_it_is_due,
+    sums,
+    without_room,
+)
+
+from ficco.plan import Plan, Signal, Step
+from ficco.problems.attention import AttentionProblem
+from ficco.problems.experts import ExpertLayer
+from ficco.problems.heads import HeadsProblem
+from ficco.problems.products import Problem
+from ficco.proof import PlanError, check
+from ficco.schedules import Schedule
+from ficco.schedules.arriving import Gathering, gathering
+from ficco.schedules.attention import attention_plans
+from ficco.schedules.experts import expert_plans
+from ficco.schedules.heads import heads_plans
+from ficco.tools import cli
+from ficco.tools.promela import promela
+
+Plans = Sequence[Plan]
+
+
+def two(problem: Problem, **fields: Any) -> Problem:
+    """The same operator, of two ranks."""
+    return replace(problem, rows=(16,) * 2, **fields)
+
+
+def sent(operator: str, world: int = 2) -> Problem:
+    return Problem.of_blocks(operator, ((4,) * world,) * world, 24, 32, "bfloat16")
+
+
+def attention(name: str, back: bool = False, **more: Any) -> list[Plan]:
+    forward = AttentionProblem(2, 16, 1, 2, 2, 8, "bfloat16", causal=True, **more)
+    problem = replace(forward, keeps=False).gradient() if back else forward
+    return attention_plans(problem, Schedule.parse(name))
+
+
+def heads(name: str) -> list[Plan]:
+    problem = HeadsProblem(AttentionProblem(2, 16, 1, 4, 2, 8, "bfloat16"))
+    return heads_plans(problem, Schedule.parse(name))
+
+
+def experts(name: str, world: int = 2) -> list[Plan]:
+    layer = ExpertLayer("experts", world, 2, 5, 16, n=8, dtype="bfloat16", h=12, function="silu")
+    return expert_plans(layer, Schedule.parse(name))
+
+
+def arriving(name: str, symmetric: bool = False) -> list[Plan]:
+    problem = Gathering((16,) * 2, 32, "bfloat16", symmetric)
+    return gathering(problem, Schedule.parse(name), range(2))
+
+
+#: The Plans that SPIN proves, and in how many calls.
+CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
+    *(
+        (made, (name, two(PROBLEM)), 2)
+        for name in ("serial", "growing", "hetero-fused-2d:pieces=2")
+    ),
+    *((made, (name, two(PROBLEM)), 2) for name in ("growing:pull", "serial:collective", "tiled")),
+    (made, ("growing:pieces=2,copy=2,compute=2", two(PROBLEM)), 2),
+    (made, ("growing:pull", two(PROBLEM, symmetric=True)), 2),
+    (made, ("growing", two(PROBLEM, return_gathered=True)), 2),
+    (made, ("hetero-unfused-1d:pieces=4", two(PROBLEM), 512), 2),
+    (made, ("growing", two(PROBLEM, hosts=2)), 2),
+    *((made, (name, two(SUMMED)), 2) for name in ("hetero-fused-1d:pieces=2", "ring", "one-shot")),
+    *((made, (name, two(SUMMED)), 2) for name in ("serial:kernel", "growing:beta")),
+    *((made, (name, two(RETURNED)), 2) for name in ("uniform-fused-2d:pieces=2", "one-shot")),
+    *((made, (name, two(TURNED)), 2) for name in ("growing", "growing:pull,pieces=2")),
+    (made, ("growing", sent("all_to_all_matmul")), 2),
+    (made, ("growing:pull", sent("matmul_all_to_all")), 2),
+    (made, ("hetero-fused-1d:pieces=2", sent("all_to_all_transposed_matmul")), 2),
+    *((attention, (name,), 2) for name in ("growing", "ring", "growing:compute=2")),
+    (attention, ("growing", True), 2),
+    (heads, ("uniform-fused-1d:pieces=2",), 2),
+    *((experts, (name,), 1) for name in ("serial", "shard-overlap")),
+    *((arriving, (name, name == "tiled:pull"), 2) for name in ("tiled:pieces=2", "tiled:pull")),
+    (made, ("growing", replace(PROBLEM, rows=(16,) * 3)), 2),
+    (made, ("serial:kernel", replace(PROBLEM, rows=(9, 0, 17))), 2),
+    (made, ("growing:pull", replace(PROBLEM, rows=(16,) * 3)), 1),
+    (made, ("hetero-fused-1d:pieces=2", replace(PROBLEM, rows=(16,) * 3)), 1),
+    (made, ("one-shot", replace(SUMMED, rows=(16,) * 3)), 2),
+    (made, ("ring", replace(SUMMED, rows=(16,) * 3)), 1),
+    (made, ("shard-overlap", sent("all_to_all_matmul", 3)), 2),
+]
+
+
+def reuse_early(steps: list[Step]) -> None:
+    """Fill a stage without waiting for its last reader; the words are right."""
+    i = index(steps, lambda step: any(one.kind == "room" for one in step.waits))
+    late = [signal for signal in steps[i].waits if signal.kind == "room"]
+    steps[i] = steps[i]._replace(waits=without_room(steps[i]))
+    j = index(steps, retires)
+    steps[j] = steps[j]._replace(waits=(*steps[j].waits, *late))
+
+
+def clear_late(steps: list[Step]) -> None:
+    """Clear what handed a slot over on a lane that no peer waits for."""
+    i = index(steps, labelled("acquire"))
+    late = Step("sync", "copy1", "clear", clears=steps[i].clears, after=(i,))
+    steps[i] = steps[i]._replace(clears=())
+    retire = steps.pop()
+    steps += [late, retire._replace(after=(*retire.after, len(steps)))]
+
+
+def wait_first(steps: list[Step]) -> None:
+    """Wait for the peer in front of the own copies, on another lane."""
+    steps.insert(0, steps.pop(index(steps, awaits_data)))
+    last = index(steps, retires)
+    lanes = {step.lane: i for i, step in enumerate(steps[:last])}
+    steps[last] = steps[last]._replace(after=tuple(lanes.values()))
+
+
+def on_one_lane(steps: list[Step]) -> None:
+    wait_first(steps)
+    steps[:] = [step._replace(lane="compute0") for step in steps]
+
+
+def open_gates(steps: list[Step]) -> None:
+    """Multiply rows before their signal, which is waited for at the end."""
+    i, j = index(steps, lambda step: step.gates), index(steps, retires)
+    steps[j] = steps[j]._replace(waits=(*steps[j].waits, *steps[i].gates))
+    steps[i] = steps[i]._replace(gates=())
+
+
+def both(edit: Callable[[list[Step]], None], found: list[Plan]) -> list[Plan]:
+    return edited(edited(found, 0, edit), 1, edit)
+
+
+def mapped(found: list[Plan], change: Callable[[tuple[Signal, ...]], tuple[Signal, ...]]) -> Plans:
+    """The Plans with all their signals changed."""
+    return [
+        replace(
+            plan,
+            steps=tuple(
+                step._replace(
+                    **{role: change(getattr(step, role)) for role in ("waits", "posts", "clears")}
+                )
+                for step in plan.steps
+            ),
+        )
+        for plan in found
+    ]
+
+
+def without(*kinds: str) -> Callable[[list[Plan]], Plans]:
+    """Take signals of rank 1 out altogether: only the order is lost."""
+    return partial(
+        mapped,
+        change=lambda signals: tuple(
+            one for one in signals if one.poster != 1 or one.kind not in kinds
+        ),
+    )
+
+
+def on_one_word(found: list[Plan]) -> Plans:
+    """Let the two signals of rank 1 to rank 0 share a word."""
+    words = [one.word for step in found[1].steps if is_copy(step) for one in step.posts]
+    assert len(words) == 2
+    return mapped(
+        found,
+        lambda signals: tuple(
+            one._replace(word=words[0]) if (one.poster, one.word) == (1, words[1]) else one
+            for one in signals
+        ),
+    )
+
+
+def one(edit: Callable[[list[Step]], Any], rank: int = 1) -> Callable[[list[Plan]], Plans]:
+    """Edit the steps of a rank."""
+    return lambda found: edited(found, rank, edit)
+
+
+DEADLOCK, WRITTEN = "invalid end state", r"assertion violated.*written\["
+WORD, SLOT, READ = (rf"assertion violated.*{name}\[" for name in ("word", "slot", "readers"))
+#: Operands of two ranks under a schedule, what is wrong, and what SPIN says of it.
+FAULTS: dict[str, tuple[Problem, str, Callable[[list[Plan]], Plans], str]] = {
+    "no wait": (PROBLEM, "growing", one(change(awaits_data, waits=())), ""),
+    "no post": (PROBLEM, "growing", one(change(is_copy, posts=())), DEADLOCK),
+    "two posts": (PROBLEM, "growing", one(change(is_copy, posts=lambda s: s.posts * 2)), WORD),
+    "no clear": (PROBLEM, "growing", one(change(retires, clears=())), WORD),
+    "no release": (PROBLEM, "growing", one(change(retires, posts=())), SLOT),
+    "early release": (PROBLEM, "growing", one(change(retires, after=())), ""),
+    "late acquire": (
+        PROBLEM,
+        "growing",
+        one(move("waits", labelled("acquire"), retires)),
+        WORD,
+    ),
+    "no acquire": (
+        PROBLEM,
+        "growing",
+        one(change(labelled("acquire"), waits=(), clears=())),
+        "",
+    ),
+    "late wait": (PROBLEM, "growing", one(move("waits", awaits_data, retires)), WRITTEN),
+    "early clear": (PROBLEM, "growing", one(clear_first), WORD),
+    "late clear": (PROBLEM, "growing", one(clear_late), WORD),
+    "early post": (
+        PROBLEM,
+        "growing:pieces=2",
+        one(move("posts", labelled("1.1>0"), is_copy)),
+        "",
+    ),
+    "shared word": (PROBLEM, "growing:pieces=2", on_one_word, WORD),
+    "no copy": (PROBLEM, "growing", one(change(is_copy, op="sync", transfer=None)), WRITTEN),
+    "no product": (PROBLEM, "growing", one(change(awaits_data, op="sync", products=())), WRITTEN),
+    "early pull": (PROBLEM, "growing:pull", one(move("waits", is_copy, retires)), ""),
+    "release before readers end": (
+        PROBLEM,
+        "growing:pull",
+        one(change(retires, after=lambda step: step.after[1:])),
+        SLOT,
+    ),
+    "no valid": (replace(PROBLEM, symmetric=True), "growing:pull", without("valid"), WRITTEN),
+    "no valid, no done": (PROBLEM, "growing:pull", without("valid", "done"), ""),
+    "no ready": (PROBLEM, "growing", without("ready"), WRITTEN),
+    "full stage": (PROBLEM, "hetero-unfused-1d:pieces=4", one(reuse_early), ""),
+    "circle": (PROBLEM, "shard-overlap", partial(both, on_one_lane), DEADLOCK),
+    "circle of queues": (PROBLEM, "shard-overlap", partial(both, wait_first), DEADLOCK),
+    "open gates": (PROBLEM, "tiled:pieces=2", one(open_gates), WRITTEN),
+    "early sum": (SUMMED, "growing:pieces=2", one(sum_before_it_is_due), WRITTEN),
+    "no wait for the product": (SUMMED, "growing", one(change(is_copy, after=())), ""),
+    "no ready sums": (SUMMED, "ring", without("ready"), WRITTEN),
+    "no sum": (SUMMED, "growing", one(change(sums, op="sync", reduction=None)), WRITTEN),
+    "no summed": (RETURNED, "growing", without("summed"), ""),
+    "other collectives": (
+        PROBLEM,
+        "serial:collective",
+        one(change(lambda step: step.op == "collective", op="sync", transfer=None)),
+        "",
+    ),
+}
+
+
+def output(*command: str, folder: Path) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def spin(model: str, folder: Path, calls: int = 2) -> str:
+    """The error that SPIN finds, empty if it has proven the whole model."""
+    compiler = shutil.which("tcc") or shutil.which("gcc")
+    if shutil.which("spin") is None or compiler is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "spin, and tcc or gcc: tests/toolchain.sh installs them"
+        )
+    (folder / "model.pml").write_text(model)
+    assert not output("spin", "-a", f"-DCALLS={calls}", "model.pml", folder=folder)
+    output(compiler, "-w", "-DSAFETY", "-DMEMLIM=1024", "-o", "pan", "pan.c", folder=folder)
+    said = output("./pan", "-m10000", "-w18", folder=folder)
+    assert "too small" not in said and "memory" not in said.partition("Stats on memory")[0]
+    if error := re.search(r"^pan:1: (.*)$", said, re.MULTILINE):
+        return error[1]
+    assert "errors: 0" in said and "not completed" not in said, said
+    # All that processes do is reached; all but three kinds of them never end.
+    unreached = re.findall(r"state \d+, (.*)$", said, re.MULTILINE)
+    assert {*unreached} <= {'"-end-"'}, said
+    assert re.search(r"unreached in proctype end\n\s+\(0 of", said), said
+    return ""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].__name__}-{case[1][0]}")
+def test_spin_proves_what_the_proof_proves(
+    case: tuple[Callable[..., Plans], tuple[Any, ...], int], tmp_path: Path
+) -> None:
+    make, arguments, calls = case
+    found = make(*arguments)
+    check(found)
+    assert spin(promela(found), tmp_path, calls) == ""
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -> None:
+    problem, name, fault, said = FAULTS[what]
+    found = made(name, two(problem), 512 if what == "full stage" else None)
+    check(found)
+    broken = fault(found)
+    with pytest.raises(PlanError):
+        check(broken)
+    error = spin(promela(broken), tmp_path)
+    assert error and re.search(said, error), error
+
+
+def test_the_command_writes_a_model_for_spin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--m", "32", "--n", "24", "--k", "32", "--world", "2", "--promela"]
+    model = promela(made("growing", two(PROBLEM)))
+    assert cli.run(["plan", "growing", *sizes, "-"]) == 0
+    assert capsys.readouterr().out == model
+    assert cli.run(["plan", "growing", *sizes, str(tmp_path / "new" / "model.pml")]) == 0
+    assert (tmp_path / "new" / "model.pml").read_text() == model
+    assert "checked for all 2 ranks" in capsys.readouterr().out
+
+
+def test_plans_that_spin_cannot_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--m", "6400", "--n", "24", "--k", "32", "--world", "64", "--promela", "-"]
+    assert cli.run(["plan", "growing", *sizes]) == 2
+    assert "--promela: required at most 255 processes, got 258" in capsys.readouterr().err
+    found = made("growing", two(PROBLEM))
+    with pytest.raises(NotImplementedError, match="promela does not know the operation 'move'"):
+        promela(edited(found, 0, change(is_copy, op="move")))
+    with pytest.raises(ValueError, match="names a step or a buffer that is not there: .*99"):
+        promela(edited(found, 0, change(retires, after=(99,))))
