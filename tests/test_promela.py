@@ -157,27 +157,22 @@ def both(edit: Callable[[list[Step]], None], found: list[Plan]) -> list[Plan]:
     return edited(edited(found, 0, edit), 1, edit)
 
 
-def mapped(found: list[Plan], change: Callable[[tuple[Signal, ...]], tuple[Signal, ...]]) -> Plans:
+def mapped(found: list[Plan], edit: Callable[[tuple[Signal, ...]], tuple[Signal, ...]]) -> Plans:
     """The Plans with all their signals changed."""
-    return [
-        replace(
-            plan,
-            steps=tuple(
-                step._replace(
-                    **{role: change(getattr(step, role)) for role in ("waits", "posts", "clears")}
-                )
-                for step in plan.steps
-            ),
+
+    def changed(step: Step) -> Step:
+        return step._replace(
+            waits=edit(step.waits), posts=edit(step.posts), clears=edit(step.clears)
         )
-        for plan in found
-    ]
+
+    return [replace(plan, steps=tuple(map(changed, plan.steps))) for plan in found]
 
 
 def without(*kinds: str) -> Callable[[list[Plan]], Plans]:
     """Take signals of rank 1 out altogether: only the order is lost."""
     return partial(
         mapped,
-        change=lambda signals: tuple(
+        edit=lambda signals: tuple(
             one for one in signals if one.poster != 1 or one.kind not in kinds
         ),
     )
@@ -196,7 +191,7 @@ def on_one_word(found: list[Plan]) -> Plans:
     )
 
 
-def one(edit: Callable[[list[Step]], Any], rank: int = 1) -> Callable[[list[Plan]], Plans]:
+def on_rank(edit: Callable[[list[Step]], Any], rank: int = 1) -> Callable[[list[Plan]], Plans]:
     """Edit the steps of a rank."""
     return lambda found: edited(found, rank, edit)
 
@@ -205,59 +200,64 @@ DEADLOCK, WRITTEN = "invalid end state", r"assertion violated.*written\["
 WORD, SLOT, READ = (rf"assertion violated.*{name}\[" for name in ("word", "slot", "readers"))
 #: Operands of two ranks under a schedule, what is wrong, and what SPIN says of it.
 FAULTS: dict[str, tuple[Problem, str, Callable[[list[Plan]], Plans], str]] = {
-    "no wait": (PROBLEM, "growing", one(change(awaits_data, waits=())), ""),
-    "no post": (PROBLEM, "growing", one(change(is_copy, posts=())), DEADLOCK),
-    "two posts": (PROBLEM, "growing", one(change(is_copy, posts=lambda s: s.posts * 2)), WORD),
-    "no clear": (PROBLEM, "growing", one(change(retires, clears=())), WORD),
-    "no release": (PROBLEM, "growing", one(change(retires, posts=())), SLOT),
-    "early release": (PROBLEM, "growing", one(change(retires, after=())), ""),
+    "no wait": (PROBLEM, "growing", on_rank(change(awaits_data, waits=())), ""),
+    "no post": (PROBLEM, "growing", on_rank(change(is_copy, posts=())), DEADLOCK),
+    "two posts": (PROBLEM, "growing", on_rank(change(is_copy, posts=lambda s: s.posts * 2)), WORD),
+    "no clear": (PROBLEM, "growing", on_rank(change(retires, clears=())), WORD),
+    "no release": (PROBLEM, "growing", on_rank(change(retires, posts=())), SLOT),
+    "early release": (PROBLEM, "growing", on_rank(change(retires, after=())), ""),
     "late acquire": (
         PROBLEM,
         "growing",
-        one(move("waits", labelled("acquire"), retires)),
+        on_rank(move("waits", labelled("acquire"), retires)),
         WORD,
     ),
     "no acquire": (
         PROBLEM,
         "growing",
-        one(change(labelled("acquire"), waits=(), clears=())),
+        on_rank(change(labelled("acquire"), waits=(), clears=())),
         "",
     ),
-    "late wait": (PROBLEM, "growing", one(move("waits", awaits_data, retires)), WRITTEN),
-    "early clear": (PROBLEM, "growing", one(clear_first), WORD),
-    "late clear": (PROBLEM, "growing", one(clear_late), WORD),
+    "late wait": (PROBLEM, "growing", on_rank(move("waits", awaits_data, retires)), WRITTEN),
+    "early clear": (PROBLEM, "growing", on_rank(clear_first), WORD),
+    "late clear": (PROBLEM, "growing", on_rank(clear_late), WORD),
     "early post": (
         PROBLEM,
         "growing:pieces=2",
-        one(move("posts", labelled("1.1>0"), is_copy)),
+        on_rank(move("posts", labelled("1.1>0"), is_copy)),
         "",
     ),
     "shared word": (PROBLEM, "growing:pieces=2", on_one_word, WORD),
-    "no copy": (PROBLEM, "growing", one(change(is_copy, op="sync", transfer=None)), WRITTEN),
-    "no product": (PROBLEM, "growing", one(change(awaits_data, op="sync", products=())), WRITTEN),
-    "early pull": (PROBLEM, "growing:pull", one(move("waits", is_copy, retires)), ""),
+    "no copy": (PROBLEM, "growing", on_rank(change(is_copy, op="sync", transfer=None)), WRITTEN),
+    "no product": (
+        PROBLEM,
+        "growing",
+        on_rank(change(awaits_data, op="sync", products=())),
+        WRITTEN,
+    ),
+    "early pull": (PROBLEM, "growing:pull", on_rank(move("waits", is_copy, retires)), ""),
     "release before readers end": (
         PROBLEM,
         "growing:pull",
-        one(change(retires, after=lambda step: step.after[1:])),
+        on_rank(change(retires, after=lambda step: step.after[1:])),
         SLOT,
     ),
     "no valid": (replace(PROBLEM, symmetric=True), "growing:pull", without("valid"), WRITTEN),
     "no valid, no done": (PROBLEM, "growing:pull", without("valid", "done"), ""),
     "no ready": (PROBLEM, "growing", without("ready"), WRITTEN),
-    "full stage": (PROBLEM, "hetero-unfused-1d:pieces=4", one(reuse_early), ""),
+    "full stage": (PROBLEM, "hetero-unfused-1d:pieces=4", on_rank(reuse_early), ""),
     "circle": (PROBLEM, "shard-overlap", partial(both, on_one_lane), DEADLOCK),
     "circle of queues": (PROBLEM, "shard-overlap", partial(both, wait_first), DEADLOCK),
-    "open gates": (PROBLEM, "tiled:pieces=2", one(open_gates), WRITTEN),
-    "early sum": (SUMMED, "growing:pieces=2", one(sum_before_it_is_due), WRITTEN),
-    "no wait for the product": (SUMMED, "growing", one(change(is_copy, after=())), ""),
+    "open gates": (PROBLEM, "tiled:pieces=2", on_rank(open_gates), WRITTEN),
+    "early sum": (SUMMED, "growing:pieces=2", on_rank(sum_before_it_is_due), WRITTEN),
+    "no wait for the product": (SUMMED, "growing", on_rank(change(is_copy, after=())), ""),
     "no ready sums": (SUMMED, "ring", without("ready"), WRITTEN),
-    "no sum": (SUMMED, "growing", one(change(sums, op="sync", reduction=None)), WRITTEN),
+    "no sum": (SUMMED, "growing", on_rank(change(sums, op="sync", reduction=None)), WRITTEN),
     "no summed": (RETURNED, "growing", without("summed"), ""),
     "other collectives": (
         PROBLEM,
         "serial:collective",
-        one(change(lambda step: step.op == "collective", op="sync", transfer=None)),
+        on_rank(change(lambda step: step.op == "collective", op="sync", transfer=None)),
         "",
     ),
 }
