@@ -95,6 +95,8 @@ pytestmark = pytest.mark.multigpu
 
 #: Cycles of torch.cuda._sleep that take about a millisecond.
 MILLISECOND = 1_800_000
+#: Streams of a priority that PyTorch has, and hands out by turns.
+POOLED = 32
 #: Seconds that calls wait for a peer in the tests about faults.
 PATIENCE_S = 3.0
 #: Seconds that a fault may take from the call to the error: the wait, the look of the watchdog,
@@ -356,13 +358,13 @@ def graphed_by(backend: str) -> list[str]:
 class Graphed:
     """A call captured in a graph, with operands that change between replays."""
 
-    def __init__(self, at: Rank, case: Case, group: Any = None) -> None:
+    def __init__(self, at: Rank, case: Case, group: Any = None, stream: Any = None) -> None:
         self.at, self.case, self.group = at, case, group
         made = make(at, case, 0, group)
         self.a, self.b = made.a, made.b
         settle(at)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=stream):
             self.results = call(case, self.a, self.b, group)
 
     def replay(self, made: Any) -> list[torch.Tensor]:
@@ -1426,6 +1428,22 @@ def test_recorded_tiled_products(schedule: str, fewest: int) -> None:
     for before, after in run(2, _recorded_calls, schedule, "plain", device="cuda"):
         assert before == 0 and after >= fewest
     run(2, _recorded_on_streams, schedule, device="cuda")
+
+
+def _tiled_on_every_stream(at: Rank) -> None:
+    """First calls, whose lists go to the device while a caller captures, on each of the streams
+    that PyTorch hands out by turns."""
+    group, case = everyone(at), equal(at.world, 64, 64, 48, dtype="bfloat16", schedule="tiled")
+    exact(at, case, 0, group)
+    for i in range(1, POOLED + 1):
+        one = case.on(rows=(64 + 8 * i,) * at.world)
+        Graphed(at, one, group, torch.cuda.Stream()).exact(i, 1)
+    leave(group)
+
+
+@hopper
+def test_tiled_calls_captured_on_every_stream() -> None:
+    run(2, _tiled_on_every_stream, device="cuda")
 
 
 def _tiled_graphs_in_any_order(at: Rank) -> None:

@@ -458,7 +458,7 @@ class CudaDriver(Driver):
     @cached_property
     def _tiled(self) -> TiledProducts:
         with self.aside():
-            return hopper_products(self.index)
+            return hopper_products(self.index, self.stream_for("uploads").torch)
 
     def tiled(self) -> TiledProducts:
         return self._tiled

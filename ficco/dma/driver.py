@@ -227,7 +227,7 @@ class Driver(ABC):
         PyTorch's own, which it hands out again and again."""
 
     def stream_for(self, name: str) -> Stream:
-        """A stream for a lane, or for ``side`` or ``rescue``."""
+        """A stream for a lane, or for ``side``, ``uploads`` or ``rescue``."""
         lane = name.split()[-1]
         plain = PLAIN if lane.startswith("compute") else URGENT
         priority = self.rescue if lane == "rescue" else plain

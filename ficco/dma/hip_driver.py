@@ -376,8 +376,8 @@ class HipDriver(Driver):
     @cached_property
     def _tiled(self) -> TiledProducts:
         with self.aside():
-            kernel = TritonKernel(self.binding)
-            return TiledProducts(self.device, self.binding.processors, kernel)
+            kernel, uploads = TritonKernel(self.binding), self.stream_for("uploads").torch
+            return TiledProducts(self.device, self.binding.processors, kernel, uploads)
 
     def tiled(self) -> TiledProducts:
         return self._tiled

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from ficco.accelerator import gpu
 from ficco.compute.tiled.products import (
     Bind,
     Enqueue,
@@ -209,7 +210,7 @@ class HopperKernel(TileKernel):
         return self._binding.load(image, (NAME,), shared_bytes(tiling))[NAME]
 
 
-def hopper_products(index: int) -> TiledProducts:
+def hopper_products(index: int, uploads: gpu.Stream | None = None) -> TiledProducts:
     """Those of a Hopper GPU."""
-    binding = CudaBinding(index)
-    return TiledProducts(torch.device("cuda", index), binding.processors, HopperKernel(binding))
+    binding, device = CudaBinding(index), torch.device("cuda", index)
+    return TiledProducts(device, binding.processors, HopperKernel(binding), uploads)

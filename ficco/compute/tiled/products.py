@@ -10,7 +10,6 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -232,8 +231,13 @@ class TiledLaunch:
 class TiledProducts:
     """Products whose tiles wait, on one device, which must be current."""
 
-    def __init__(self, device: torch.device, processors: int, kernel: TileKernel) -> None:
+    def __init__(
+        self, device: torch.device, processors: int, kernel: TileKernel, uploads: Any = None
+    ) -> None:
+        # On ``uploads`` lists go to the device. Engines have their own: a stream of PyTorch's is
+        # also handed out to callers, who capture on it, or have it wait for peers.
         self.device, self.processors, self.kernel = device, processors, kernel
+        self._uploads: gpu.Stream = uploads or gpu.Stream(device)
 
     def serves(self, types: TileTypes, products: int, n: int, k: int) -> str:
         """Why products cannot be computed here; empty if they can."""
@@ -311,10 +315,6 @@ class TiledProducts:
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
-
-    @cached_property
-    def _uploads(self) -> gpu.Stream:
-        return gpu.Stream(self.device)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
