@@ -1504,10 +1504,11 @@ def test_casts_that_cannot_be_are_refused(on_host: Kernels) -> None:
 def test_amd_cast_is_by_16_bytes_and_by_the_instruction(isa: tuple[str, str]) -> None:
     """All loads of what stays in registers before the first wait; e4m3 by gfx942's own."""
     arch, text = isa
-    for dtype in launch.CASTS:
-        lines = body(text, f"ficco_cast_{launch._text(dtype)}")
+    held = (("", launch.CAST_HELD), ("short_", launch.CAST_HELD_SHORT))
+    for (of, most), dtype in itertools.product(held, launch.CASTS):
+        lines = body(text, f"ficco_cast_{of}{launch._text(dtype)}")
         loads = places(lines, LOAD)
-        assert len(loads) >= 2 * launch.CAST_HELD, "they are not by 16 bytes"
+        assert len(loads) >= 2 * most, "they are not by 16 bytes"
         assert places(lines, "ds_bpermute"), "warps do not exchange what is largest"
         # Before the largest of warps are written, and before they are read.
         assert len(places(lines, "s_barrier")) == 2

@@ -43,6 +43,9 @@ pytestmark = pytest.mark.gpu
 SHARE = 0.8
 #: The same of casts: they take at most 1.1 times one pass over what they read and write.
 CAST_SHARE = 1 / 1.1
+#: The same of a cast in 4 pieces. Each launch but the first begins once the one before has ended:
+#: 3.5 us each of the 190 us that the pass takes on an H200, 5 % in all.
+PIECES_SHARE = 0.85
 #: Dtypes of sums, by name.
 SUMS = {
     f"{part} to {out}".replace("torch.", ""): (part, out)
@@ -331,7 +334,8 @@ def test_bandwidth_is_that_of_a_copy(capsys: pytest.CaptureFixture[str]) -> None
         print(f"\ncopy_ moves {whole / 1e9:.0f} GB/s read and written; parts of that:")
         print("".join(f"  {name:28} {part:.3f}\n" for name, part in found.items()))
     assert min(found.values()) >= SHARE, found
-    assert min(part for name, part in found.items() if "cast" in name) >= CAST_SHARE, found
+    assert found["cast rows in 4 pieces"] >= PIECES_SHARE, found
+    assert min(found["cast rows"], found["cast blocks"]) >= CAST_SHARE, found
 
 
 def _microseconds(at: Rank, repeat: int = 20) -> dict[tuple[str, int], float]:

@@ -21,6 +21,7 @@ constexpr u32 IN_FLIGHT = 8;
 constexpr u32 SHIFTED_IN_FLIGHT = 4;
 constexpr u32 ONE_SHOT_IN_FLIGHT = 4;  // of each part
 constexpr u32 CAST_HELD = 8;           // which stay in registers until their factor is known
+constexpr u32 CAST_HELD_SHORT = 4;     // of parts of at most 32 units, such as blocks
 
 // Copies.
 
@@ -707,30 +708,29 @@ INLINE void store_cast(u8* to, const Units<In, 16 / sizeof(In)>& unit, float inv
 
 // Rows of `cols` elements lie `in_pitch` elements apart, those of the result `out_pitch` bytes, and
 // those of their factors `factor_pitch`. Parts have `length` elements, but for the last of a row,
-// and all of them whole units.
-template <typename In>
+// and all of them whole units. There are fewer than 2^31 parts.
+template <typename In, u32 HELD>
 INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const In* in,
                  u64 in_pitch, u32 rows, u32 cols, u32 length, u32 team, u32 fnuz, u32 aligned,
                  u32 blocks) {
   constexpr u32 EACH = 16 / sizeof(In);
   typedef Units<In, EACH> Unit;
   const u32 teams = CAST_THREADS / team, member = thread_index() % team;
-  const u32 per_row = (cols + length - 1) / length;
-  const u64 parts = (u64)rows * per_row;
-  for (u64 first = (u64)block_index() * teams; first < parts; first += (u64)blocks * teams) {
-    const u64 part = first + thread_index() / team;
-    const u64 row = part / per_row, which = part % per_row;
-    const u64 begin = which * length;
-    u32 units = (u32)(cols - begin < length ? cols - begin : length) / EACH;
+  const u32 per_row = (cols + length - 1) / length, parts = rows * per_row;
+  for (u32 first = block_index() * teams; first < parts; first += blocks * teams) {
+    const u32 part = first + thread_index() / team;
+    const u32 row = part / per_row, which = part % per_row;
+    const u32 begin = which * length;
+    u32 units = (cols - begin < length ? cols - begin : length) / EACH;
     if (part >= parts) units = 0;
     const In* const from = in + row * in_pitch + begin;
-    Unit held[CAST_HELD];
+    Unit held[HELD];
     u32 size = 0;
 #pragma unroll
-    for (u32 n = 0; n < CAST_HELD; n++)
+    for (u32 n = 0; n < HELD; n++)
       if (member + n * team < units) held[n] = unit_at(from + (member + n * team) * EACH, aligned);
 #pragma unroll
-    for (u32 n = 0; n < CAST_HELD; n++) {
+    for (u32 n = 0; n < HELD; n++) {
       if (member + n * team >= units) continue;
 #pragma unroll
       for (u32 e = 0; e < EACH; e++) {
@@ -738,7 +738,7 @@ INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const
         size = other > size ? other : size;
       }
     }
-    for (u32 n = member + CAST_HELD * team; n < units; n += team) {  // of long rows, read twice
+    for (u32 n = member + HELD * team; n < units; n += team) {  // of long rows, read twice
       const Unit unit = unit_at(from + n * EACH, aligned);
 #pragma unroll
       for (u32 e = 0; e < EACH; e++) {
@@ -756,27 +756,30 @@ INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const
     const float inverse = finite ? float_of((254 - exponent) << 23) : float_of(0x7fc00000);
     u8* const to = out + row * out_pitch + begin;
 #pragma unroll
-    for (u32 n = 0; n < CAST_HELD; n++) {
+    for (u32 n = 0; n < HELD; n++) {
       if (member + n * team >= units) continue;
       store_cast(to + (member + n * team) * EACH, held[n], inverse, fnuz);
     }
-    for (u32 n = member + CAST_HELD * team; n < units; n += team)
+    for (u32 n = member + HELD * team; n < units; n += team)
       store_cast(to + n * EACH, unit_at(from + n * EACH, aligned), inverse, fnuz);
     if (member == 0 && part < parts) factors[row * factor_pitch + which] = factor;
   }
 }
 
-#define CAST(name, In)                                                                           \
+#define CAST(name, In, HELD)                                                                     \
   KERNEL(CAST_THREADS)                                                                           \
   name(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const In* in, u64 in_pitch,     \
        u32 rows, u32 cols, u32 length, u32 team, u32 fnuz, u32 aligned, u32 blocks) {            \
-    cast(out, out_pitch, factors, factor_pitch, in, in_pitch, rows, cols, length, team, fnuz,    \
-         aligned, blocks);                                                                       \
+    cast<In, HELD>(out, out_pitch, factors, factor_pitch, in, in_pitch, rows, cols, length,      \
+                   team, fnuz, aligned, blocks);                                                 \
   }
 
-CAST(ficco_cast_bfloat16, bf16)
-CAST(ficco_cast_float16, f16)
-CAST(ficco_cast_float32, float)
+CAST(ficco_cast_bfloat16, bf16, CAST_HELD)
+CAST(ficco_cast_float16, f16, CAST_HELD)
+CAST(ficco_cast_float32, float, CAST_HELD)
+CAST(ficco_cast_short_bfloat16, bf16, CAST_HELD_SHORT)
+CAST(ficco_cast_short_float16, f16, CAST_HELD_SHORT)
+CAST(ficco_cast_short_float32, float, CAST_HELD_SHORT)
 
 // Signals. One block, a thread for each word.
 

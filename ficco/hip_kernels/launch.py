@@ -23,7 +23,7 @@ REDUCE_THREADS = 256
 MERGE_THREADS = COMBINE_THREADS = GATE_THREADS = ROUTE_THREADS = 256
 ONE_SHOT_THREADS = 512
 SIGNAL_THREADS = 64
-CAST_THREADS, CAST_HELD = 256, 8
+CAST_THREADS, CAST_HELD, CAST_HELD_SHORT = 256, 8, 4
 MAX_PARTS = 16
 MAX_ENDS = 16
 MAX_RUNS = 64
@@ -72,6 +72,8 @@ CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 #: The fewest threads that cast what shares a factor: as many bytes as they read are read at once.
 LEAST_TEAM = 4
+#: 16-byte units of the longest parts whose threads hold fewer: a block of float32 has so many.
+SHORT_UNITS = 32
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -87,7 +89,7 @@ NAMES = (
     "ficco_exchange_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
     *(f"ficco_one_shot_{_text(part)}" for part, out in REDUCTIONS if part == out),
-    *(f"ficco_cast_{_text(dtype)}" for dtype in CASTS),
+    *(f"ficco_cast_{of}{_text(dtype)}" for of in ("", "short_") for dtype in CASTS),
     *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
     *(f"ficco_combine_{_text(dtype)}" for dtype in COMBINES),
     *(f"ficco_{gate.replace(' ', '_')}_{_text(dtype)}" for gate in GATES for dtype in GATED),
@@ -470,6 +472,8 @@ def check_cast(out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor) -
         raise ValueError("required contiguous rows, got others; call contiguous() on them")
     if out.data_ptr() % 8 or out.stride(0) % 8 and rows > 1:
         raise ValueError("required rows of the result at multiples of 8 bytes, got others")
+    if factors.numel() > MAX_UNITS:
+        raise ValueError(f"required at most {MAX_UNITS} factors, got {factors.numel()}")
 
 
 class Kernels:
@@ -728,7 +732,9 @@ class Kernels:
             return
         length = cols if factors.shape[1] == 1 else BLOCK
         units = -(-length * size // 16)
-        team = 1 << max(-(-units // CAST_HELD) - 1, 0).bit_length()
+        # Of short parts threads have few units: to skip more of them takes longer than memory does.
+        held, of = (CAST_HELD_SHORT, "short_") if units <= SHORT_UNITS else (CAST_HELD, "")
+        team = 1 << max(-(-units // held) - 1, 0).bit_length()
         team = min(max(team, LEAST_TEAM), CAST_THREADS)
         parts, teams = rows * factors.shape[1], CAST_THREADS // team
         blocks = min(8 * self.binding.processors, -(-parts // teams))
@@ -740,7 +746,7 @@ class Kernels:
         )
         fnuz = out.dtype == torch.float8_e4m3fnuz
         numbers = map(_U32, (rows, cols, length, team, fnuz, aligned, blocks))
-        name = f"ficco_cast_{_text(matrix.dtype)}"
+        name = f"ficco_cast_{of}{_text(matrix.dtype)}"
         self._launch(name, blocks, CAST_THREADS, (*ends, *numbers), stream)
 
     def script(self, script: Script, stream: Any) -> None:

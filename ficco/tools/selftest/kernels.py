@@ -145,11 +145,11 @@ class _Trial:
     def cast(self) -> list[str]:
         """Small integers, which casts to float8 keep, by factors of rows and of blocks."""
         problems, device = [], self.at.device
-        for dtype, to, parts in product(CASTS, E4M3, (1, 2)):
-            matrix, out = self.integers(dtype, 9, 256), torch.zeros(9, 256, device=device).to(to)
+        for dtype, to, parts in product(CASTS, E4M3, (1, 4)):
+            matrix, out = self.integers(dtype, 9, 512), torch.zeros(9, 512, device=device).to(to)
             factors = torch.zeros(9, parts, device=device)
             self.kernels.cast(out, factors, matrix, self.stream)
-            back = out.float() * factors.repeat_interleave(256 // parts, 1)
+            back = out.float() * factors.repeat_interleave(512 // parts, 1)
             if not torch.equal(back, matrix.float()):
                 problems.append(f"the cast of {dtype} to {to} by {parts} factors a row is wrong")
         return problems
