@@ -1,0 +1,107 @@
+"""Commands of the package; see its docstring."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import planted
+from planted import faults, mutants
+from planted.runs import PURE, ROOT, STEADY, Edit, Outcome, applied, copied, rest, run
+
+HEADER = ("commit", "set", "name", "found by", "seconds")
+NOT_FOUND = "not found"
+#: Most seconds of all tests of a fault or a mutant, also on a machine that others use.
+LIMIT_S = 1800
+
+
+def confirmed(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
+    """The first test that fails. One of ranks has to fail twice: a busy machine may be too slow
+    for it."""
+    outcome = run(tree, names, limit_s, marks)
+    file, _, test = outcome.found_by.removeprefix("tests/test_").partition("::")
+    if not test or file.removesuffix(".py") in STEADY:
+        return outcome
+    again = run(tree, [outcome.found_by], limit_s, marks)
+    if again.found_by:
+        return outcome._replace(seconds=outcome.seconds + again.seconds)
+    repeated = run(tree, names, limit_s, marks)
+    return repeated._replace(seconds=outcome.seconds + again.seconds + repeated.seconds)
+
+
+def find(tree: Path, edit: Edit, stages: Sequence[Sequence[str]], marks: str) -> Outcome:
+    """The test that finds an edit: one of the first stage, or else of the next."""
+    outcome, seconds = Outcome("", 0.0), 0.0
+    with applied(tree, edit):
+        for names in filter(None, stages):
+            outcome = confirmed(tree, names, max(LIMIT_S - seconds, 1), marks)
+            seconds += outcome.seconds
+            if outcome.found_by:
+                break
+    return Outcome(outcome.found_by, seconds)
+
+
+def stages_of(fault: faults.Fault) -> list[list[str]]:
+    """The likely tests, those of the pure half, and all others."""
+    pure = [name for name in PURE if name not in fault.tests]
+    return [list(fault.tests), pure, rest((*fault.tests, *pure))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m planted",
+        description=planted.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("set", choices=("faults", "mutants"))
+    parser.add_argument("names", nargs="*", help="faults: those to plant (default: all)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="CSV file to append to; its rows are not repeated")
+    text = "run only the likely tests; what these do not find is not recorded"
+    parser.add_argument("--likely", action="store_true", help=text)
+    given = parser.parse_args()
+    rows: dict[str, list[str]] = {}
+    if given.out and given.out.exists():
+        rows = {row[2]: row for row in csv.reader(given.out.open()) if row[1] == given.set}
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    with copied() as tree:
+        if fails := run(tree, PURE[:1], LIMIT_S, mutants.MARKS).found_by:
+            raise SystemExit(f"without any fault {fails} must pass; nothing was planted")
+        planned: list[tuple[Edit, Sequence[Sequence[str]]]]
+        if given.set == "faults":
+            every = [one for one in faults.FAULTS if one.name in (given.names or one.name)]
+            most = 1 if given.likely else None
+            planned = [(one, stages_of(one)[:most]) for one in every if one.name not in rows]
+            marks = faults.MARKS
+        else:
+            chosen = mutants.chosen(given.seed, given.count)
+            left = [one for one in chosen if one.name not in rows]
+            reached: list[Sequence[str]] = [mutants.ROOMS[one.room] for one in left]
+            if not given.likely and left:
+                reached = mutants.tests_of(tree, left, LIMIT_S)
+            planned = [(one, [tests]) for one, tests in zip(left, reached, strict=True)]
+            marks = mutants.MARKS
+        for edit, stages in planned:
+            outcome = find(tree, edit, stages, marks)
+            if given.likely and not outcome.found_by:
+                continue
+            found_by = outcome.found_by or NOT_FOUND
+            row = [commit.strip(), given.set, edit.name, found_by, f"{outcome.seconds:.0f}"]
+            rows[edit.name] = row
+            print(*row[2:], sep=" | ", flush=True)
+            if given.out:
+                new = not given.out.exists()
+                with given.out.open("a", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows([HEADER, row] if new else [row])
+    missed = [name for name, row in rows.items() if row[3] == NOT_FOUND]
+    print(f"{len(rows) - len(missed)} of {len(rows)} found")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

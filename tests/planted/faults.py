@@ -1,0 +1,208 @@
+"""Faults planted by hand: each is one mistake of one to three lines in a part of its own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+#: As in ``make test``.
+MARKS = "not gpu and not multigpu and not clients"
+
+
+class Fault(NamedTuple):
+    """A text of a file that is replaced by a wrong one.
+
+    Attributes:
+        why: what goes wrong.
+        tests: those most likely to find it, which run first; one that is gone is left out.
+        old: in the file once.
+    """
+
+    name: str
+    path: str
+    why: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+    def applied(self, text: str) -> str:
+        """The text of the file with the fault."""
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(
+                f"{self.name}: required once in {self.path}, found {count} times: {self.old!r}; "
+                "plant it in the code as it is now"
+            )
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    Fault(
+        "wrong-offset",
+        "ficco/schedules/scatter.py",
+        "blocks of later ranks land in staging after a gap of the rank's own rows",
+        ("plan.py::test_every_schedule_serves_every_operator",),
+        "return problem.lands(src, dst) - (problem.block(dst, dst) if src > dst else 0)",
+        "return problem.lands(src, dst)",
+    ),
+    Fault(
+        "lost-signal",
+        "ficco/schedules/gather.py",
+        "a rank without rows does not tell its peers that its call has begun",
+        ("cpu_engine.py::test_uneven_shards_are_exact", "plan.py::test_plans_pass_the_proof"),
+        "            if self.problem.block(self.me, peer)\n            else (",
+        "            if self.problem.m\n            else (",
+    ),
+    Fault(
+        "piece-boundary",
+        "ficco/schedules/groups.py",
+        "rows after the last whole granule belong to no piece",
+        ("schedules.py::test_cuts_cover_a_length_once",),
+        "    bounds[-1] = length\n",
+        "    bounds[-1] = max(bounds)\n",
+    ),
+    Fault(
+        "wrong-rail",
+        "ficco/problems/specification.py",
+        "a host with more ranks than there are hosts exchanges with the wrong ranks of others",
+        (
+            "hosts.py::test_plans_over_hosts_are_proven",
+            "hosts.py::test_every_schedule_is_exact_over_hosts",
+        ),
+        "return host % self.hosts * self.local_world + rank % self.local_world",
+        "return host % self.hosts * self.local_world + rank % self.hosts",
+    ),
+    Fault(
+        "lossy-choice",
+        "ficco/heuristics/model.py",
+        "a schedule that loses to serial in one mode is taken if it gains in another",
+        ("model",),
+        "harmless = [one for one in others if min(gains(one)) >= least]",
+        "harmless = [one for one in others if max(gains(one)) >= least]",
+    ),
+    Fault(
+        "repeated-size",
+        "ficco/machine/files.py",
+        "a curve of a machine file may have two values for one size",
+        ("machine.py::test_a_damaged_file_says_where", "machine"),
+        "if points and x <= points[-1][0]:",
+        "if points and x < points[-1][0]:",
+    ),
+    Fault(
+        "nameless-rank",
+        "ficco/errors.py",
+        "the error of a failed peer does not say which rank failed",
+        (
+            "errors.py::test_exception_tree",
+            "faults.py::test_a_rank_that_fails_alone_is_named_at_once",
+        ),
+        "f\"rank {rank} failed: {why.rstrip('.')}\" for rank, why in",
+        "f\"a rank failed: {why.rstrip('.')}\" for rank, why in",
+    ),
+    Fault(
+        "early-signal",
+        "ficco/dma/cpu.py",
+        "the signal of a copy is posted while the copy runs",
+        (
+            "cpu_engine.py::test_every_schedule_is_exact",
+            "all_gather_matmul.py::test_limited_bandwidth",
+        ),
+        "            move(dst(call), src(call))\n",
+        "            threading.Thread(target=move, args=(dst(call), src(call))).start()\n",
+    ),
+    Fault(
+        "early-release",
+        "ficco/dma/gpu.py",
+        "slots are handed to the peers before the products of the call have ended",
+        ("hip.py::test_operators", "hip.py::test_jittered", "hip.py::test_one_queue_is_late"),
+        "        state.over.record(stream)\n        state.over.hold(end)\n",
+        "        state.over.record(stream)\n",
+    ),
+    Fault(
+        "wrong-host",
+        "ficco/dma/hosts.py",
+        "errors name the host of the rank that waits, not that of its peer",
+        ("hosts_streams.py::test_the_word_of_a_lane_tells_its_step_and_peer", "patience"),
+        'return "" if rank is None or self.count == 1 else self.names[rank]',
+        'return "" if rank is None or self.count == 1 else self.names[self.first]',
+    ),
+    Fault(
+        "stale-slot",
+        "ficco/runtime/workspace.py",
+        "calls go on with operations on a slot that was freed when a larger one was needed",
+        ("all_gather_matmul.py::test_workspace_grows_and_is_reused",),
+        "        for cached in self.programs.values():\n            cached.forget(slot)\n",
+        "",
+    ),
+    Fault(
+        "swapped-scale",
+        "ficco/schedules/gather.py",
+        "rows of float8 that come from a peer are multiplied by this rank's scale",
+        ("fp8.py::test_each_shard_has_its_own_factor",),
+        "rows = (peer, peer + 1) if scaling.by_rank else rows",
+        "rows = (self.me, self.me + 1) if scaling.by_rank else rows",
+    ),
+    Fault(
+        "missing-gradient",
+        "ficco/ops/gradients.py",
+        "a transposed operator gives no gradient of b where one of a is wanted, too",
+        ("gradients.py::test_gradients_are_exact",),
+        "grad_a = _dual(call, _there(saved.b), grad, False)[0] if to_a else None\n    if not to_b:",
+        "grad_a = _dual(call, _there(saved.b), grad, False)[0] if to_a else None\n"
+        "    if not to_b or to_a:",
+    ),
+    Fault(
+        "equal-purpose",
+        "ficco/ops/gradients.py",
+        "backwards that ranks make for different gradients pass for equal",
+        ("gradients.py::test_ranks_that_need_other_gradients_learn_it",),
+        "call = call._replace(purpose=_purpose(call.operator, *wanted))",
+        "call = call._replace(purpose=_purpose(call.operator, True, True))",
+    ),
+    Fault(
+        "short-key",
+        "ficco/ops/call.py",
+        "a call with another cap on its memory takes the plan of an earlier one",
+        ("all_gather_matmul.py::test_capped_calls_between_others",),
+        "options.workspace_bytes, options.machine, place, self.purpose",
+        "options.machine, place, self.purpose",
+    ),
+    Fault(
+        "fake-shape",
+        "ficco/ops/library.py",
+        "compilers see the gathered A with the rows of the shard",
+        ("library.py::test_opcheck", "library.py::test_compiled_with_the_gathered_a"),
+        "return (out, a.new_empty((multiplied, k))) if return_gathered else out",
+        "return (out, a.new_empty((held, k))) if return_gathered else out",
+    ),
+    Fault(
+        "sequence-dim",
+        "ficco/nn/linear.py",
+        "a layer whose weight has a kernel of its own takes the first dimension for the sequence",
+        ("changed_layers.py::test_weights_with_kernels_of_their_own_are_multiplied_by_them",),
+        "dim, last = sequence_at(x, self.sequence_dim), x.dim() - 1",
+        "dim, last = sequence_at(x, 0), x.dim() - 1",
+    ),
+    Fault(
+        "bias-gradient",
+        "ficco/nn/functional.py",
+        "the gradient of a bias that all ranks hold is that of one rank's rows",
+        ("nn.py::test_column_and_row_are_exact",),
+        "return _biased(y, None if bias is None else sum_gradient(bias, group))",
+        "return _biased(y, bias)",
+    ),
+    Fault(
+        "changed-operand",
+        "ficco/passes/match.py",
+        "a product is replaced although its operand is written to after the collective",
+        ("passes.py::test_what_stays_has_a_reason",),
+        "        for gather, tensor in travel:\n",
+        "        for gather, tensor in travel[1:]:\n",
+    ),
+    Fault(
+        "ratio-of-medians",
+        "ficco/tools/bench/stats.py",
+        "candidates are compared over all rounds, not round by round",
+        ("bench.py::test_ratios_are_taken_round_by_round",),
+        "return times.rdiv(reference, axis=0).median()",
+        "return reference.median() / times.median()",
+    ),
+)

@@ -1,0 +1,251 @@
+"""Mutants: one operation of the pure rooms is replaced by another at a time."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planted import probes
+from planted.runs import PURE, RANKED, ROOT, files, run, write
+
+#: The pure rooms, with the tests that are most likely to find a mutant of each.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "problems": ("golden_plans",),
+    "plan": ("golden_plans",),
+    "proof": (
+        "plan.py::test_broken_plans_are_caught",
+        "plan.py::test_broken_plans_of_products_are_caught",
+        "interleavings",
+    ),
+    "schedules": ("golden_plans",),
+    "machine": ("machine", "golden_times"),
+    "simulate": ("golden_times",),
+    "heuristics": ("model", "golden_times"),
+}
+#: As in ``make quick``.
+MARKS = "not slow and not gpu and not multigpu"
+
+SWAPPED: dict[type[Any], type[Any]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+#: Functions of which the order of two arguments does not matter, or that only check.
+SYMMETRIC = ("min", "max", "isinstance", "InvalidArgument", "warn_once", "print", "getattr")
+#: Code without a mutant: texts of errors and of objects, and what only checks types.
+LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr)
+TEXTS = ("__repr__", "__str__")
+
+
+class Mutant(NamedTuple):
+    """A part of one line, and what replaces it; columns are bytes."""
+
+    path: str
+    line: int
+    start: int
+    stop: int
+    kind: str
+    old: str
+    new: str
+    #: The function that it is in, and its place among equal ones there.
+    where: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.line}: {self.kind}: {self.old} -> {self.new}"
+
+    @property
+    def room(self) -> str:
+        return self.path.split("/")[1]
+
+    def applied(self, text: str) -> str:
+        return self.with_part(text, self.new)
+
+    def probed(self, text: str, number: int) -> str:
+        """The text with a probe that tells which tests compute what the mutant changes."""
+        keyword = "return " if self.kind == "return value" else ""
+        probe = f'__import__("probes").hit({number}, ({self.old.removeprefix(keyword)}))'
+        return self.with_part(text, keyword + probe)
+
+    def with_part(self, text: str, part: str) -> str:
+        """The text with something else in the mutant's place."""
+        lines = text.encode().splitlines(keepends=True)
+        line = lines[self.line - 1]
+        lines[self.line - 1] = line[: self.start] + part.encode() + line[self.stop :]
+        return b"".join(lines).decode()
+
+
+def tests_of(tree: Path, mutants: Sequence[Mutant], limit_s: float) -> list[Sequence[str]]:
+    """The tests of the pure half that reach the code of each mutant, those of its room first."""
+    texts: dict[str, str] = {}
+    before: dict[str, str] = {}
+    for number, one in enumerate(mutants):
+        before.setdefault(one.path, (tree / one.path).read_text())
+        texts[one.path] = one.probed(texts.get(one.path, before[one.path]), number)
+    record = tree / "reached"
+    record.touch()
+    shutil.copy(Path(probes.__file__), tree / "probes.py")
+    for path, text in texts.items():
+        (tree / path).write_text(text)
+    try:
+        run(tree, PURE, limit_s, MARKS, ("-p", "probes"), {probes.RECORD: str(record)})
+    finally:
+        for path, text in before.items():
+            write(tree, path, text)
+    reached: list[dict[str, None]] = [{} for _ in mutants]
+    for line in record.read_text().splitlines():
+        which, test = line.split("\t", 1)
+        reached[int(which)][test] = None
+    return [_in_order(one, list(tests)) for one, tests in zip(mutants, reached, strict=True)]
+
+
+def _in_order(mutant: Mutant, reached: list[str]) -> list[str]:
+    first = ROOMS[mutant.room]
+    order = [*first, *(name for name in PURE if name not in first)]
+    if probes.IMPORTS in reached:
+        return order
+    own = [test for test in reached if test.startswith("tests/")]
+    place = {file: i for i, file in reversed(list(enumerate(files(order))))}
+    own.sort(key=lambda test: place.get(test.partition("::")[0], len(place)))
+    return own + [name for name in RANKED if probes.RANKS in reached]
+
+
+def _swap_first(node: ast.Call) -> None:
+    node.args[:2] = node.args[1::-1]
+
+
+def _drop_value(node: ast.Return) -> None:
+    node.value = ast.Constant(None)
+
+
+def _negate(test: ast.expr) -> ast.expr:
+    return ast.UnaryOp(ast.Not(), test)
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], object]]]:
+    """Kinds of mutants of a node: the part that changes, and what changes a copy of it."""
+    match node:
+        case ast.Compare(ops=[op]):
+            yield "comparison", node, lambda new: setattr(new, "ops", [SWAPPED[type(op)]()])
+        case ast.BinOp(op=op) if type(op) in SWAPPED and not _holds_text(node):
+            yield "arithmetic", node, lambda new: setattr(new, "op", SWAPPED[type(op)]())
+        case ast.BoolOp(op=op):
+            yield "and-or", node, lambda new: setattr(new, "op", SWAPPED[type(op)]())
+        case ast.Constant(value=value) if type(value) is int:
+            yield "constant", node, lambda new: setattr(new, "value", value + 1)
+        case ast.Return(value=ast.expr() as returned) if not _is_none(returned):
+            yield "return value", node, _drop_value
+        case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, *_]):
+            other = "max" if name == "min" else "min"
+            yield "min-max", node, lambda new: setattr(new.func, "id", other)
+        case ast.Call(args=[first, second, *_]) if _name_of(node) not in SYMMETRIC:
+            starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
+            if not starred and ast.dump(first) != ast.dump(second):
+                yield "argument order", node, _swap_first
+    match node:
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield "condition", test, _negate
+
+
+def _holds_text(node: ast.BinOp) -> bool:
+    text = (ast.JoinedStr, ast.List, ast.Tuple)
+    sides = (node.left, node.right)
+    return any(
+        isinstance(side, text) or isinstance(getattr(side, "value", None), str) for side in sides
+    )
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _name_of(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def nodes(tree: ast.AST | list[Any], where: str = "") -> Iterator[tuple[ast.AST, str]]:
+    """The nodes of code that is carried out, each with the function that it is in."""
+    for child in tree if isinstance(tree, list) else ast.iter_child_nodes(tree):
+        if isinstance(child, LEFT_ALONE) or _only_types(child):
+            continue
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            if child.name not in TEXTS:  # neither decorators nor annotations of arguments
+                yield from nodes(child.body, f"{where}.{child.name}")
+        elif isinstance(child, ast.AnnAssign):
+            yield from nodes([child.value] if child.value else [], where)
+        else:
+            yield child, where
+            yield from nodes(child, where)
+
+
+def _only_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def mutants_of(path: str, text: str) -> list[Mutant]:
+    """All mutants of a file, in the order of its nodes."""
+    found: list[Mutant] = []
+    seen: dict[str, int] = {}
+    lines = text.encode().splitlines()
+    for node, where in nodes(ast.parse(text)):
+        for kind, part, change in changes(node):
+            line, last = getattr(part, "lineno", 0), getattr(part, "end_lineno", 0)
+            if line != last:
+                continue
+            copy: Any = deepcopy(part)
+            new = change(copy)
+            place: Any = part
+            start, stop = place.col_offset, place.end_col_offset
+            old = lines[line - 1][start:stop].decode()
+            text_of = ast.unparse(new if isinstance(new, ast.AST) else copy)
+            new_text = text_of if kind in ("return value", "constant") else f"({text_of})"
+            key = f"{path} {where} {kind} {old}"
+            seen[key] = seen.get(key, 0) + 1
+            where_of = f"{where} {seen[key]}"
+            found.append(Mutant(path, line, start, stop, kind, old, new_text, where_of))
+    return found
+
+
+def chosen(seed: int, count: int, root: Path = ROOT) -> list[Mutant]:
+    """As many mutants of each kind, by a hash of the seed and of what each changes: a change of
+    other code hardly changes the choice. No two share a line."""
+    paths = [path for room in ROOMS for path in sorted((root / "ficco" / room).rglob("*.py"))]
+    every = [
+        mutant
+        for path in paths
+        for mutant in mutants_of(str(path.relative_to(root)), path.read_text())
+    ]
+
+    def order(mutant: Mutant) -> str:
+        facts = seed, mutant.path, mutant.where, mutant.kind, mutant.old
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    queues: dict[str, list[Mutant]] = {}
+    for mutant in sorted(every, key=order, reverse=True):
+        queues.setdefault(mutant.kind, []).append(mutant)
+    picked: dict[tuple[str, int], Mutant] = {}
+    while len(picked) < min(count, len({(one.path, one.line) for one in every})):
+        for kind in sorted(queues):
+            while queues[kind] and len(picked) < count:
+                one = queues[kind].pop()
+                if picked.setdefault((one.path, one.line), one) is one:
+                    break
+    return list(picked.values())

@@ -1,0 +1,185 @@
+"""A copy of the tree, in which edits are planted one at a time and tests run until one fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Protocol
+
+import numpy  # noqa: F401
+import pytest
+
+# As in conftest.py, and before torch reads it. A process that has imported torch forks for each
+# run of tests, since the import takes longer than many of these runs.
+os.environ["OMP_NUM_THREADS"] = "1"
+import torch  # noqa: E402, F401
+
+ROOT = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[1]
+
+#: Tests of the pure half and of every operator on two ranks, the quickest first. They are those of
+#: ``make quick`` without the rules of the house and the pages, with those of machine files.
+PURE = (
+    *("model", "golden_times", "interleavings", "golden_plans", "schedules", "simulate", "machine"),
+    *("decide", "plan", "gate", "memops", "flights", "passes", "errors", "host", "board"),
+    "cli.py::test_the_help_has_every_option_and_its_default",
+    "cli.py::test_bad_input_is_one_line_and_exit_code_2",
+    "all_gather_matmul.py::test_schedules",
+    "operators.py::test_every_schedule_is_exact",
+    "gradients.py::test_gradients_are_exact",
+)
+#: Those of them that run in one process and depend on no time.
+STEADY = PURE[:9]
+#: Those that start ranks, whose processes do not tell which test they serve.
+RANKED = PURE[13:]
+#: The first failing or broken test in the report of pytest.
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+#: Exit status of pytest if all tests pass, and if none are left to run.
+PASSES = (0, 5)
+
+
+class Edit(Protocol):
+    """A change of one file."""
+
+    @property
+    def name(self) -> str:
+        """What results call it."""
+
+    @property
+    def path(self) -> str:
+        """The file, in the tree."""
+
+    def applied(self, text: str) -> str:
+        """The text of the file with the change."""
+
+
+class Outcome(NamedTuple):
+    """What a run of tests says: the test that failed, or what ended the run; empty if all pass."""
+
+    found_by: str
+    seconds: float
+
+
+def files(names: Sequence[str], root: Path = ROOT) -> list[str]:
+    """Arguments of pytest for names such as ``plan``, ``cli.py::test_x`` or whole paths, without
+    those of tests that are gone."""
+    whole = [name if "/" in name.partition("::")[0] else f"tests/test_{name}" for name in names]
+    whole = [name if ".py" in name else f"{name}.py" for name in whole]
+    return [name for name in whole if _is_there(root, *name.partition("[")[0].split("::"))]
+
+
+def _is_there(root: Path, path: str, test: str = "") -> bool:
+    file = root / path
+    return file.exists() and (not test or f"def {test}(" in file.read_text())
+
+
+def rest(done: Sequence[str]) -> list[str]:
+    """All files of tests but those named. A file of which some tests are named is among them."""
+    every = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("tests/test_*.py"))
+    return [name for name in every if name not in done and name != "planted"]
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of the files that git tracks, for as long as the context lasts."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    folder = Path(tempfile.mkdtemp(prefix="planted-"))
+    try:
+        for name in listed.split("\0")[:-1]:
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write(tree: Path, path: str, text: str) -> None:
+    """Write a file of a copy. Compiled code and saved examples are removed: the time and the size
+    of a file may not tell that it has changed."""
+    file = tree / path
+    file.write_text(text)
+    for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
+        compiled.unlink()
+    shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
+
+
+@contextmanager
+def applied(tree: Path, edit: Edit) -> Iterator[None]:
+    """Apply an edit to a copy, and take it back."""
+    text = (tree / edit.path).read_text()
+    write(tree, edit.path, edit.applied(text))
+    try:
+        yield
+    finally:
+        write(tree, edit.path, text)
+
+
+def run(
+    tree: Path,
+    names: Sequence[str],
+    limit_s: float,
+    marks: str,
+    options: Sequence[str] = ("-x",),
+    variables: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run tests of a copy in the given order until one fails or the time is over."""
+    if not (chosen := files(names, tree)):
+        return Outcome("", 0.0)
+    arguments = [*options, "-q", "--tb=no", "-rfE", "-m", marks]
+    arguments += ["-p", "no:cacheprovider", "--hypothesis-seed=0", *chosen]
+    begin = time.monotonic()
+    with tempfile.NamedTemporaryFile("r") as report:
+        if not (process := os.fork()):
+            _be_pytest(tree, arguments, {**(variables or {}), "PYTHONPATH": str(tree)}, report.name)
+        found_by, ended, status = "time-out", 0, 0
+        try:
+            while not ended and time.monotonic() - begin < limit_s:
+                time.sleep(0.1)
+                ended, status = os.waitpid(process, os.WNOHANG)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # also the ranks that the tests started
+            if not ended:
+                os.waitpid(process, 0)
+        text = report.read()
+    if ended:
+        failed, code = FAILED.search(text), os.waitstatus_to_exitcode(status)
+        found_by = "" if code in PASSES else failed[1] if failed else f"exit status {code}"
+        if "\nERROR: not found" in text or "unrecognized arguments" in text:
+            raise RuntimeError(text)  # of the command, not of the tests
+    return Outcome(found_by, time.monotonic() - begin)
+
+
+def _be_pytest(
+    tree: Path, arguments: list[str], variables: Mapping[str, str], report: str
+) -> NoReturn:
+    """Go on as pytest in a copy of the tree, of which this process has imported nothing yet."""
+    try:
+        os.setsid()
+        output = os.open(report, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        os.chdir(tree)
+        os.environ.update(variables)
+        outside = [path for path in sys.path if path and not Path(path).is_relative_to(TESTS)]
+        sys.path[:] = [str(tree), *outside]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "planted"]:
+            del sys.modules[name]
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        code = 3
+    os._exit(code)
