@@ -22,8 +22,8 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3470, 1830),
-    "dma": (7210, 4040),
+    "compute": (3480, 1830),
+    "dma": (7220, 4040),
     "heuristics": (1630, 740),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
@@ -50,7 +50,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Of the package.
     "files": 232,
     "loose files": 9,
-    "lines of the longest file": 1076,
+    "lines of the longest file": 1078,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 53,
