@@ -1,0 +1,57 @@
+"""The soak: a few calls of it, and that it sees an error and says how to repeat it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import pytest
+import soak
+from disturbance import Disturbance
+from ranks import Rank
+
+from ficco.dma.cpu import CpuEngine
+
+
+def test_calls_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "200", "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("seed 3, ranks [2], cpu\n")
+    assert re.search(r"\n\d{3} calls, 1 rounds, \d+ s, seed 3: no failure\n$", printed), printed
+    assert len(re.findall(r"\n +\d+ [\w]+, [\w]+, 2 ranks", printed)) > 5, printed
+
+
+def loses_copies(at: Rank, given: soak.Round) -> Counter[str]:
+    """A round on an engine that leaves out every 40th copy."""
+    copy, number = CpuEngine.copy, count(1)
+
+    def forgetful(*args: Any) -> Any:
+        op = copy(*args)
+        return lambda call: op(call) if next(number) % 40 else None
+
+    with mock.patch.object(CpuEngine, "copy", forgetful):
+        return soak.of_rank(at, given)
+
+
+def test_a_lost_copy_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "200", "--seed", "11", "--first", "4"], loses_copies) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED with seed 11 after 0 calls" in printed
+    wrong = r"rank [01] of 2, round 4, call \d+, result \d, variant \d of SoakCase\(operator='\w+'"
+    assert re.search(wrong + r".*: \d+ of \d+ elements are wrong, the first at ", printed), printed
+    again = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
+    assert printed.endswith(f"to repeat it: {again}\n")
+
+
+def sleeps(at: Rank, given: soak.Round) -> Any:
+    """What ranks sleep, of two steps each."""
+    jitter = Disturbance(1.0, seed=given.seed, verbs=("wait",), share=0.5)
+    return [jitter.delay(at.rank) for _ in range(40)]
+
+
+def test_a_share_of_the_steps_sleeps() -> None:
+    one, other = (sleeps(Rank(rank, 2, None), soak.Round(1, 0, 0)) for rank in range(2))  # type: ignore[arg-type]
+    assert one != other and 5 < one.count(0.0) < 35
