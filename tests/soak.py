@@ -38,7 +38,7 @@ from ficco.runtime.workspace import workspace_of, workspaces
 #: Cases of a round, and sets of operands of each.
 CASES, VARIANTS = 24, 8
 #: Calls of a round, and results that must outlast the calls that follow them.
-CALLS, KEPT = {"cpu": 5000, "cuda": 500}, {"cpu": 4, "cuda": 64}
+CALLS, KEPT = {"cpu": 5000, "cuda": 1000}, {"cpu": 4, "cuda": 64}
 #: Graphs of a round on GPUs, and after how many calls all of them are replayed.
 GRAPHS, REPLAYED_EVERY = 4, 20
 #: Shares of calls that a rank begins late and whose steps it delays, and of these steps.
@@ -51,8 +51,6 @@ TIMEOUT_S, ROUND_S = 60.0, 600.0
 SHOWN, PROGRESS_S = 5, 10.0
 #: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
 MADE = "calls"
-#: Blocks of these wait for peers on a GPU, on which only two such calls may be in flight.
-SPINNING = ("one-shot", "serial:kernel")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Round:
         return random.Random(f"{self.seed} {self.number} {of}")
 
 
-@dataclass
+@dataclass(eq=False)
 class Kind:
     """A case on a rank.
 
@@ -115,30 +113,27 @@ class Done(NamedTuple):
 
     number: int
     kind: Kind
-    index: int
-    results: list[torch.Tensor]
+    chosen: int
+    results: Sequence[torch.Tensor] = ()
+
+    def where(self, at: Rank, given: Round) -> str:
+        what = "replay" if self.kind.graph else "call"
+        place = f"rank {at.rank} of {at.world}, round {given.number}, {what} {self.number}"
+        return f"{place}, variant {self.chosen} of {self.kind.case}"
 
     def verify(self, at: Rank, given: Round) -> None:
         """Fail unless all elements are right."""
-        wanted = self.kind.variants[self.index].wanted
+        wanted = self.kind.variants[self.chosen].wanted
         for which, (found, right) in enumerate(zip(self.results, wanted, strict=True)):
             if torch.equal(found, right) and found.dtype == right.dtype:
                 continue
             facts = [f"{tuple(one.shape)} {one.dtype}" for one in (found, right)]
             about = f"{facts[0]}, wanted {facts[1]}"
             if found.shape == right.shape:
-                wrong = (found != right).nonzero().tolist()
-                spots = [(*spot, found[tuple(spot)].item(), right[tuple(spot)].item())
-                         for spot in wrong[:SHOWN]]  # fmt: skip
-                about = (
-                    f"{len(wrong)} of {right.numel()} elements are wrong, the first at "
-                    + "; ".join(f"{spot}: {one}, wanted {two}" for *spot, one, two in spots)
-                )
-            what = "replay" if self.kind.graph else "call"
-            raise AssertionError(
-                f"rank {at.rank} of {at.world}, round {given.number}, {what} {self.number}, result "
-                f"{which}, variant {self.index} of {self.kind.case}: {about}"
-            )
+                wrong = [tuple(spot) for spot in (found != right).nonzero().tolist()]
+                spots = (f"{at}: {found[at]}, wanted {right[at]}" for at in wrong[:SHOWN])
+                about = f"{len(wrong)} of {right.numel()} elements are wrong: {'; '.join(spots)}"
+            raise AssertionError(f"{self.where(at, given)}: result {which}: {about}")
 
 
 def of_rank(at: Rank, given: Round) -> Counter[str]:
@@ -188,11 +183,12 @@ def settle(at: Rank) -> None:
 def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
     """The cases of a round, by turns of both groups."""
     chance, kinds, device = given.generator(), [], at.device.type
+    on_gpu = device == "cuda"
     for number in range(CASES):
         second = number % 2
         world = at.world - (second and at.world > 2)
         case = draw(chance, second, world, device)
-        while device == "cuda" and second and case.schedule.startswith(SPINNING):
+        while on_gpu and (by_gloo(case) or (second and may_spin(case))):
             case = draw(chance, second, world, device)
         kind = Kind(case, opened[second])
         kinds.append(kind)
@@ -208,14 +204,22 @@ def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
     return kinds
 
 
+def by_gloo(case: SoakCase) -> bool:
+    """Whether a call may be gloo's, where ranks share GPUs."""
+    return dist.get_backend() == "gloo" and case.schedule in ("auto", "serial:collective")
+
+
+def may_spin(case: SoakCase) -> bool:
+    """Whether blocks of a call may wait for peers on a GPU, which serves few of these at once: only
+    eager calls of one group do so here."""
+    return any(part in case.schedule for part in ("auto", "one-shot", "kernel"))
+
+
 def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
-    """Graphs of some of the cases that a graph of this group's library can hold."""
-    by_nccl = dist.get_backend() == "nccl"
+    """Graphs of some of the cases that a graph can hold."""
 
     def can(case: SoakCase) -> bool:
-        by_library = case.schedule in ("auto", "serial:collective")
-        spins = case.schedule.startswith(SPINNING)
-        return not (case.needs or case.host_waits or spins or (by_library and not by_nccl))
+        return not (case.needs or case.host_waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
     for kind in graphs:
@@ -239,16 +243,21 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
         index = chance.randrange(VARIANTS)
         if not kind.variants:  # of a group that this rank is not in
             return
-        delayed: Any = nullcontext()
+        within: Any = nullcontext()
         if on_gpu:
-            delayed = torch.cuda.stream(streams[which % 3])
-            sleep_on_lanes(local, kind, at.device)
+            within = torch.cuda.stream(streams[which % 3])
         elif local.random() < DELAYED:
-            delayed = disturb(jitter)
+            within = disturb(jitter)
         if local.random() < LATE:
             time.sleep(local.random() * SLEEP_S)
-        with delayed:
-            kept.append(Done(number, kind, index, kind.call(index)))
+        done = Done(number, kind, index)
+        with within:
+            if on_gpu:
+                sleep_on_lanes(local, kind, at.device)
+            try:
+                kept.append(done._replace(results=kind.call(index)))
+            except Exception as error:
+                raise RuntimeError(f"{done.where(at, given)}: {error!r}") from error
         counts["replays" if kind.graph else f"{kind.case.operator}, {kind.case.family}"] += 1
 
     def compare(most: int) -> None:
@@ -296,16 +305,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def failure(results: Sequence[Any]) -> str:
-    """What went wrong on which ranks; empty if nothing did."""
-    lines = []
+    """The wrong results or, if there is none, the errors of ranks; empty if there are none."""
+    wrong, rest = [], []
     for rank, result in enumerate(results):
-        if isinstance(result, Escaped):
-            text = result.text if result.type == "AssertionError" else result.traceback
-            lines.append(f"rank {rank}: {result.type}: {text}")
-        elif isinstance(result, Died):
-            lines.append(f"rank {rank} ended with exit code {result.exitcode}: {result.output}")
-    # Others time out after the rank whose result is wrong.
-    return "\n".join(sorted(lines, key=lambda line: "AssertionError" not in line))
+        if isinstance(result, Died):
+            rest.append(f"rank {rank} ended with exit code {result.exitcode}: {result.output}")
+        elif isinstance(result, Escaped) and result.type == "AssertionError":
+            wrong.append(result.text)
+        elif isinstance(result, Escaped):
+            rest.append(f"rank {rank}: {result.traceback}")
+    return "\n".join(wrong or rest)  # others say that this rank failed
 
 
 def main(

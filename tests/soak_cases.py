@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import experts
+import test_arriving
 import test_attention
 import test_experts
 import test_fp8
@@ -47,6 +48,7 @@ class SoakCase:
         group: number of the group.
         symmetric: the left operand lies in symmetric memory.
         capped: symmetric memory is capped, so that calls take one slot.
+        keeps: the gathered operand is kept for the gradients, and returned where that can be.
         host_waits: the host waits for counts of other ranks, which no graph can hold.
     """
 
@@ -59,6 +61,7 @@ class SoakCase:
     group: int = 0
     symmetric: bool = False
     capped: bool = False
+    keeps: bool = False
     host_waits: bool = False
 
 
@@ -95,7 +98,8 @@ def by_reference(
     if not case.needs:
         return Variant(typed, [], wanted)
     pairs = zip(results, grads, strict=True)
-    sum((y * g).sum() for some in pairs for y, g in zip(*some, strict=True)).backward()
+    terms = [(y * g).sum() for some in pairs for y, g in zip(*some, strict=True)]
+    torch.stack(terms).sum().backward()
     for name in case.needs:
         grad = mine[name].grad
         wanted.append(torch.zeros_like(typed[name]) if grad is None else grad.to(kinds[name]))
@@ -126,13 +130,14 @@ class Products:
         found = ["auto", *test_operators.schedules_of(operator, device == "cpu")]
         schedule, dtype = chance.choice(found), chance.choice(dtypes(device))
         sizes = chance.choice((1, 8, 24, 64)), chance.choice((1, 8, 40, 64))
-        more = {"transposed": chance.random() < 0.5, "needs": needs}
+        more: dict[str, Any] = {"transposed": chance.random() < 0.5, "needs": needs}
         of = test_gradients.Case(operator, rows, *sizes, dtype, schedule, **more)
         travels = operator.startswith("all_") and not needs
         return SoakCase(
             *(operator, of, schedule, dtype, tuple(needs)),
             symmetric=travels and chance.random() < 0.3,
             capped=chance.random() < 0.3 and not needs,
+            keeps=chance.random() < 0.3,
         )
 
     @staticmethod
@@ -146,7 +151,8 @@ class Products:
 
         def together(of: Any, everyone: Sequence[Named]) -> list[list[torch.Tensor]]:
             a, b = ([one[name] for one in everyone] for name in "ab")
-            return [[y] for y in test_gradients.together(of, a, b)]
+            gathered = [torch.cat(a)] if Products.returns_gathered(case) else []
+            return [[y, *gathered] for y in test_gradients.together(of, a, b)]
 
         made = by_reference(case, rank, [operands(one) for one in range(world)], together)
         if of.transposed:
@@ -155,7 +161,15 @@ class Products:
 
     @staticmethod
     def call(case: SoakCase, operands: Named, group: Any) -> list[torch.Tensor]:
-        return [test_gradients.product(case.of, operands["a"], operands["b"], group)]
+        a, b = operands.values()
+        if Products.returns_gathered(case):
+            how = {"return_gathered": True, "group": group, **case.of.arguments()}
+            return list(ficco.all_gather_matmul(a, b, **how))
+        return [test_gradients.product(case.of, a, b, group)]
+
+    @staticmethod
+    def returns_gathered(case: SoakCase) -> bool:
+        return case.keeps and case.operator == "all_gather_matmul"
 
 
 class Float8:
@@ -320,7 +334,7 @@ class Experts:
         if ways["capacity"] and chance.random() < 0.3:
             ways["on_overflow"] = "again"
         dtype = "bfloat16" if narrow and split == "experts" else "float32"
-        needs = ("tokens", "weights", "up", "down")
+        needs: tuple[str, ...] = ("tokens", "weights", "up", "down")
         asks = dtype == "float32" and chance.random() < 0.3
         schedule = chance.choice(test_experts.SCHEDULES)
         waits = not ways["capacity"] or "on_overflow" in ways
@@ -354,15 +368,49 @@ class Experts:
         return [ficco.experts(*operands.values(), **how)]
 
 
+class Blocks:
+    """Rows that arrive for the caller, who copies them piece by piece."""
+
+    @staticmethod
+    def draw(chance: Random, world: int, device: str) -> SoakCase:
+        ways = chance.choice(test_arriving.WAYS)
+        rows = test_operators.rows_for("arriving", world, chance.choice(("equal", "ragged", "few")))
+        of = {"rows": rows, "k": chance.choice((1, 8, 24))}, ways
+        return SoakCase("arriving", of, "tiled", chance.choice(dtypes(device)))
+
+    @staticmethod
+    def variant(case: SoakCase, rank: int, world: int, iteration: int, device: Any) -> Variant:
+        of, _ = case.of
+        everyone = [
+            {"a": test_gradients.integers(9, other, iteration, shape=(rows, of["k"]))}
+            for other, rows in enumerate(of["rows"])
+        ]
+
+        def together(of: Any, everyone: Sequence[Named]) -> list[list[torch.Tensor]]:
+            return [[torch.cat([one["a"] for one in everyone])]] * world
+
+        return by_reference(case, rank, everyone, together)
+
+    @staticmethod
+    def call(case: SoakCase, operands: Named, group: Any) -> list[torch.Tensor]:
+        of, ways = case.of
+        with ficco.arriving(operands["a"], rows=of["rows"], group=group, **ways) as arriving:
+            copied = torch.zeros_like(arriving.buffer)
+            for first, last in arriving:
+                copied[first:last] = arriving.buffer[first:last]
+        return [copied]
+
+
 FAMILIES: dict[str, Any] = {
     "products": Products,
     "float8": Float8,
     "attention": Attention,
     "projections": Projections,
     "experts": Experts,
+    "blocks": Blocks,
 }
 #: How often a family is drawn.
-SHARES = (8, 1, 2, 2, 2)
+SHARES = (8, 1, 2, 2, 2, 1)
 
 
 def draw(chance: Random, group: int, world: int, device: str) -> SoakCase:
@@ -385,7 +433,7 @@ def call(case: SoakCase, variant: Variant, operands: Named, group: Any) -> list[
     """One call and, where gradients are asked for, its backward, on operands like the variant's."""
     for name in case.needs:
         operands[name].requires_grad_()
-    with ficco.options(workspace_bytes=CAP if case.capped else None):
+    with ficco.options(workspace_bytes=CAP if case.capped else None, save_gathered=case.keeps):
         results: list[torch.Tensor] = FAMILIES[case.family].call(case, operands, group)
         if not case.needs:
             return results

@@ -40,8 +40,10 @@ def test_a_lost_copy_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert soak.main(["--calls", "200", "--seed", "11", "--first", "4"], loses_copies) == 1
     printed = capsys.readouterr().out
     assert "FAILED with seed 11 after 0 calls" in printed
-    wrong = r"rank [01] of 2, round 4, call \d+, result \d, variant \d of SoakCase\(operator='\w+'"
-    assert re.search(wrong + r".*: \d+ of \d+ elements are wrong, the first at ", printed), printed
+    wrong = (
+        r"rank [01] of 2, round 4, call \d+, variant \d of SoakCase\(operator='\w+'.*: result \d: "
+    )
+    assert re.search(wrong + r"\d+ of \d+ elements are wrong: \(\d+.*, wanted ", printed), printed
     again = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
     assert printed.endswith(f"to repeat it: {again}\n")
 
