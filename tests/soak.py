@@ -4,8 +4,9 @@
 
 A round opens two groups, draws some cases, and makes calls of them in a drawn order. All ranks draw
 the same calls. How long they sleep, before calls and between the steps of a lane, each draws for
-itself. The number of the latest call begins so high that it soon wraps on the board. On GPUs calls
-are on three streams, and graphs are replayed between them in three orders. With
+itself. The number of the latest call begins so high that it soon wraps on the board. On GPUs
+(``--device cuda``) calls are on three streams, lanes sleep in front of calls, and graphs are
+replayed between calls in three orders: as they were captured, reversed, shuffled. With
 ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import secrets
+import signal
 import sys
 import time
 from collections import Counter, deque
@@ -150,6 +152,7 @@ def of_rank(at: Rank, given: Round) -> Counter[str]:
                     one.fail(error)
                 raise
         counts[MADE] = sum(one.calls for one in workspaces()) - before
+        counts["groups whose numbers wrapped"] = sum(one.calls >= NUMBERS for one in workspaces())
         return counts
 
 
@@ -219,7 +222,7 @@ def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
     """Graphs of some of the cases that a graph can hold."""
 
     def can(case: SoakCase) -> bool:
-        return not (case.needs or case.host_waits or may_spin(case))
+        return not (case.needs or case.capped or case.host_waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
     for kind in graphs:
@@ -362,6 +365,7 @@ if __name__ == "__main__":
     import conftest  # what it sets in the environment is for ranks, too
     import soak
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(soak.main())
     finally:

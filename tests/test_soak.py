@@ -21,6 +21,7 @@ def test_calls_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.startswith("seed 3, ranks [2], cpu\n")
     assert re.search(r"\n\d{3} calls, 1 rounds, \d+ s, seed 3: no failure\n$", printed), printed
+    assert "groups whose numbers wrapped, 2 ranks" in printed, printed
     assert len(re.findall(r"\n +\d+ [\w]+, [\w]+, 2 ranks", printed)) > 5, printed
 
 
