@@ -13,6 +13,7 @@ replayed between calls in three orders: as they were captured, reversed, shuffle
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import random
 import secrets
 import signal
@@ -24,7 +25,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import pytest
 import ranks
 import torch
 import torch.distributed as dist
@@ -40,15 +40,16 @@ from ficco.runtime.workspace import workspace_of, workspaces
 #: Cases of a round, and sets of operands of each.
 CASES, VARIANTS = 24, 8
 #: Calls of a round, and results that must outlast the calls that follow them.
-CALLS, KEPT = {"cpu": 5000, "cuda": 1000}, {"cpu": 4, "cuda": 64}
+CALLS, KEPT = {"cpu": 2000, "cuda": 1000}, {"cpu": 4, "cuda": 64}
 #: Graphs of a round on GPUs, and after how many calls all of them are replayed.
 GRAPHS, REPLAYED_EVERY = 4, 20
 #: Shares of calls that a rank begins late and whose steps it delays, and of these steps.
 LATE, DELAYED, STEPS = 0.05, 0.05, 0.3
 #: The longest sleep in seconds, and the cycles of torch.cuda._sleep that it takes, about.
 SLEEP_S, CYCLES = 0.001, 1_800_000
-#: Seconds that a call waits for a peer, and that a round may take.
-TIMEOUT_S, ROUND_S = 60.0, 600.0
+#: Seconds that a call waits for a peer; and after which a rank that has not made so many calls, or
+#: prepared a case, prints its stacks and ends. A round has no limit of its own: machines are busy.
+TIMEOUT_S, STUCK_S, WATCHED_CALLS, ROUND_S = 60.0, 300.0, 64, 86_400.0
 #: Wrong elements that a failure names, and seconds between lines of progress.
 SHOWN, PROGRESS_S = 5, 10.0
 #: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
@@ -151,6 +152,8 @@ def of_rank(at: Rank, given: Round) -> Counter[str]:
                 for one in workspaces():  # or the peers would wait for this rank
                     one.fail(error)
                 raise
+            finally:
+                faulthandler.cancel_dump_traceback_later()
         counts[MADE] = sum(one.calls for one in workspaces()) - before
         counts["groups whose numbers wrapped"] = sum(one.calls >= NUMBERS for one in workspaces())
         return counts
@@ -161,10 +164,10 @@ def groups(at: Rank, given: Round) -> Iterator[list[Any]]:
     """All ranks, and all but the first (both, of two). Numbers of calls are about to wrap."""
     members = range(at.world > 2, at.world)
     opened = [dist.group.WORLD, dist.new_group([*members])]
-    before_wrap = given.generator("number").randrange(100, 200 + given.calls // 3)
+    before_wrap = given.generator("number").randrange(20, 30 + given.calls // 4)
     for group in opened[: 1 + (at.rank in members)]:
         dist.barrier(group)
-        workspace = workspace_of(group, at.device)
+        workspace = workspace_of(group, torch.empty(0, device=at.device).device)
         workspace.board._rings[workspace.board.rank][:] = 0  # what it says of call 0
         workspace.calls = NUMBERS - before_wrap
     settle(at)
@@ -183,11 +186,17 @@ def settle(at: Rank) -> None:
     dist.barrier()
 
 
+def watch() -> None:
+    """End this process if it does not come by again."""
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
+
+
 def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
     """The cases of a round, by turns of both groups."""
     chance, kinds, device = given.generator(), [], at.device.type
     on_gpu = device == "cuda"
     for number in range(CASES):
+        watch()
         second = number % 2
         world = at.world - (second and at.world > 2)
         case = draw(chance, second, world, device)
@@ -226,6 +235,7 @@ def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
     for kind in graphs:
+        watch()
         if kind.variants:
             for _ in range(3):
                 kind.call(0)
@@ -271,6 +281,8 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
 
     settle(at)
     for number in range(given.calls):
+        if number % WATCHED_CALLS == 0:
+            watch()
         make(number, which := chance.randrange(CASES), kinds[which])
         if graphs and number % REPLAYED_EVERY == 0:
             shuffled = chance.sample(graphs, len(graphs))
@@ -341,11 +353,7 @@ def main(
             f"--calls {given.calls} --device {asked.device}"
         )
         how: Any = {"device": asked.device, "catch": True, "timeout": ROUND_S}
-        try:
-            text = failure(results := ranks.run(world, on_rank, given, **how))
-        except pytest.fail.Exception as stuck:
-            text = str(stuck)
-        if text:
+        if text := failure(results := ranks.run(world, on_rank, given, **how)):
             print(f"FAILED with seed {seed} after {made} calls:\n{text}\nto repeat it: {again}")
             return 1
         totals.update({f"{name}, {world} ranks": n for name, n in results[-1].items()})

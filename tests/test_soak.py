@@ -21,7 +21,7 @@ def test_calls_are_right(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert printed.startswith("seed 3, ranks [2], cpu\n")
     assert re.search(r"\n\d{3} calls, 1 rounds, \d+ s, seed 3: no failure\n$", printed), printed
-    assert "groups whose numbers wrapped, 2 ranks" in printed, printed
+    assert re.search(r"\n +[12] groups whose numbers wrapped, 2 ranks\n", printed), printed
     assert len(re.findall(r"\n +\d+ [\w]+, [\w]+, 2 ranks", printed)) > 5, printed
 
 
@@ -47,6 +47,21 @@ def test_a_lost_copy_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(wrong + r"\d+ of \d+ elements are wrong: \(\d+.*, wanted ", printed), printed
     again = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
     assert printed.endswith(f"to repeat it: {again}\n")
+
+
+def stays(at: Rank, given: soak.Round) -> Counter[str]:
+    """A round on ranks of which one does not go on."""
+    with mock.patch.object(soak, "STUCK_S", 0.5), mock.patch.object(soak, "LATE", float(at.rank)):
+        with mock.patch.object(soak, "SLEEP_S", 500.0):
+            return soak.of_rank(at, given)
+
+
+def test_a_rank_that_does_not_go_on_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "50", "--seed", "5"], stays) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED with seed 5 after 0 calls" in printed
+    assert re.search(r"rank 1 ended with exit code 1: Timeout \(0:00:00.5", printed), printed
+    assert "in make" in printed and printed.endswith("--first 0 --calls 50 --device cpu\n"), printed
 
 
 def sleeps(at: Rank, given: soak.Round) -> Any:
