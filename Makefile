@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test soak test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,11 @@ docs: .venv/.docs ## Build the documentation into build/site/; a warning is an e
 
 speed: .venv/.ready ## On a quiet machine: what ficco costs the host, against its limits
 	$(PY) -m benchmarks.host_speed
+
+# SECONDS or CALLS, SEED, RANKS ("2 4": rounds by turns) and DEVICE (cuda) are the soak's.
+soak: .venv/.ready ## For SECONDS=300: jittered calls of all operators, each result compared; says how to repeat a failure
+	$(PY) tests/soak.py $(if $(CALLS),--calls $(CALLS),--seconds $(or $(SECONDS),300)) --ranks $(or $(RANKS),2) \
+	  $(if $(SEED),--seed $(SEED)) --device $(or $(DEVICE),cpu)
 
 test-gpu: .venv/.ready ## Run the tests that need GPUs
 	$(PY) -m pytest -m "gpu or multigpu"

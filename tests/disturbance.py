@@ -21,7 +21,10 @@ from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_lanes import SLICE_S, CallState, Stopped
 from ficco.errors import SignalTimeout
 
-VERBS = ("wait", "post", "join", "copy", "place", "network", "collective", "matmul", "reduce")
+VERBS = (
+    *("wait", "post", "join", "copy", "place", "network", "collective"),
+    *("matmul", "attend", "apply", "reduce"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Disturbance:
 
     Attributes:
         delay_s: every copy first sleeps for a random time of up to this many seconds.
+        verbs: the operations that sleep, in place of copies.
+        share: the share of them that sleeps.
         stall: rank and index of a step that never ends. The stuck rank's own call raises
             SignalTimeout once one of its waits, or twice the timeout, has run out.
         kill: rank and index of a step at which the process ends, as if by ``kill -9``.
@@ -40,11 +45,15 @@ class Disturbance:
     stall: tuple[int, int] | None = None
     kill: tuple[int, int] | None = None
     seed: int = 0
+    verbs: tuple[str, ...] = ("copy",)
+    share: float = 1.0
     _random: dict[int, random.Random] = field(default_factory=dict, compare=False, repr=False)
 
     def delay(self, rank: int) -> float:
         """The next delay of a rank in seconds."""
         generator = self._random.setdefault(rank, random.Random(f"{self.seed} {rank}"))
+        if self.share < 1 and generator.random() >= self.share:
+            return 0.0
         return generator.uniform(0, self.delay_s)
 
 
@@ -65,10 +74,10 @@ def disturb(disturbance: Disturbance) -> Iterator[None]:
 def install() -> None:
     """Wrap the verbs of the CPU engine, once in a process."""
     for verb in VERBS:
-        setattr(CpuEngine, verb, _disturbed(getattr(CpuEngine, verb), late=verb == "copy"))
+        setattr(CpuEngine, verb, _disturbed(getattr(CpuEngine, verb)))
 
 
-def _disturbed(verb: Callable[..., Op], late: bool) -> Callable[..., Op]:
+def _disturbed(verb: Callable[..., Op]) -> Callable[..., Op]:
     @wraps(verb)
     def make(engine: CpuEngine, program: Program, step: int, *arguments: Any) -> Op:
         op, here = verb(engine, program, step, *arguments), (engine.rank, step)
@@ -79,7 +88,7 @@ def _disturbed(verb: Callable[..., Op], late: bool) -> Callable[..., Op]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if _active.stall == here:
                     _stall(engine.rank, call.state)
-                if late and _active.delay_s:
+                if verb.__name__ in _active.verbs and _active.delay_s:
                     call.state.failed.wait(_active.delay(engine.rank))
             op(call)
 

@@ -54,14 +54,14 @@ def test_equal_entries_agree(world: int) -> None:
 
 def telling(at: Rank) -> Any:
     """Ranks tell numbers with calls that they have posted, in any order, as late as they like."""
-    mine, counts = board(), [7, 0, (1 << 40) - 1 - at.rank]
+    mine, counts = board(), [7, 0, (1 << 40) - 2 - at.rank]
     for number in (1, 2, 3):
         mine.post(number, mine.describe("counts"))
     for number in (3, 1, 2):
         time.sleep(0.02 * at.rank)
         mine.tell(number, [number, *counts])
         told = mine.told(number, 4, 10.0, "route")
-        assert told.tolist() == [[number, 7, 0, (1 << 40) - 1 - rank] for rank in range(at.world)]
+        assert told.tolist() == [[number, 7, 0, (1 << 40) - 2 - rank] for rank in range(at.world)]
     mine.tell(4, range(TOLD))
     assert (mine.told(4, TOLD, 10.0, "route") == range(TOLD)).all()
     mine.tell(5 + ENTRIES, [1])
@@ -78,6 +78,22 @@ def test_numbers_are_told_with_calls() -> None:
     for gone, late in run(2, telling):
         assert gone.type == "FiccoError" and "within 256 calls" in gone.text
         assert late.type == "SignalTimeout" and late.fields["step"].startswith("learn the counts")
+
+
+def telling_while_numbers_wrap(at: Rank) -> None:
+    mine = board()
+    for number in range(NUMBERS - 2, NUMBERS + 3):
+        time.sleep(0.02 * at.rank)
+        mine.post(number, 1)
+        mine.tell(number, [0, 1, number % 3])
+        told = mine.told(number, 3, 10.0, "route")
+        assert told.tolist() == [[0, 1, number % 3]] * 2
+        dist.barrier()
+
+
+def test_numbers_are_told_while_those_of_calls_wrap() -> None:
+    """A 0 that is told with a call whose number wraps to 0 is not taken for none."""
+    run(2, telling_while_numbers_wrap)
 
 
 def cold(at: Rank, odd: int) -> Any:

@@ -172,8 +172,10 @@ class Board:
             self._courier.changed()
 
     def tell(self, number: int, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """Tell the other ranks up to ``TOLD`` numbers of at most 40 bits with a call."""
-        told = np.array(values, np.uint64) | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
+        """Tell the other ranks up to ``TOLD`` numbers below 2**40 - 1 with a call."""
+        # One more than each: 0 means none, also where the number of the call has wrapped to 0.
+        one_more = np.array(values, np.uint64) + np.uint64(1)
+        told = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
         self._told[self.rank][number % ENTRIES, : len(values)] = told
         if self._courier is not None:
             self._courier.tell(number % ENTRIES, told.tobytes())
@@ -207,7 +209,7 @@ class Board:
         finally:
             if self._courier is not None:
                 self._courier.ask(None)
-        return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64)
+        return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64) - 1
 
     def posted(self, number: int) -> bool:
         """Whether this rank has posted a call, or its refusal."""

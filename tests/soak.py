@@ -1,0 +1,380 @@
+"""Soak: jittered calls of all operators, schedules and dtypes, each result compared: `make soak`.
+
+    python tests/soak.py --seconds 300 --ranks 2 4 --seed 7
+
+A round opens two groups, draws some cases, and makes calls of them in a drawn order. All ranks draw
+the same calls. How long they sleep, before calls and between the steps of a lane, each draws for
+itself. The number of the latest call begins so high that it soon wraps on the board. On GPUs
+(``--device cuda``) calls are on three streams, lanes sleep in front of calls, and graphs are
+replayed between calls in three orders: as they were captured, reversed, shuffled. With
+``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import random
+import secrets
+import signal
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import ranks
+import torch
+import torch.distributed as dist
+from disturbance import VERBS, Disturbance, disturb
+from ranks import Died, Escaped, Rank
+from soak_cases import Named, SoakCase, Variant, call, draw, variant
+
+import ficco
+from ficco.dma.gpu import GpuEngine
+from ficco.runtime.board import _NUMBERS as NUMBERS
+from ficco.runtime.workspace import workspace_of, workspaces
+
+#: Cases of a round, and sets of operands of each.
+CASES, VARIANTS = 24, 8
+#: Calls of a round, and results that must outlast the calls that follow them.
+CALLS, KEPT = {"cpu": 2000, "cuda": 1000}, {"cpu": 4, "cuda": 64}
+#: Graphs of a round on GPUs, and after how many calls all of them are replayed.
+GRAPHS, REPLAYED_EVERY = 4, 20
+#: Shares of calls that a rank begins late and whose steps it delays, and of these steps.
+LATE, DELAYED, STEPS = 0.05, 0.05, 0.3
+#: The longest sleep in seconds, and the cycles of torch.cuda._sleep that it takes, about.
+SLEEP_S, CYCLES = 0.001, 1_800_000
+#: Seconds that a call waits for a peer; and after which a rank that has not made so many calls, or
+#: prepared a case, prints its stacks and ends. A round has no limit of its own: machines are busy.
+TIMEOUT_S, STUCK_S, WATCHED_CALLS, ROUND_S = 60.0, 300.0, 64, 86_400.0
+#: Wrong elements that a failure names, and seconds between lines of progress.
+SHOWN, PROGRESS_S = 5, 10.0
+#: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
+MADE = "calls"
+
+
+@dataclass(frozen=True)
+class Round:
+    """What ranks are told to do: all follows from the seed and the number of the round."""
+
+    seed: int
+    number: int
+    calls: int
+
+    def generator(self, of: object = "all ranks") -> random.Random:
+        return random.Random(f"{self.seed} {self.number} {of}")
+
+
+@dataclass(eq=False)
+class Kind:
+    """A case on a rank.
+
+    Attributes:
+        variants: none on a rank that is not in the group.
+        symmetric: memory of the left operand.
+        graph: holds a call of ``operands``, which gives ``results``.
+    """
+
+    case: SoakCase
+    group: Any
+    variants: list[Variant] = field(default_factory=list)
+    symmetric: torch.Tensor | None = None
+    graph: Any = None
+    operands: Named = field(default_factory=dict)
+    results: list[torch.Tensor] = field(default_factory=list)
+
+    def call(self, index: int) -> list[torch.Tensor]:
+        """The results for the operands of a variant, of which a copy is read and then erased."""
+        chosen, operands = self.variants[index], self.operands
+        if self.graph is not None:
+            for name, operand in operands.items():
+                operand.copy_(chosen.operands[name])
+            self.graph.replay()
+            results = [result.clone() for result in self.results]
+        else:
+            operands = {name: one.clone() for name, one in chosen.operands.items()}
+            if self.symmetric is not None:
+                operands["a"] = self.symmetric[: len(operands["a"])].copy_(operands["a"])
+            results = call(self.case, chosen, operands, self.group)
+        for operand in operands.values():
+            operand.detach().zero_()
+        return results
+
+    def capture(self) -> None:
+        self.operands = {name: one.clone() for name, one in self.variants[0].operands.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.results = call(self.case, self.variants[0], self.operands, self.group)
+        self.graph = graph
+
+
+class Done(NamedTuple):
+    """A call that was made: its number in the round, and the variant."""
+
+    number: int
+    kind: Kind
+    chosen: int
+    results: Sequence[torch.Tensor] = ()
+
+    def where(self, at: Rank, given: Round) -> str:
+        what = "replay" if self.kind.graph else "call"
+        place = f"rank {at.rank} of {at.world}, round {given.number}, {what} {self.number}"
+        return f"{place}, variant {self.chosen} of {self.kind.case}"
+
+    def verify(self, at: Rank, given: Round) -> None:
+        """Fail unless all elements are right."""
+        wanted = self.kind.variants[self.chosen].wanted
+        for which, (found, right) in enumerate(zip(self.results, wanted, strict=True)):
+            if torch.equal(found, right) and found.dtype == right.dtype:
+                continue
+            facts = [f"{tuple(one.shape)} {one.dtype}" for one in (found, right)]
+            about = f"{facts[0]}, wanted {facts[1]}"
+            if found.shape == right.shape:
+                wrong = [tuple(spot) for spot in (found != right).nonzero().tolist()]
+                spots = (f"{at}: {found[at]}, wanted {right[at]}" for at in wrong[:SHOWN])
+                about = f"{len(wrong)} of {right.numel()} elements are wrong: {'; '.join(spots)}"
+            raise AssertionError(f"{self.where(at, given)}: result {which}: {about}")
+
+
+def of_rank(at: Rank, given: Round) -> Counter[str]:
+    """A round on one rank: how many calls it made, by operator and family, and how many replays."""
+    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"), groups(at, given) as opened:
+        kinds = drawn(at, given, opened)
+        graphs = captured(at, kinds) if at.device.type == "cuda" else []
+        before = sum(one.calls for one in workspaces())
+        with ficco.options(replay=given.number % 2 == 0):
+            try:
+                counts = calls(at, given, kinds, graphs)
+            except BaseException as error:
+                for one in workspaces():  # or the peers would wait for this rank
+                    one.fail(error)
+                raise
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        counts[MADE] = sum(one.calls for one in workspaces()) - before
+        counts["groups whose numbers wrapped"] = sum(one.calls >= NUMBERS for one in workspaces())
+        return counts
+
+
+@contextmanager
+def groups(at: Rank, given: Round) -> Iterator[list[Any]]:
+    """All ranks, and all but the first (both, of two). Numbers of calls are about to wrap."""
+    members = range(at.world > 2, at.world)
+    opened = [dist.group.WORLD, dist.new_group([*members])]
+    before_wrap = given.generator("number").randrange(20, 30 + given.calls // 4)
+    for group in opened[: 1 + (at.rank in members)]:
+        dist.barrier(group)
+        workspace = workspace_of(group, torch.empty(0, device=at.device).device)
+        workspace.board._rings[workspace.board.rank][:] = 0  # what it says of call 0
+        workspace.calls = NUMBERS - before_wrap
+    settle(at)
+    yield opened
+    settle(at)
+    ficco.close()
+    dist.barrier()
+    if at.rank in members:
+        dist.destroy_process_group(opened[1])
+
+
+def settle(at: Rank) -> None:
+    """Wait until all ranks are here, their devices idle."""
+    if at.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def watch() -> None:
+    """End this process if it does not come by again."""
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
+
+
+def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
+    """The cases of a round, by turns of both groups."""
+    chance, kinds, device = given.generator(), [], at.device.type
+    on_gpu = device == "cuda"
+    for number in range(CASES):
+        watch()
+        second = number % 2
+        world = at.world - (second and at.world > 2)
+        case = draw(chance, second, world, device)
+        while on_gpu and (by_gloo(case) or (second and may_spin(case))):
+            case = draw(chance, second, world, device)
+        kind = Kind(case, opened[second])
+        kinds.append(kind)
+        if (rank := at.rank - (at.world - world)) < 0:
+            continue
+        first = VARIANTS * (CASES * given.number + number)
+        mine = replace(at, rank=rank, world=world)
+        kind.variants = [variant(case, mine, first + i) for i in range(VARIANTS)]
+        if case.symmetric:
+            rows, a = max(map(case.of.rows_in, range(world))), kind.variants[0].operands["a"]
+            how: dict[str, Any] = {"group": kind.group, "device": at.device}
+            kind.symmetric = ficco.empty((rows, case.of.k), dtype=a.dtype, **how)
+    return kinds
+
+
+def by_gloo(case: SoakCase) -> bool:
+    """Whether a call may be gloo's, where ranks share GPUs."""
+    return dist.get_backend() == "gloo" and case.schedule in ("auto", "serial:collective")
+
+
+def may_spin(case: SoakCase) -> bool:
+    """Whether blocks of a call may wait for peers on a GPU, which serves few of these at once: only
+    eager calls of one group do so here."""
+    return any(part in case.schedule for part in ("auto", "one-shot", "kernel"))
+
+
+def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
+    """Graphs of some of the cases that a graph can hold."""
+
+    def can(case: SoakCase) -> bool:
+        return not (case.needs or case.capped or case.host_waits or may_spin(case))
+
+    graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
+    for kind in graphs:
+        watch()
+        if kind.variants:
+            for _ in range(3):
+                kind.call(0)
+        settle(at)
+        if kind.variants:
+            kind.capture()
+    return graphs
+
+
+def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind]) -> Counter[str]:
+    """Make the calls of a round, out of step with the other ranks, and compare what they give."""
+    chance, local = given.generator("calls"), given.generator(at.rank)
+    jitter = Disturbance(SLEEP_S, seed=given.seed + given.number, verbs=VERBS, share=STEPS)
+    on_gpu, kept, counts = at.device.type == "cuda", deque[Done](), Counter[str]()
+    streams = [torch.cuda.Stream() for _ in range(3)] if on_gpu else []
+
+    def make(number: int, which: int, kind: Kind) -> None:
+        index = chance.randrange(VARIANTS)
+        if not kind.variants:  # of a group that this rank is not in
+            return
+        within: Any = nullcontext()
+        if on_gpu:
+            within = torch.cuda.stream(streams[which % 3])
+        elif local.random() < DELAYED:
+            within = disturb(jitter)
+        if local.random() < LATE:
+            time.sleep(local.random() * SLEEP_S)
+        done = Done(number, kind, index)
+        with within:
+            if on_gpu:
+                sleep_on_lanes(local, kind, at.device)
+            try:
+                kept.append(done._replace(results=kind.call(index)))
+            except Exception as error:
+                raise RuntimeError(f"{done.where(at, given)}: {error!r}") from error
+        counts["replays" if kind.graph else f"{kind.case.operator}, {kind.case.family}"] += 1
+
+    def compare(most: int) -> None:
+        if on_gpu and len(kept) > most:
+            torch.cuda.synchronize()
+        while len(kept) > (0 if on_gpu else most):
+            kept.popleft().verify(at, given)
+
+    settle(at)
+    for number in range(given.calls):
+        if number % WATCHED_CALLS == 0:
+            watch()
+        make(number, which := chance.randrange(CASES), kinds[which])
+        if graphs and number % REPLAYED_EVERY == 0:
+            shuffled = chance.sample(graphs, len(graphs))
+            orders = graphs, graphs[::-1], shuffled
+            for kind in orders[number // REPLAYED_EVERY % 3]:
+                make(number, graphs.index(kind), kind)
+        compare(KEPT[at.device.type])
+    compare(0)
+    return counts
+
+
+def sleep_on_lanes(local: random.Random, kind: Kind, device: torch.device) -> None:
+    """Let some of the streams of a group, and of the caller, sleep in front of the next call."""
+    engine = workspace_of(kind.group, device).engine
+    assert isinstance(engine, GpuEngine)
+    lanes = [torch.cuda.current_stream(), *(one.torch for one in engine._streams[False].values())]
+    for lane in lanes:
+        if local.random() < DELAYED:
+            with torch.cuda.stream(lane):
+                torch.cuda._sleep(local.randrange(CYCLES))
+
+
+# The process that starts the ranks.
+
+
+def parser() -> argparse.ArgumentParser:
+    parsed = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parsed.add_argument("--seconds", type=float, help="no round begins later (default: 300)")
+    parsed.add_argument("--calls", type=int, help="calls to make, in place of seconds")
+    parsed.add_argument("--seed", type=int, help="default: a random one")
+    parsed.add_argument("--first", type=int, default=0, help="number of the first round")
+    parsed.add_argument("--ranks", type=int, nargs="+", default=[2], help="of rounds by turns")
+    parsed.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return parsed
+
+
+def failure(results: Sequence[Any]) -> str:
+    """The wrong results or, if there is none, the errors of ranks; empty if there are none."""
+    wrong, rest = [], []
+    for rank, result in enumerate(results):
+        if isinstance(result, Died):
+            rest.append(f"rank {rank} ended with exit code {result.exitcode}: {result.output}")
+        elif isinstance(result, Escaped) and result.type == "AssertionError":
+            wrong.append(result.text)
+        elif isinstance(result, Escaped):
+            rest.append(f"rank {rank}: {result.traceback}")
+    return "\n".join(wrong or rest)  # others say that this rank failed
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    on_rank: Callable[[Rank, Round], Counter[str]] = of_rank,
+) -> int:
+    """The exit code: 1 after a failure."""
+    asked = parser().parse_args(arguments)
+    seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
+    seconds = asked.seconds or (300.0 if asked.calls is None else float("inf"))
+    most = float("inf") if asked.calls is None else asked.calls
+    shared = f", {ranks.RANKS_PER_GPU} ranks a GPU" * (ranks.RANKS_PER_GPU > 1)
+    print(f"seed {seed}, ranks {asked.ranks}, {asked.device}{shared}", flush=True)
+    totals: Counter[str] = Counter()
+    number, made, began, told = asked.first, 0, time.monotonic(), 0.0
+    while made < most and time.monotonic() - began < seconds:
+        world = asked.ranks[number % len(asked.ranks)]
+        given = Round(seed, number, int(min(CALLS[asked.device], most - made)))
+        again = (
+            f"python tests/soak.py --seed {seed} --ranks {world} --first {number} "
+            f"--calls {given.calls} --device {asked.device}"
+        )
+        how: Any = {"device": asked.device, "catch": True, "timeout": ROUND_S}
+        if text := failure(results := ranks.run(world, on_rank, given, **how)):
+            print(f"FAILED with seed {seed} after {made} calls:\n{text}\nto repeat it: {again}")
+            return 1
+        totals.update({f"{name}, {world} ranks": n for name, n in results[-1].items()})
+        made, number = made + results[-1][MADE], number + 1  # the last rank is in both groups
+        if (now := time.monotonic() - began) - told > PROGRESS_S:
+            told = now
+            print(f"{made} calls, {number - asked.first} rounds, {now:.0f} s", flush=True)
+    for name, count in sorted(totals.items()):
+        print(f"{count:8} {name}")
+    spent = time.monotonic() - began
+    print(f"{made} calls, {number - asked.first} rounds, {spent:.0f} s, seed {seed}: no failure")
+    return 0
+
+
+if __name__ == "__main__":
+    # Ranks look functions up by the name of their module.
+    import conftest  # what it sets in the environment is for ranks, too
+    import soak
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        sys.exit(soak.main())
+    finally:
+        conftest.pytest_sessionfinish()

@@ -1,0 +1,75 @@
+"""The soak: a few calls of it, and that it sees an error and says how to repeat it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import pytest
+import soak
+from disturbance import Disturbance
+from ranks import Rank
+
+from ficco.dma.cpu import CpuEngine
+
+
+def test_calls_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "200", "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("seed 3, ranks [2], cpu\n")
+    assert re.search(r"\n\d{3} calls, 1 rounds, \d+ s, seed 3: no failure\n$", printed), printed
+    assert re.search(r"\n +[12] groups whose numbers wrapped, 2 ranks\n", printed), printed
+    assert len(re.findall(r"\n +\d+ [\w]+, [\w]+, 2 ranks", printed)) > 5, printed
+
+
+def loses_copies(at: Rank, given: soak.Round) -> Counter[str]:
+    """A round on an engine that leaves out every 40th copy."""
+    copy, number = CpuEngine.copy, count(1)
+
+    def forgetful(*args: Any) -> Any:
+        op = copy(*args)
+        return lambda call: op(call) if next(number) % 40 else None
+
+    with mock.patch.object(CpuEngine, "copy", forgetful):
+        return soak.of_rank(at, given)
+
+
+def test_a_lost_copy_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "200", "--seed", "11", "--first", "4"], loses_copies) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED with seed 11 after 0 calls" in printed
+    wrong = (
+        r"rank [01] of 2, round 4, call \d+, variant \d of SoakCase\(operator='\w+'.*: result \d: "
+    )
+    assert re.search(wrong + r"\d+ of \d+ elements are wrong: \(\d+.*, wanted ", printed), printed
+    again = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
+    assert printed.endswith(f"to repeat it: {again}\n")
+
+
+def stays(at: Rank, given: soak.Round) -> Counter[str]:
+    """A round on ranks of which one does not go on."""
+    with mock.patch.object(soak, "STUCK_S", 0.5), mock.patch.object(soak, "LATE", float(at.rank)):
+        with mock.patch.object(soak, "SLEEP_S", 500.0):
+            return soak.of_rank(at, given)
+
+
+def test_a_rank_that_does_not_go_on_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--calls", "50", "--seed", "5"], stays) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED with seed 5 after 0 calls" in printed
+    assert re.search(r"rank 1 ended with exit code 1: Timeout \(0:00:00.5", printed), printed
+    assert "in make" in printed and printed.endswith("--first 0 --calls 50 --device cpu\n"), printed
+
+
+def sleeps(at: Rank, given: soak.Round) -> Any:
+    """What ranks sleep, of two steps each."""
+    jitter = Disturbance(1.0, seed=given.seed, verbs=("wait",), share=0.5)
+    return [jitter.delay(at.rank) for _ in range(40)]
+
+
+def test_a_share_of_the_steps_sleeps() -> None:
+    one, other = (sleeps(Rank(rank, 2, None), soak.Round(1, 0, 0)) for rank in range(2))  # type: ignore[arg-type]
+    assert one != other and 5 < one.count(0.0) < 35
