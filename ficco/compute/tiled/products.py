@@ -237,7 +237,7 @@ class TiledProducts:
         # On ``uploads`` lists go to the device. Engines have their own: a stream of PyTorch's is
         # also handed out to callers, who capture on it, or have it wait for peers.
         self.device, self.processors, self.kernel = device, processors, kernel
-        self._uploads: gpu.Stream = uploads or gpu.Stream(device)
+        self._uploads: gpu.Stream | None = uploads
 
     def serves(self, types: TileTypes, products: int, n: int, k: int) -> str:
         """Why products cannot be computed here; empty if they can."""
@@ -319,6 +319,7 @@ class TiledProducts:
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
         """What is enqueued in this block is over after it, whatever else is on the device."""
-        with gpu.stream(self._uploads):
+        uploads = self._uploads = self._uploads or gpu.Stream(self.device)
+        with gpu.stream(uploads):
             yield
-            self._uploads.synchronize()
+            uploads.synchronize()
