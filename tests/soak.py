@@ -30,10 +30,22 @@ import torch
 import torch.distributed as dist
 from disturbance import VERBS, Disturbance, disturb
 from ranks import Died, Escaped, Rank
-from soak_cases import Named, SoakCase, Variant, call, draw, variant
+from subjects import (
+    KINDS,
+    SUBJECTS,
+    Case,
+    Subject,
+    Tensors,
+    compare,
+    integers,
+    per_rank,
+    reference,
+    root_mean_square,
+)
 
 import ficco
 from ficco.dma.gpu import GpuEngine
+from ficco.problems.products import OPERATORS
 from ficco.runtime.board import _NUMBERS as NUMBERS
 from ficco.runtime.workspace import workspace_of, workspaces
 
@@ -50,8 +62,11 @@ SLEEP_S, CYCLES = 0.001, 1_800_000
 #: Seconds that a call waits for a peer; and after which a rank that has not made so many calls, or
 #: prepared a case, prints its stacks and ends. A round has no limit of its own: machines are busy.
 TIMEOUT_S, STUCK_S, WATCHED_CALLS, ROUND_S = 60.0, 300.0, 64, 86_400.0
-#: Wrong elements that a failure names, and seconds between lines of progress.
-SHOWN, PROGRESS_S = 5, 10.0
+#: Seconds between lines of progress.
+PROGRESS_S = 10.0
+#: A cap on symmetric memory that no case needs, and the shares of cases that have it, whose left
+#: operand is in symmetric memory, that keep what they gathered, and that need gradients.
+CAP, SHARE = 1 << 22, 0.3
 #: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
 MADE = "calls"
 
@@ -66,6 +81,128 @@ class Round:
 
     def generator(self, of: object = "all ranks") -> random.Random:
         return random.Random(f"{self.seed} {self.number} {of}")
+
+
+class Arriving(Subject):
+    """Rows that arrive for the caller, who copies them piece by piece."""
+
+    name, operands, differentiable = "arriving", ("a_shard",), False
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"pieces": 1},
+        {"pieces": 3, "order": "piece"},
+        {"pieces": (3, 1), "pull": True},
+    )
+
+    def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
+        return ["tiled"]
+
+    def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
+        rows = per_rank(kind, world)
+        return Case(rows, (chance.choice((1, 8, 24)),), facts=chance.choice(self.ways))
+
+    def make(self, case: Case, rank: int, iteration: int) -> Tensors:
+        return [integers(9, rank, iteration, shape=(case.rows[rank], case.sizes[0]))]
+
+    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        return [[torch.cat([shard for (shard,) in every])] for _ in every]
+
+    def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
+        with ficco.arriving(*operands, rows=case.rows, **case.facts, **where) as arriving:
+            copied = torch.zeros_like(arriving.buffer)
+            for first, last in arriving:
+                copied[first:last] = arriving.buffer[first:last]
+        return [copied]
+
+
+#: What calls are of, each drawn as often as the others.
+OF: dict[str, Subject] = {**SUBJECTS, "arriving": Arriving()}
+
+
+@dataclass(frozen=True)
+class SoakCase:
+    """One kind of call.
+
+    Attributes:
+        name: of its subject.
+        group: number of the group.
+        symmetric: the left operand lies in symmetric memory.
+        capped: symmetric memory is capped, so that calls take one slot.
+        keeps: the gathered operand is kept for the gradients.
+    """
+
+    name: str
+    case: Case
+    group: int
+    symmetric: bool
+    capped: bool
+    keeps: bool
+
+    @property
+    def subject(self) -> Subject:
+        return OF[self.name]
+
+    def call(self, variant: Variant, operands: Tensors, group: Any) -> Tensors:
+        """One call and, where gradients are asked for, its backward: all that they give."""
+        subject, case = self.subject, self.case
+        for operand, need in zip(operands, case.needs, strict=False):
+            operand.requires_grad_(need)
+        with ficco.options(workspace_bytes=CAP if self.capped else None, save_gathered=self.keeps):
+            given = subject.laid_out(case, operands), variant.constants
+            results = subject.call(case, *given, group=group)
+            asked = [number for number, one in enumerate(results) if one.requires_grad]
+            if asked:
+                grads = [variant.grads[number] for number in asked]
+                torch.autograd.backward([results[number] for number in asked], grads)
+        needed = (operand.grad for operand in operands if operand.requires_grad)
+        return [*(one.detach() for one in results), *(one for one in needed if one is not None)]
+
+
+@dataclass
+class Variant:
+    """Operands of a call on a rank, gradients of its results, and what it must give: the results,
+    then the gradients of the operands that need them, all of them about of a ``size``."""
+
+    operands: Tensors
+    constants: Tensors
+    grads: Tensors
+    wanted: Tensors
+    size: float
+
+
+def draw(chance: random.Random, group: int, world: int, device: str) -> SoakCase:
+    """Any case of a group of so many ranks."""
+    name = chance.choice([*OF])
+    subject = OF[name]
+    case = subject.case(chance, world, chance.choice(KINDS[:3]), device)
+    needs = tuple(chance.random() < 0.5 for _ in subject.operands)
+    asks = subject.differentiable and chance.random() < SHARE
+    case = case.on(
+        schedule=chance.choice(subject.schedules(world, tiled=device == "cpu")),
+        dtype=chance.choice(subject.dtypes(device)),
+        layout=chance.choice(("", *subject.layouts)),
+        needs=needs if asks else (False,) * len(needs),
+    )
+    travels = name in OPERATORS and not OPERATORS[name].scatters and case.layout == ""
+    symmetric, capped, keeps = (chance.random() < SHARE for _ in range(3))
+    return SoakCase(name, case, group, symmetric and travels and not asks, capped, keeps)
+
+
+def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
+    """A variant on the device of a rank of the case's group."""
+    subject, case = soaked.subject, soaked.case
+    every, results, grads = reference(subject, case, at.world, iteration)
+    kind, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
+    mine = every[at.rank]
+    operands = [one.detach().to(at.device, kind) for one in mine]
+    constants = [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
+    wanted = [one.detach() for one in results[at.rank]]
+    for operand, need in zip(mine, case.needs, strict=True):
+        if need:
+            wanted.append(torch.zeros_like(operand) if operand.grad is None else operand.grad)
+    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
+    of_results = [grad.to(at.device, made) for grad in grads[at.rank]]
+    return Variant(operands, constants, of_results, wanted, size)
 
 
 @dataclass(eq=False)
@@ -83,31 +220,35 @@ class Kind:
     variants: list[Variant] = field(default_factory=list)
     symmetric: torch.Tensor | None = None
     graph: Any = None
-    operands: Named = field(default_factory=dict)
+    operands: Tensors = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
 
     def call(self, index: int) -> list[torch.Tensor]:
         """The results for the operands of a variant, of which a copy is read and then erased."""
         chosen, operands = self.variants[index], self.operands
         if self.graph is not None:
-            for name, operand in operands.items():
-                operand.copy_(chosen.operands[name])
+            for operand, new in zip(operands, chosen.operands + chosen.constants, strict=True):
+                operand.copy_(new)
             self.graph.replay()
             results = [result.clone() for result in self.results]
         else:
-            operands = {name: one.clone() for name, one in chosen.operands.items()}
+            operands = [one.clone() for one in chosen.operands]
             if self.symmetric is not None:
-                operands["a"] = self.symmetric[: len(operands["a"])].copy_(operands["a"])
-            results = call(self.case, chosen, operands, self.group)
-        for operand in operands.values():
+                operands[0] = self.symmetric[: len(operands[0])].copy_(operands[0])
+            results = self.case.call(chosen, operands, self.group)
+        for operand in operands:
             operand.detach().zero_()
         return results
 
     def capture(self) -> None:
-        self.operands = {name: one.clone() for name, one in self.variants[0].operands.items()}
-        graph = torch.cuda.CUDAGraph()
+        first = self.variants[0]
+        operands, constants = (
+            [one.clone() for one in some] for some in (first.operands, first.constants)
+        )
+        self.operands = operands + constants
+        graph, still = torch.cuda.CUDAGraph(), replace(first, constants=constants)
         with torch.cuda.graph(graph):
-            self.results = call(self.case, self.variants[0], self.operands, self.group)
+            self.results = self.case.call(still, operands, self.group)
         self.graph = graph
 
 
@@ -126,17 +267,10 @@ class Done(NamedTuple):
 
     def verify(self, at: Rank, given: Round) -> None:
         """Fail unless all elements are right."""
-        wanted = self.kind.variants[self.chosen].wanted
-        for which, (found, right) in enumerate(zip(self.results, wanted, strict=True)):
-            if torch.equal(found, right) and found.dtype == right.dtype:
-                continue
-            facts = [f"{tuple(one.shape)} {one.dtype}" for one in (found, right)]
-            about = f"{facts[0]}, wanted {facts[1]}"
-            if found.shape == right.shape:
-                wrong = [tuple(spot) for spot in (found != right).nonzero().tolist()]
-                spots = (f"{at}: {found[at]}, wanted {right[at]}" for at in wrong[:SHOWN])
-                about = f"{len(wrong)} of {right.numel()} elements are wrong: {'; '.join(spots)}"
-            raise AssertionError(f"{self.where(at, given)}: result {which}: {about}")
+        chosen, subject = self.kind.variants[self.chosen], self.kind.case.subject
+        for which, (found, right) in enumerate(zip(self.results, chosen.wanted, strict=True)):
+            about = f"{self.where(at, given)}: result {which}"
+            compare(found, right, subject, about, chosen.size)
 
 
 def of_rank(at: Rank, given: Round) -> Counter[str]:
@@ -210,28 +344,30 @@ def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
         mine = replace(at, rank=rank, world=world)
         kind.variants = [variant(case, mine, first + i) for i in range(VARIANTS)]
         if case.symmetric:
-            rows, a = max(map(case.of.rows_in, range(world))), kind.variants[0].operands["a"]
+            a, rows = kind.variants[0].operands[0], case.case.rows
+            most = max(sum(some) if isinstance(some, tuple) else some for some in rows)
             how: dict[str, Any] = {"group": kind.group, "device": at.device}
-            kind.symmetric = ficco.empty((rows, case.of.k), dtype=a.dtype, **how)
+            kind.symmetric = ficco.empty((most, a.shape[1]), dtype=a.dtype, **how)
     return kinds
 
 
 def by_gloo(case: SoakCase) -> bool:
     """Whether a call may be gloo's, where ranks share GPUs."""
-    return dist.get_backend() == "gloo" and case.schedule in ("auto", "serial:collective")
+    return dist.get_backend() == "gloo" and case.case.schedule in ("auto", "serial:collective")
 
 
 def may_spin(case: SoakCase) -> bool:
     """Whether blocks of a call may wait for peers on a GPU, which serves few of these at once: only
     eager calls of one group do so here."""
-    return any(part in case.schedule for part in ("auto", "one-shot", "kernel"))
+    return any(part in case.case.schedule for part in ("auto", "one-shot", "kernel"))
 
 
 def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
     """Graphs of some of the cases that a graph can hold."""
 
     def can(case: SoakCase) -> bool:
-        return not (case.needs or case.capped or case.host_waits or may_spin(case))
+        waits = case.subject.traceable(case.case) != case.case  # for counts of other ranks
+        return not (any(case.case.needs) or case.capped or waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
     for kind in graphs:
@@ -271,7 +407,7 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
                 kept.append(done._replace(results=kind.call(index)))
             except Exception as error:
                 raise RuntimeError(f"{done.where(at, given)}: {error!r}") from error
-        counts["replays" if kind.graph else f"{kind.case.operator}, {kind.case.family}"] += 1
+        counts["replays" if kind.graph else kind.case.name] += 1
 
     def compare(most: int) -> None:
         if on_gpu and len(kept) > most:

@@ -1,6 +1,6 @@
 """The contract of every operator on every engine, as a matrix: what is asked of a call, of which
 operator, on which engine, on how many ranks. A new operator or engine gets all of it by its row in
-``subjects.py`` or ``engines.py``.
+``tests/subjects.py`` or ``engines.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ import torch
 import torch.distributed as dist
 from engines import ENGINES, Engine
 from ranks import SLOW, Failure, Rank, caught, gave_up, since
-from subjects import KINDS, SUBJECTS, Case, Subject, Tensors
+from subjects import (
+    KINDS,
+    SUBJECTS,
+    Case,
+    Subject,
+    Tensors,
+    compare,
+    gradient_of,
+    reference,
+    root_mean_square,
+)
 from test_hosts import host_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,58 +40,6 @@ PATIENCE_S = 1.0
 
 
 # One call, checked in every element.
-
-
-def reference(
-    subject: Subject, case: Case, world: int, iteration: int
-) -> tuple[list[Tensors], list[Tensors], list[Tensors]]:
-    """Operands, results, and gradients of the results of all ranks; the operands have theirs."""
-    every = [
-        [one.requires_grad_(subject.differentiable) for one in subject.make(case, rank, iteration)]
-        for rank in range(world)
-    ]
-    results = subject.together(case, every, iteration)
-    grads = [
-        [gradient_of(one, rank, iteration, turn) for turn, one in enumerate(some)]
-        for rank, some in enumerate(results)
-    ]
-    if not subject.differentiable:
-        return every, results, grads
-    loss = sum(
-        (one * grad).sum()
-        for own, theirs in zip(results, grads, strict=True)
-        for one, grad in zip(own, theirs, strict=True)
-    )
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
-        loss.backward()
-    return every, results, grads
-
-
-def gradient_of(result: torch.Tensor, *seed: int) -> torch.Tensor:
-    """Whole numbers that depend on the rank and the place."""
-    numbers = torch.arange(result.numel(), dtype=torch.float64) + 7 * seed[0] + 3 * sum(seed)
-    return ((numbers * 2654435761 % 4294967296) % 3 - 1).view(result.shape)
-
-
-def root_mean_square(values: torch.Tensor) -> float:
-    return float(values.square().mean().sqrt()) if values.numel() else 0.0
-
-
-def compare(
-    found: torch.Tensor, want: torch.Tensor, subject: Subject, about: str, size: float = 0.0
-) -> None:
-    """Fail unless shapes are equal and values are, or are as near as the subject asks for."""
-    assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
-    wide = found.detach().double().cpu()
-    if subject.roundings is None:
-        most = {torch.bfloat16: 256, torch.float16: 2048}.get(found.dtype, 2**24)
-        assert not want.numel() or want.abs().max() <= most, f"{about}: the case is not exact"
-        wrong = (wide != want).nonzero()
-        assert not len(wrong), f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}"
-    elif want.numel():
-        error, scale = root_mean_square(wide - want), max(size, root_mean_square(want))
-        limit = subject.roundings[found.dtype.itemsize > 2] * torch.finfo(found.dtype).eps * scale
-        assert error <= limit, f"{about}: off by {error}, at most {limit}"
 
 
 def exact(
@@ -102,9 +60,7 @@ def exact(
         found = subject.call(case, *given, group=group)
     assert len(found) == len(results[at.rank])
     for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
-        assert (
-            one.dtype == getattr(torch, subject.result(case)) and one.device.type == at.device.type
-        ), about
+        assert (one.dtype, one.device.type) == (made, at.device.type), about
         compare(one, want.detach(), subject, f"{about}: result {turn}")
     if any(needs):
         asked = [one for one in found if one.requires_grad]

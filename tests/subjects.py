@@ -25,6 +25,8 @@ from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import NAMED
 
 Tensors = list[torch.Tensor]
+#: Wrong elements that a failure names.
+SHOWN = 5
 
 #: What ranks have of rows: as many, different numbers and none on some, fewer than pieces, none.
 KINDS = ("equal", "uneven", "few", "none")
@@ -149,6 +151,60 @@ class Subject(ABC):
     def dtypes(self, engine: str) -> tuple[str, ...]:
         """Those of operands on an engine."""
         return ("float32", "bfloat16", "float16", "float64")[: 4 if engine != "cuda" else 3]
+
+
+def reference(
+    subject: Subject, case: Case, world: int, iteration: int
+) -> tuple[list[Tensors], list[Tensors], list[Tensors]]:
+    """Operands, results, and gradients of the results of all ranks; the operands have theirs."""
+    every = [
+        [one.requires_grad_(subject.differentiable) for one in subject.make(case, rank, iteration)]
+        for rank in range(world)
+    ]
+    results = subject.together(case, every, iteration)
+    grads = [
+        [gradient_of(one, rank, iteration, turn) for turn, one in enumerate(some)]
+        for rank, some in enumerate(results)
+    ]
+    if not subject.differentiable:
+        return every, results, grads
+    loss = sum(
+        (one * grad).sum()
+        for own, theirs in zip(results, grads, strict=True)
+        for one, grad in zip(own, theirs, strict=True)
+    )
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        loss.backward()
+    return every, results, grads
+
+
+def gradient_of(result: torch.Tensor, *seed: int) -> torch.Tensor:
+    """Whole numbers that depend on the rank and the place."""
+    numbers = torch.arange(result.numel(), dtype=torch.float64) + 7 * seed[0] + 3 * sum(seed)
+    return ((numbers * 2654435761 % 4294967296) % 3 - 1).view(result.shape)
+
+
+def root_mean_square(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
+
+
+def compare(
+    found: torch.Tensor, want: torch.Tensor, subject: Subject, about: str, size: float = 0.0
+) -> None:
+    """Fail unless shapes are equal and values are, or are as near as the subject asks for."""
+    assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
+    wide = found.detach().double().cpu()
+    if subject.roundings is None:
+        most = {torch.bfloat16: 256, torch.float16: 2048}.get(found.dtype, 2**24)
+        assert not want.numel() or want.abs().max() <= most, f"{about}: the case is not exact"
+        wrong = [tuple(place) for place in (wide != want).nonzero()[:SHOWN].tolist()]
+        places = (f"{place}: {found[place]}, wanted {want[place]}" for place in wrong)
+        count = int((wide != want).sum())
+        assert not wrong, f"{about}: {count} of {want.numel()} are wrong: {'; '.join(places)}"
+    elif want.numel():
+        error, scale = root_mean_square(wide - want), max(size, root_mean_square(want))
+        limit = subject.roundings[found.dtype.itemsize > 2] * torch.finfo(found.dtype).eps * scale
+        assert error <= limit, f"{about}: off by {error}, at most {limit}"
 
 
 def per_rank(kind: str, world: int) -> tuple[int, ...]:
