@@ -1,4 +1,4 @@
-"""What each operator computes, as one process that has the operands of all ranks computes it.
+"""References of all operators, computed by one process that has the operands of all ranks.
 
 A :class:`Subject` is an operator of the contract. Its reference is differentiable, so that one
 formula gives the results and the gradients of all ranks. Operands are small whole numbers that
@@ -30,7 +30,7 @@ SHOWN = 5
 
 #: What ranks have of rows: as many, different numbers and none on some, fewer than pieces, none.
 KINDS = ("equal", "uneven", "few", "none")
-#: What a schedule of products can be asked for beside its name.
+#: Knobs of schedules of products.
 KNOBS = (
     "",
     "pull",
@@ -251,7 +251,7 @@ class Product(Subject):
             rows: Any = tuple(tuple(block(kind, rank, peer) for peer in ranks) for rank in ranks)
         else:
             rows = per_rank(kind, world)
-            if self.kind.returns:  # what the operator itself makes of so many rows
+            if self.kind.returns:  # the operator splits m rows like this
                 m = sum(rows)
                 rows = tuple(m // world + (rank < m % world) for rank in range(world))
         sizes = chance.choice((8, 24)), chance.choice((1, 8, 40))

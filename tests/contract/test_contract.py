@@ -1,6 +1,6 @@
-"""The contract of every operator on every engine, as a matrix: what is asked of a call, of which
-operator, on which engine, on how many ranks. A new operator or engine gets all of it by its row in
-``tests/subjects.py`` or ``engines.py``.
+"""The contract of every operator on every engine: a matrix of aspects, operators, engines and
+numbers of ranks. A new operator is a row of ``tests/subjects.py``, a new engine one of
+``engines.py``; either gets the whole matrix.
 """
 
 from __future__ import annotations
@@ -232,8 +232,8 @@ def compiled(function: Callable[..., Tensors]) -> Any:
 
 
 def traced(at: Rank, name: str, cases: Sequence[Case]) -> None:
-    """What is compiled is equal to the last bit; what has fake operands has the same shapes and
-    strides; PyTorch's own checks of the operators."""
+    """A compiled call is equal to an eager one, to the last bit. Fake operands give the same shapes
+    and strides. The operators pass PyTorch's own checks."""
     subject = SUBJECTS[name]
     for iteration, case in enumerate(cases):
         dtype = getattr(torch, case.dtype)
