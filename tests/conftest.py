@@ -14,9 +14,13 @@ from hypothesis import settings
 #: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
 NEEDS = {"gpu": 1, "multigpu": 2}
 
-#: Tests and the processes they start know no machines and no decisions of this user's.
-FOLDER = tempfile.mkdtemp(prefix="ficco-tests-")
-os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, "config")
+#: Tests and the processes they start know no machines and no decisions of this user's. What one
+#: worker has compiled, the others take.
+SHARED, STARTS_WORKERS = "FICCO_TESTS_FOLDER", "FICCO_TESTS_FOLDER" not in os.environ
+if STARTS_WORKERS:
+    os.environ[SHARED] = tempfile.mkdtemp(prefix="ficco-tests-")
+FOLDER = os.environ[SHARED]
+os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, f"config-{os.getpid()}")
 os.environ["FICCO_CACHE_DIR"] = os.path.join(FOLDER, "cache")
 os.environ.pop("FICCO_MACHINE", None)
 
@@ -56,4 +60,5 @@ def server() -> None:
 def pytest_sessionfinish() -> None:
     """End the workers while what they need is still there."""
     ranks.close()
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    if STARTS_WORKERS:
+        shutil.rmtree(FOLDER, ignore_errors=True)
