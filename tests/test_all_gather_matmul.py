@@ -905,7 +905,7 @@ def _needless_copies(at: Rank) -> list[str]:
 
     call(case, made.a, made.b)
     with Watch():  # below the operator that a mode is shown
-        out, _ = ficco_run("all_gather_matmul", made.a, made.b, None, case.schedule)
+        out, _ = ficco_run("all_gather_matmul", made.a, made.b, dist.group.WORLD, case.schedule)
     verify(case, [out], made)
     return seen
 

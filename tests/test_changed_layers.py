@@ -320,6 +320,7 @@ def _sharded_by_fsdp(at: Rank) -> tuple[Failure, Failure]:
     from ficco.nn import ColumnParallelLinear, gather_once
 
     mesh = init_device_mesh(at.device.type, (at.world, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)  # ranks of which each has a part of a weight have the same weight
     layers = (ColumnParallelLinear(HIDDEN, WIDE, group=mesh["tp"]) for _ in range(2))
     model = nn.Sequential(*layers)
     each = copy.deepcopy(model)
