@@ -29,6 +29,7 @@ class Engine:
         worlds: numbers of ranks of one host.
         hosts: numbers of hosts, and of ranks on each.
         graphs: whether its calls can be captured in graphs.
+        traced: whether compilers are tried on it: they see operators, and no engine.
         lacks: subjects that it cannot run, and why.
         marks: of its tests.
     """
@@ -39,6 +40,7 @@ class Engine:
     hosts: tuple[tuple[int, int], ...]
     graphs: bool = False
     marks: tuple[pytest.MarkDecorator, ...] = ()
+    traced: bool = True
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -87,8 +89,9 @@ ENGINES = (
     Engine("cpu", "cpu", (1, 2, 3, 4), ((2, 2), (2, 1), (3, 1))),
     Engine(
         *("hip", "cpu", (2, 3), ((2, 2),)),
+        traced=False,
         lacks={"all_gather_attention": "the double runs its products, and no kernel after them"},
     ),
-    Engine("threads", "cpu", (3,), ((2, 2),)),
+    Engine("threads", "cpu", (3,), ((2, 2),), traced=False),
     Engine("cuda", "cuda", (1, 2, 4), ((2, 1), (2, 2)), True, (pytest.mark.multigpu,)),
 )

@@ -98,13 +98,13 @@ def quick(engine: Engine, where: Any) -> bool:
 
 
 def cells(
-    over: str = "worlds", only: int = 0, graphs: bool = False, gradients: bool = False
+    over: str = "worlds", only: int = 0, having: str = "", gradients: bool = False
 ) -> pytest.MarkDecorator:
     """A test for each subject, engine, and number of ranks, or of hosts and ranks on each; ``only``
-    one number, engines that have ``graphs``, and subjects that have ``gradients``."""
+    one number, engines ``having`` an attribute, and subjects that have ``gradients``."""
     found = []
     for engine in ENGINES:
-        if graphs and not engine.graphs:
+        if having and not getattr(engine, having):
             continue
         for where in (only,) if only else getattr(engine, over):
             for name, subject in SUBJECTS.items():
@@ -154,8 +154,10 @@ def some(chance: random.Random, subject: Subject) -> tuple[bool, ...]:
 
 @cells()
 def test_forward(engine: Engine, where: int, name: str) -> None:
-    """Every schedule, with rows, sizes, dtypes and layouts in turns."""
+    """Every schedule on two ranks, half of them on other numbers; rows, sizes, dtypes and layouts
+    in turns."""
     schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
+    schedules = schedules if where == 2 else schedules[where % 2 :: 2]
     cases = drawn(name, engine, where, schedules, KINDS, none)
     assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
 
@@ -257,7 +259,7 @@ def traced(at: Rank, name: str, cases: Sequence[Case]) -> None:
 
 
 @since("2.13", "compiles no methods of dataclasses")
-@cells(only=2)
+@cells(only=2, having="traced")
 def test_traced(engine: Engine, where: int, name: str) -> None:
     cases = drawn(name, engine, where, ("auto",) * 3, ("equal", "equal", "uneven"), every)
     cases = [SUBJECTS[name].traceable(case).on(layout="") for case in cases]
@@ -315,7 +317,7 @@ def replayed(at: Rank, name: str, case: Case) -> None:
         at.barrier()
 
 
-@cells(only=2, graphs=True)
+@cells(only=2, having="graphs")
 def test_graph(engine: Engine, where: int, name: str) -> None:
     subject = SUBJECTS[name]
     alone = [one for one in subject.schedules(where)[1:] if "collective" not in one]
