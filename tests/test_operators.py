@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cases import _hash, _span, compare
 from disturbance import Disturbance, disturb
 from ranks import Rank, ranks, run, serves_tiled
+from subjects import KNOBS
 
 import ficco
 from ficco.errors import FiccoError
@@ -34,22 +35,6 @@ OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
 TERMS = 8
 #: Most that the signals of a small plan take.
 WORDS_BYTES = 1 << 12
-
-KNOBS = (
-    "",
-    "pull",
-    "pieces=1",
-    "pieces=3,pull",
-    "pieces=3+1",
-    "tail=3",
-    "pieces=2,tail=2,pull",
-    "order=peer",
-    "kernel",
-    "copy=3,compute=2",
-    "pieces=4,tail=2,order=peer,pull,copy=2,compute=3",
-    "beta",
-    "pieces=2,tail=3,copy=2,compute=2,beta",
-)
 #: One product that waits, or tells, inside.
 TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,tail=3,pull", "tiled:pieces=3+1")
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, ranks, run
+from subjects import BY_HEADS as SCHEDULES
 from test_attention import (
     MOST_ERROR,
     NO_BOUNDS,
@@ -37,14 +38,6 @@ from ficco.schedules.heads import heads_plans, pieces_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import work
 
-SCHEDULES = (
-    "serial",
-    "uniform-fused-1d:pieces=2",
-    "uniform-fused-1d:pieces=3,copy=2",
-    "uniform-fused-1d:pieces=3+1",
-    "uniform-fused-1d",
-    "uniform-fused-1d:pieces=4,compute=2",
-)
 #: What is computed, and what is kept for a gradient.
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
