@@ -137,6 +137,10 @@ def multiply(
             return None if addend is out else _fill(out, addend)
         if not _has_out_dtype() or not a.is_cuda:
             return multiply(a.float(), b.float(), out, addend)
+        if out.dim() == 2 and out.shape[0] == 1 and out.stride(0) < out.shape[1]:
+            # One row of a matrix that lies transposed. PyTorch 2.11 takes its stride for the pitch.
+            transposed = None if addend is None else addend.t()
+            return multiply(b.t(), a.t(), out.t(), transposed)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
     b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched and b.dim() == 2 else b
