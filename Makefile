@@ -54,7 +54,8 @@ test-oldest: ## Run the contract, attention, experts, layers, styles and passes 
 	PYTHON=$(OLDEST_PYTHON) tests/environments/install.sh oldest
 	build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(OLDEST)
 
-docs: .venv/.docs ## Build the documentation into build/site/; a warning is an error
+docs: .venv/.docs ## Check what the pages say, build the documentation into build/site/; a warning is an error
+	$(PY) -m docs.make.check
 	rm -rf build/site
 	$(PY) -m sphinx -q -W --keep-going -E -d build/doctrees -c docs -b html . build/site
 	@echo "open build/site/index.html"
@@ -132,6 +133,8 @@ clean: ## Remove .venv, builds and caches
 # The stamp comes last, so an interrupted set-up starts again from nothing. A torch that PYTHON can import is
 # kept: it was built for this machine's GPUs. The .pth file finds it when PYTHON is itself a virtual environment.
 .venv/.ready: pyproject.toml
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || { echo "$(PYTHON) makes no virtual environments: name another by \
+	PYTHON=..., or install what it lacks (Debian: apt-get install python3-venv)" >&2; exit 1; }
 	@rm -rf .venv
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 	  echo "setting up .venv with the torch of $(PYTHON)" && \

@@ -1,11 +1,13 @@
-"""What all tests share: GPU markers, stacks of what is stuck, the end of the workers."""
+"""What all tests share: what a machine must have, and what is said at the end."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
+from collections import Counter
 
 import pytest
 import ranks
@@ -55,6 +57,35 @@ def server() -> None:
     """Start the server of ranks, where a test could have ficco.tools.launch start it with less."""
     if "ficco.tools.launch" in sys.modules:
         ranks.start_server()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """End in one sentence where no ranks could meet."""
+    if hasattr(session.config, "workerinput"):
+        return
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
+    except OSError as error:
+        raise pytest.UsageError(
+            f"ranks meet at a port of 127.0.0.1, which this machine refuses ({error.strerror}): "
+            "bring up its loopback interface, or close programs that hold many ports"
+        ) from None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many cells of the contract ran, and what was skipped for which reason."""
+    stats = terminalreporter.stats
+    ran = [one.nodeid for name in ("passed", "failed") for one in stats.get(name, ())]
+    if cells := sum(nodeid.startswith("tests/contract/") for nodeid in ran):
+        terminalreporter.write_line(f"the contract: {cells} cells")
+    if skipped := stats.get("skipped", ()):
+        reasons = Counter(one.longrepr[2].removeprefix("Skipped: ") for one in skipped)
+        told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(
+            f"{len(skipped)} skipped: {told} (tests/toolchain.sh installs compilers and libraries)"
+        )
 
 
 def pytest_sessionfinish() -> None:

@@ -13,15 +13,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from docs.make import hosts_layers, paper, readme, regret, rule_table
+from docs.make import readme, regret
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problems.products import Problem
 from ficco.tools.bench import plots, report, stats
-from ficco.tools.bench.cases import OPERATOR, Case, scenarios
-from ficco.tools.bench.frames import BENCH, LAYERS, LOSSES, append, read_description, records
-from ficco.tools.bench.simulated import BOUNDS
+from ficco.tools.bench.cases import OPERATOR, Case
+from ficco.tools.bench.frames import BENCH, append, records
 from ficco.tools.bench.stats import balance, lines, modes
 from ficco.version import version
 
@@ -134,42 +133,6 @@ def test_files_from_before_there_were_operators_are_read() -> None:
     assert len(rows) > 100 and set(rows["operator"]) == {OPERATOR}
     assert set(rows["world"]) == {2} and rows["error"].isna().all()
     assert "operator" not in (RESULTS / "small-h200-2.csv").read_text().splitlines()[0]
-
-
-#: Committed files whose columns are those of today.
-FILES = {
-    "measured-h200-4": BENCH,
-    "all-reduce-h200-4": BENCH,
-    "decode-graph-h200-2": BENCH,
-    "layers-h200-2": LAYERS,
-    "losses-h200-2": LOSSES,
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_committed_file_is_read_and_written_byte_for_byte(name: str, tmp_path: Path) -> None:
-    committed = RESULTS / f"{name}.csv"
-    again = append(tmp_path / "again.csv", FILES[name].read(committed))
-    assert again.read_bytes() == committed.read_bytes()
-
-
-@pytest.mark.parametrize("name", ["measured-h200-4", "all-reduce-h200-4", "decode-graph-h200-2"])
-def test_a_committed_report_follows_from_its_rows_byte_for_byte(name: str) -> None:
-    committed = RESULTS / f"{name}.csv"
-    pictures = sorted(RESULTS.glob(f"{name}_*.png"))
-    text = report.report(BENCH.read(committed), read_description(committed), name, pictures)
-    assert text == (RESULTS / f"{name}.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("page", "which"), [("README.md", "auto"), ("docs/results/README.md", "all")]
-)
-def test_a_readme_holds_the_table_as_it_is_made_now(page: str, which: str) -> None:
-    """`make readme` would not change it."""
-    (names,) = re.findall(r"^BENCHES := (.*)$", (ROOT / "Makefile").read_text(), re.M)
-    csvs = [RESULTS / f"{name}.csv" for name in names.split()]
-    table = readme.table(csvs, ROOT / page, which)
-    assert f"<!-- results:begin -->\n{table}\n<!-- results:end -->" in (ROOT / page).read_text()
 
 
 # Reports, tables and pictures.
@@ -407,63 +370,6 @@ def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
         regret.main([str(tmp_path / "other.csv")])
 
 
-# Committed pages.
-
-
-def test_results_name_the_files_of_the_project_from_its_root() -> None:
-    pages = [page for page in RESULTS.iterdir() if page.suffix in (".md", ".json")]
-    assert pages
-    elsewhere = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
-    for page in pages:
-        assert not (found := elsewhere.search(page.read_text())), (page, found)
-
-
-def test_the_regrets_of_the_results_say_what_decided_and_what_was_measured() -> None:
-    pages = sorted(RESULTS.glob("*_regret.md"))
-    assert pages
-    for page in pages:
-        name = page.stem.removesuffix("_regret")
-        date = read_description(RESULTS / f"{name}.csv")["date"]
-        top = page.read_text().split("## ")[0]
-        assert re.search(r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided", top), page
-        assert re.search(r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)", top), page
-        assert f"[`{name}.csv`]({name}.csv), measured {date}." in top, page
-
-
-def test_the_page_about_choosing_holds_the_table_as_it_is_made_now() -> None:
-    machine = find(rule_table.MACHINE, None)
-    assert machine is not None
-    made = rule_table.rule_table(machine, scenarios())
-    assert made in (ROOT / "docs" / "choosing.md").read_text(), "python -m docs.make.rule_table"
-    lines = [line for line in made.splitlines() if line.startswith("| g")]
-    assert len(lines) == 16
-    # By operations of a rank g1 to g12 are all below the card's peak taken as a number.
-    literal = [line.split("|")[4].split()[0] for line in lines[:12]]
-    assert set(literal) == {"`uniform-fused-1d`", "`uniform-fused-2d`"}
-    assert [i + 1 for i, name in enumerate(literal) if "2d" in name] == [1, 3, 5, 7]  # m <= k
-
-
-def test_the_papers_claims_beside_a_simulation(tmp_path: Path) -> None:
-    page, machine = tmp_path / "page.md", find("mi300x-8", None)
-    assert machine is not None
-    rows = paper.write_report(machine, page, "a command").set_index(["case", "candidate"])
-    gathers = [f"g{i}" for i in range(1, 13)]
-    # What the paper says of the mesh: shard overlap gains nothing there, finer pieces do.
-    speedup = rows["speedup"].unstack().loc[gathers]
-    assert speedup["shard-overlap"].max() < 1.05 and speedup["hetero-fused-1d:copy=7"].max() > 1.4
-    schedules = rows.drop([*BOUNDS], level="candidate", errors="ignore")
-    assert (schedules["share"] <= 1.0 + 1e-9).all()
-    text = page.read_text()
-    assert "Nothing on this page was measured" in text and "all-to-all" in text
-    assert all(f"| {case} |" in text for case in [*gathers, "g13", "g16"])
-    assert {path.name for path in (tmp_path / "simulated").iterdir()} == {
-        "mi300x-8.csv",
-        "mi300x-8.png",
-    }
-    committed = ROOT / "docs" / "simulated" / "mi300x-8.csv"
-    assert (tmp_path / "simulated" / "mi300x-8.csv").read_bytes() == committed.read_bytes()
-
-
 def test_pictures_have_a_bar_for_auto_and_break_into_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,14 +394,3 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(
         plots.speedups(table, there, tmp_path / "speedup.png", name)
         assert all(axes.get_legend() is None for axes in figures[-1].axes)  # it covers nothing
         assert len(figures.pop().legends) == 1
-
-
-def test_layers_over_hosts_are_those_of_today() -> None:
-    """One line of the page; all take a minute."""
-    machine, model = find("h100-8", None), hosts_layers.MODELS[1]
-    assert machine is not None
-    one, two = (hosts_layers.layer(machine, model, 8192, world) for world in (8, 16))
-    page = (ROOT / "docs" / "hosts-simulated.md").read_text()
-    figures = f"{two.serial * 1e3:.2f} | {two.auto * 1e3:.2f} | {two.gemm * 1e3:.2f}"
-    gains = f"{two.serial / two.auto:.2f} | {one.auto / two.auto:.2f}"
-    assert f"| {model.name} | 8192 | 16 on 2 | {figures} | {gains} |" in page
