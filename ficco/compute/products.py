@@ -137,15 +137,15 @@ def multiply(
             return None if addend is out else _fill(out, addend)
         if not _has_out_dtype() or not a.is_cuda:
             return multiply(a.float(), b.float(), out, addend)
-        if out.dim() == 2 and out.shape[0] == 1 and out.stride(0) < out.shape[1]:
-            # One row of a matrix that lies transposed. PyTorch 2.11 takes its stride for the pitch.
-            transposed = None if addend is None else addend.t()
-            return multiply(b.t(), a.t(), out.t(), transposed)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
     b = b.unsqueeze(0).expand(a.shape[0], -1, -1) if batched and b.dim() == 2 else b
     if addend is None:
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
+    elif out.shape[0] == 1 and not batched and out.stride(0) < out.shape[1]:
+        # One row of a matrix that lies transposed: PyTorch 2.11 takes the distance of rows for that
+        # of columns, which cuBLASLt refuses.
+        torch.addmm(addend.t(), b.t(), a.t(), **widened, out=out.t())
     else:
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
 
