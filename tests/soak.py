@@ -410,9 +410,12 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
         counts["replays" if kind.graph else kind.case.name] += 1
 
     def compare(most: int) -> None:
-        if on_gpu and len(kept) > most:
+        if len(kept) <= most:
+            return
+        if on_gpu:  # rarely, so that calls are in flight together
             torch.cuda.synchronize()
-        while len(kept) > (0 if on_gpu else most):
+            most = 0
+        while len(kept) > most:
             kept.popleft().verify(at, given)
 
     settle(at)
