@@ -20,7 +20,7 @@ Suits = Callable[[Step], Any] | str
 ROLES = ("waits", "clears", "posts", "gates", "announces")
 
 
-def refused(plans: Sequence[Plan], words: str) -> None:
+def refused(plans: Sequence[Plan], words: str | None = None) -> None:
     with pytest.raises(PlanError, match=words):
         check(list(plans))
 

@@ -203,12 +203,6 @@ def test_rows_that_lie_together_are_one_product(
         assert sum(step.label == "sum>out" for step in found.steps) <= 1
 
 
-def test_equal_pieces_of_all_peers_are_two_batches() -> None:
-    steps = plan(gathers(4), NAMED["hetero-fused-1d"], 2).steps
-    found = [[p.batch for p in step.products] for step in steps if step.op == "matmul"]
-    assert found == [[1], [2, 1], [2, 1], [2, 1], [2, 1]]  # before and behind the own rows
-
-
 def test_the_ring_adds_in_place_and_sends_to_its_neighbour_alone() -> None:
     ring = Schedule.parse("ring:pieces=1,tail=1")
     for found in plans(gathers(4, "matmul_all_reduce"), ring):
