@@ -309,18 +309,19 @@ def _parallel(gated: bool, sequence: bool) -> nn.Module:
     """The layer with PyTorch's own parallel styles, as a torchtitan plan writes them; its weights
     are integers."""
     torch.manual_seed(5)
-    layer, layout = FeedForward(gated), Shard(1) if sequence else Replicate()
+    layer = nn.Sequential(FeedForward(gated))  # hooks of a layer inside are compiled with it
+    layout = Shard(1) if sequence else Replicate()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.copy_(torch.randint(-1, 2, weight.shape))
-    mesh, whole = init_device_mesh("cpu", (WORLD,)), (Replicate(),)
-    inputs = PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole)
+    whole = (Replicate(),)
     plan: dict[str, Any] = {
-        "w1": ColwiseParallel(use_local_output=True),
-        "w2": RowwiseParallel(output_layouts=layout),
-        **({"w3": ColwiseParallel()} if gated else {}),
+        "0": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
+        "0.w1": ColwiseParallel(use_local_output=True),
+        "0.w2": RowwiseParallel(output_layouts=layout),
+        **({"0.w3": ColwiseParallel()} if gated else {}),
     }
-    return parallelize_module(parallelize_module(layer, mesh, inputs), mesh, plan)
+    return parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
 
 
 def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
