@@ -138,7 +138,7 @@ def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
     own.register("two-halves")(right)
     for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
         with pytest.raises(ValueError, match="name: required"):
-            own.register(name)(right)
+            own.register(name)(defined())
     with pytest.raises(ValueError, match="got 'three-halves'"):
         Schedule.parse("three-halves")
     own.register("none")(lambda problem, rank: None)  # type: ignore[arg-type, return-value]
