@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from cases import gathered_bytes
+from edits import changed, down, mapped, right
 
-from ficco.plan import Plan, Product, Reduction, Region, Step, in_parts
+from ficco.plan import Plan, Product, Region, Step, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import PlanError, check
 from ficco.schedules import NAMED, Schedule, plans
@@ -178,10 +179,10 @@ class World:
             yield parts, at(step.reduction.out), lambda found, _: sum(found)
         for product in step.products:
             for i in range(product.batch):
-                a = down(product.a, i * product.a_stride)
-                out = down(product.out, i * product.out_stride)
-                right = product.b
-                b = rank.b[right.row : right.row_stop, right.col : right.col_stop]
+                a = down(i * product.a_stride)(product.a)
+                out = down(i * product.out_stride)(product.out)
+                of = product.b
+                b = rank.b[of.row : of.row_stop, of.col : of.col_stop]
                 sources = [a] if product.addend is None else [a, product.addend]
                 yield list(map(at, sources)), at(out), multiply(b, product)
 
@@ -192,10 +193,6 @@ class World:
             pitch = max(plan.shape(region.buffer)[1], 1)
             memory = memory[: len(memory) // pitch * pitch].reshape(-1, pitch)
         return memory[region.row : region.row_stop, region.col : region.col_stop]
-
-
-def down(region: Region, rows: int) -> Region:
-    return region._replace(row=region.row + rows, row_stop=region.row_stop + rows)
 
 
 def multiply(b: Ints, product: Product) -> Make:
@@ -229,7 +226,7 @@ def some_plans(dice: random.Random, world: int, operator: str = "") -> list[Plan
             continue
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_calls_of_any_schedules_run_right_in_any_order(seed: int) -> None:
     dice = random.Random(seed)
     world = dice.choice((1, 2, 3, 4))
@@ -240,31 +237,21 @@ def test_calls_of_any_schedules_run_right_in_any_order(seed: int) -> None:
 WORK = ("op", "transfer", "products", "reduction")
 
 
-def nudged(dice: random.Random, region: Region) -> Region:
-    by, field = dice.choice((-1, 1)), dice.choice(("row", "col"))
-    fields = {end: getattr(region, end) + by for end in (field, f"{field}_stop")}
-    return region._replace(**fields)
-
-
 def twisted(dice: random.Random, step: Step) -> Step:
     """The step with one of its regions elsewhere, or a sum without one of its parts."""
+    by = dice.choice((-1, 1))
+    nudge = dice.choice((down, right))(by)
     if step.transfer:
-        end = dice.choice(("src", "dst"))
-        there = nudged(dice, getattr(step.transfer, end))
-        return step._replace(transfer=step.transfer._replace(**{end: there}))
+        return changed(step, **{dice.choice(("src", "dst")): nudge})
     if step.products:
-        first, *rest = step.products
-        end = dice.choice(("a", "out", "addend") if first.addend else ("a", "out"))
-        first = first._replace(**{end: nudged(dice, getattr(first, end))})
-        return step._replace(products=(first, *rest))
+        ends = ("a", "out", "addend") if step.products[0].addend else ("a", "out")
+        return changed(step, **{dice.choice(ends): nudge})
     if step.reduction:
-        parts, terms, out = step.reduction
+        parts, terms, _ = step.reduction
         i = dice.randrange(len(parts))
         if dice.random() < 0.5:
-            parts, terms = (held[:i] + held[i + 1 :] for held in (parts, terms))
-        else:
-            parts = (*parts[:i], nudged(dice, parts[i]), *parts[i + 1 :])
-        return step._replace(reduction=Reduction(parts, terms, out))
+            return changed(step, parts=parts[:i] + parts[i + 1 :], terms=terms[:i] + terms[i + 1 :])
+        return changed(step, parts=(*parts[:i], nudge(parts[i]), *parts[i + 1 :]))
     return step
 
 
@@ -292,22 +279,11 @@ def spoil(dice: random.Random, found: list[Plan]) -> list[Plan]:
         if role != "after":
             steps[j] = steps[j]._replace(**{role: (*getattr(steps[j], role), one)})
             if dice.random() < 0.3:  # take the whole signal out
-                return [without(plan, one) for plan in found]
+                return mapped(found, lambda signal: None if signal == one else signal)
     return [replace(p, steps=tuple(steps)) if p is plan else p for p in found]
 
 
-def without(plan: Plan, signal: object) -> Plan:
-    def rest(step: Step, role: str) -> tuple[object, ...]:
-        return tuple(x for x in getattr(step, role) if x != signal)
-
-    steps = [
-        step._replace(**{role: rest(step, role) for role in ("waits", "posts", "clears")})
-        for step in plan.steps
-    ]
-    return replace(plan, steps=tuple(steps))
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_spoilt_plans_that_pass_the_proof_run_right(seed: int) -> None:
     dice = random.Random(seed)
     passed = caught = 0

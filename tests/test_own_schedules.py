@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +26,7 @@ from ficco.simulate import predict
 from ficco.tools import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-schedules.md"
-HALVES, USE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+HALVES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0]
 PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
 
 
@@ -56,31 +57,32 @@ def nothing_registered() -> Iterator[None]:
 
 
 def _halves(at: Rank) -> list[Any]:
+    world, group = at.world, dist.new_group(list(range(at.world)))
+    small, wrong = (Case((4,) * world, k, n, schedule="two-halves") for k, n in ((6, 8), (8, 16)))
+
+    def refused(case: Case, register: bool = True, **how: Any) -> Any:
+        """What a call gets with the page's function, or a wrong one."""
+        forget()
+        if register:
+            own.register("two-halves")(defined(**how))
+        given = make(at, case, 0, group)
+        return caught(lambda: call(case, given.a, given.b, group))
+
     forget()
     own.register("two-halves")(defined())
-    group = dist.new_group(list(range(at.world)))
-    for rows in ((4,) * at.world, (3, 0, 5, 1)[: at.world]):
+    for rows in ((4,) * world, (3, 0, 5, 1)[:world]):
         for iteration in range(3):
-            exact(at, Case(rows, 6, 8, schedule="two-halves"), iteration, group)
+            exact(at, replace(small, rows=rows), iteration, group)
     a, b = torch.ones(4, 6, requires_grad=True), torch.ones(6, 8)
     ficco.all_gather_matmul(a, b, group=group, schedule="two-halves").sum().backward()
-    assert a.grad is not None and (a.grad == 8 * at.world).all()  # by auto
-    with ficco.options(workspace_bytes=100):
-        small = Case((4,) * at.world, 6, 8, schedule="two-halves")
-        made = make(at, small, 0, group)
-        found = [caught(lambda: call(small, made.a, made.b, group))]
+    assert a.grad is not None and (a.grad == 8 * world).all()  # by auto
     summed = {"group": group, "schedule": "two-halves"}
-    found.append(caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed)))
-    forget()
-    own.register("two-halves")(defined(wrong=True))
-    wrong = Case((4,) * at.world, 8, 16, schedule="two-halves")
-    made = make(at, wrong, 0, group)
-    found.append(caught(lambda: call(wrong, made.a, made.b, group)))
-    forget()
-    if at.rank:
-        own.register("two-halves")(defined())
+    found = [caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed))]
+    with ficco.options(workspace_bytes=100):
+        found.append(refused(small))
+    found.append(refused(wrong, wrong=True))
     with ficco.options(timeout_s=5):
-        found.append(caught(lambda: call(wrong, made.a, made.b, group)))
+        found.append(refused(wrong, register=at.rank > 0))
     forget()
     ficco.close(group)
     dist.destroy_process_group(group)
@@ -89,7 +91,7 @@ def _halves(at: Rank) -> list[Any]:
 
 @ranks(2, 4)
 def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int) -> None:
-    for rank, (small, other, wrong, alone) in enumerate(run(world, _halves)):
+    for rank, (other, small, wrong, alone) in enumerate(run(world, _halves)):
         assert isinstance(small, Failure) and "workspace_bytes: required at least" in small.text
         assert other.type == "ValueError" and "required all_gather_matmul of several" in other.text
         assert wrong.type == "ValueError", wrong
@@ -98,11 +100,6 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int
         assert " are wrong: signal ready 0.0>1 is posted and never waited for" in text
         assert world > 2 or text in " ".join(PAGE.read_text().split())
         assert alone.type == ("ValueError" if rank == 0 else "RankMismatch"), alone
-
-
-def test_what_the_page_says_can_be_run() -> None:
-    assert 'schedule="two-halves"' in USE and 'dist.init_process_group("gloo")' in USE
-    assert len(HALVES.partition("def two_halves")[2].strip().splitlines()) <= 36
 
 
 # Anywhere.
@@ -123,55 +120,36 @@ def test_a_registered_name_stands_where_names_do() -> None:
         Schedule(False, "own", 1, own="two-halves")
 
 
-def _settings(at: Rank) -> list[str]:
+def test_settings_and_points_have_names_of_their_own() -> None:
     """As the page has them: the points of a space, a name for each of its settings."""
 
     def grown(problem: Problem, rank: int, pieces: int) -> Plan:
         return ficco.schedules.plan(problem, Schedule.parse(f"hetero-unfused-1d:{pieces=}"), rank)
 
-    names = []
     for pieces in (2, 3):
-        names.append(f"grown-{pieces}")
-        own.register(names[-1], candidate=True)(partial(grown, pieces=pieces))
-    group = dist.new_group(list(range(at.world)))
-    for iteration, name in enumerate(names):
-        exact(at, Case((6,) * at.world, 6, 8, schedule=name), iteration, group)
-    problem = Problem("all_gather_matmul", (6,) * at.world, 8, 6, "float32")
-    plans = [plan(problem, Schedule.parse(name), at.rank) for name in names]
-    forget()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return [
-        f"{one.schedule} {sum(step.transfer is not None for step in one.steps)}" for one in plans
-    ]
+        own.register(f"grown-{pieces}", candidate=True)(partial(grown, pieces=pieces))
+    made = [plan(PROBLEM, Schedule.parse(name), 1) for name in ("grown-2", "grown-3")]
+    copies = [sum(step.op == "copy" for step in one.steps) for one in made]
+    assert [one.schedule for one in made] == ["grown-2", "grown-3"] and copies == [6, 9]
 
 
-def test_settings_and_points_have_names_of_their_own() -> None:
-    assert run(2, _settings) == [["grown-2 2", "grown-3 3"]] * 2
-
-
-def test_names_that_cannot_be_registered() -> None:
-    own.register("two-halves")(defined())
+def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
+    right = defined()
+    own.register("two-halves")(right)
     for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
         with pytest.raises(ValueError, match="name: required"):
             own.register(name)(defined())
     with pytest.raises(ValueError, match="got 'three-halves'"):
         Schedule.parse("three-halves")
-
-
-def test_what_makes_no_plan_is_refused() -> None:
-    right = defined()
-    for name, function in (
-        ("none", lambda problem, rank: None),
-        ("another-rank", lambda problem, rank: right(problem, 0)),
-    ):
-        own.register(name)(function)
+    own.register("none")(lambda problem, rank: None)  # type: ignore[arg-type, return-value]
+    own.register("another-rank")(lambda problem, rank: right(problem, 0))
+    for name in ("none", "another-rank"):
         with pytest.raises(ValueError, match="required the Plan of rank [01]"):
             plan(PROBLEM, Schedule.parse(name), 0)
 
 
 def test_auto_compares_those_that_ask_for_it() -> None:
-    machine, schedule = find("h200-4", None), None
+    machine = find("h200-4", None)
     for asked in (False, True):
         forget()
         own.register("two-halves", candidate=asked)(defined())
