@@ -145,12 +145,12 @@ def right(
         subjects.compare(one, want.detach(), SUBJECTS[name], about)
 
 
-def all_right(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> int:
+def all_right(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> int:
     for iteration, (name, case) in enumerate(cases):
         subject = SUBJECTS[name]
         operands = subject.laid_out(case, on_device(at, name, case, iteration))
         constants = [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
-        right(at, name, case, iteration, subject.call(case, operands, constants))
+        right(at, name, case, iteration, subject.call(case, operands, constants, group=group))
     return len(cases)
 
 
@@ -415,7 +415,7 @@ def test_replays(schedule: str) -> None:
     run(world, _replays, schedule, device="cuda")
 
 
-def _in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> None:
+def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> None:
     """Calls captured in one graph, more than there are slots, whose operands change, replayed
     between eager ones; these are recorded."""
 
@@ -462,7 +462,7 @@ def alike(name: str, world: int, schedules: Sequence[str]) -> list[tuple[str, su
 @pytest.mark.parametrize("schedule", ["one-shot", "one-shot:pieces=3,compute=2", "serial:kernel"])
 def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
     cases = alike(operator, world, [schedule] * (SLOTS + 1))
-    run(world, _in_one_graph, cases, device="cuda")
+    run(world, in_one_graph, cases, device="cuda")
 
 
 @hopper
@@ -471,12 +471,12 @@ def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["tiled:pieces=2", "tiled:tail=2,pull"])
 def test_tiled_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
     cases = alike(operator, world, [schedule] * (SLOTS + 1))
-    run(world, _in_one_graph, cases, device="cuda")
+    run(world, in_one_graph, cases, device="cuda")
 
 
 def test_gathers_in_one_graph() -> None:
     cases = alike("all_gather_matmul", 2, graphed_by(backend_on_gpus(2)))
-    run(2, _in_one_graph, cases, device="cuda")
+    run(2, in_one_graph, cases, device="cuda")
 
 
 def _graphs_between_calls(at: Rank, seed: int) -> None:
