@@ -10,8 +10,7 @@ import torch
 from cases import Case, equal, exact, gathered_a, shard_of
 from ranks import Failure, Rank, caught, ranks, run, wider
 from test_arriving import WAYS
-from test_faults import assert_unusable, timed
-from test_gpu import PATIENCE_S, SLACK_S, everyone, leave, settle
+from test_gpu import PATIENCE_S, assert_in_time, everyone, failed, leave, settle
 from test_nn import example
 
 import ficco
@@ -186,21 +185,10 @@ def _never(at: Rank, in_kernel: bool) -> dict[str, Any] | None:
                 arriving_kernels.gather[(4,)](rows.words, rows.buffer, out, 8, 64)
             else:
                 rows.wait(0)
-        ficco.synchronize(group)
 
     if at.rank == 0:
         with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
-            first, waited = timed(waits)
-            again, waited_again = timed(lambda: copied(at, case, 3, group))
-        torn, teardown = timed(lambda: ficco.close(group))
-        found = {
-            "first": first,
-            "waited": waited,
-            "again": again,
-            "waited_again": waited_again,
-            "torn": torn,
-            "teardown": teardown,
-        }
+            found = failed(waits, group, again=lambda: copied(at, case, 3, group))
     settle(at)
     leave(group)
     copied(at, equal(at.world, 4, 4, 4), 1)
@@ -214,8 +202,7 @@ def test_rows_that_never_come_end_the_kernels_that_wait(in_kernel: bool) -> None
     assert isinstance(first, Failure) and first.type == "SignalTimeout", first
     assert first.fields["peer"] == 1 and first.fields["rank"] == 0
     assert "step 'caller" in first.text, first.text
-    assert found["waited"] < PATIENCE_S + SLACK_S
-    assert_unusable(found)
+    assert_in_time(found)
 
 
 def _overlapping(at: Rank) -> list[Any]:

@@ -6,8 +6,7 @@ With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a card, which proves resul
 from __future__ import annotations
 
 import random
-import time
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -24,20 +23,16 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     exact,
     made,
     schedules,
-    test_another_order_in_memory_is_another_call,
     test_each_shard_has_its_own_factor,
-    test_every_schedule_is_exact,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
-    test_ranks_that_scale_otherwise_disagree,
     test_rows_that_wait_or_tell_have_their_factors,
-    test_wrong_arguments_are_refused,
 )
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
     test_forms_of_what_is_cast,
 )
-from test_gpu import MILLISECOND, settle
+from test_gpu import jittered, settle
 from test_operators import rows_for
 
 import ficco
@@ -45,66 +40,40 @@ from ficco.runtime.workspace import SLOTS
 
 pytestmark = pytest.mark.multigpu
 
-OUTS = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @pytest.fixture(scope="module")
 def device() -> str:
     return "cuda"
 
 
-# What the library takes: each recipe with each dtype, on one GPU.
+# What the library takes, on one GPU.
 
 
-def _one(at: Rank, case: ScaledCase) -> None:
-    exact(at, case, 1)
+def taken(recipe: str) -> list[ScaledCase]:
+    """Each dtype of results, with a bias where one may be; fast sums, of which so few terms are
+    exact in whatever the library adds up in; few rows, and blocks that are cut short; cuts of k,
+    which add up in float32; dtypes of operands."""
+    case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial")
+    found = [case.on(out=torch.float32), case.on(fast=True)]
+    for out in (torch.bfloat16, torch.float16):
+        found += [case.on(out=out, bias=bias) for bias in (False, True)]
+    for m, k, n in ((4, 128, 16), (4, 400, 272), (12, 640, 128), (3, 16, 16)):
+        if recipe != "block" or m % 4 == 0:
+            found.append(case.on(rows=(m,), k=k, n=n))
+    found.append(case.on(k=512, schedule="uniform-fused-2d:pieces=3"))
+    others = DTYPES[1:3] if recipe != "block" else ()
+    return found + [case.on(dtypes=dtypes) for dtypes in others]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("out", OUTS, ids=str)
-@pytest.mark.parametrize("recipe", SERVED)
-def test_results(recipe: str, out: torch.dtype, bias: bool) -> None:
-    if bias and out == torch.float32:
-        pytest.skip("refused: test_wrong_arguments_are_refused")
-    case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial", out, bias)
-    run(1, _one, case, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtypes", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("recipe", ["tensor", "row"])
-def test_operands(recipe: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial", dtypes=dtypes)
-    run(1, _one, case, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", SERVED)
-def test_fast_accumulation(recipe: str) -> None:
-    """So few terms are exact in whatever the library adds up in."""
-    case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial", fast=True)
-    run(1, _one, case, device="cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(4, 128, 16), (4, 400, 272), (12, 640, 128), (3, 16, 16)])
-@pytest.mark.parametrize("recipe", SERVED)
-def test_sizes(recipe: str, sizes: tuple[int, int, int]) -> None:
-    """Few rows, and blocks that are cut short."""
-    m, k, n = sizes
-    if recipe == "block" and m % 4:
-        pytest.skip("refused: test_what_a_library_lacks_is_said")
-    run(1, _one, ScaledCase("all_gather_matmul", (m,), k, n, recipe, "serial"), device="cuda")
+def _each_exact(at: Rank, cases: Sequence[ScaledCase]) -> None:
+    for case in cases:
+        exact(at, case, 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", SERVED)
-def test_sums_of_parts_of_k(recipe: str) -> None:
-    """Cuts of k add up in float32."""
-    schedule = "uniform-fused-2d:pieces=3"
-    case = ScaledCase("all_gather_matmul", (64,), 512, 144, recipe, schedule)
-    run(1, _one, case, device="cuda")
+def test_what_the_library_takes(recipe: str) -> None:
+    run(1, _each_exact, taken(recipe), device="cuda")
 
 
 def _random(at: Rank, recipe: str) -> float:
@@ -179,26 +148,24 @@ def _replays(at: Rank, operator: str, recipe: str, schedule: str) -> None:
     ficco.close()
 
 
-@ranks(2, 4)
-@pytest.mark.parametrize("schedule", GRAPHED)
+@pytest.mark.parametrize(
+    ("world", "operator", "schedule"),
+    [
+        *((2, OPERATORS[0], schedule) for schedule in GRAPHED),
+        *((4, operator, "hetero-fused-1d:pieces=2") for operator in OPERATORS),
+    ],
+)
 @pytest.mark.parametrize("recipe", SERVED)
-def test_replays(world: int, recipe: str, schedule: str) -> None:
-    run(world, _replays, "all_gather_matmul", recipe, schedule, device="cuda")
-
-
-@pytest.mark.parametrize("operator", OPERATORS[1:])
-@pytest.mark.parametrize("recipe", SERVED)
-def test_replays_of_operators(operator: str, recipe: str) -> None:
-    run(4, _replays, operator, recipe, "hetero-fused-1d:pieces=2", device="cuda")
+def test_replays(recipe: str, world: int, operator: str, schedule: str) -> None:
+    run(world, _replays, operator, recipe, schedule, device="cuda")
 
 
 # Jitter.
 
 
 def _jitter(at: Rank, seed: int, calls: int) -> int:
-    """Calls of all kinds on several streams, ranks out of step, each result checked on the GPU."""
-    shared, local = random.Random(seed), random.Random(1000 * seed + at.rank)
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    """Calls of all kinds."""
+    chance = random.Random(seed)
     by_nccl = backend_on_gpus(at.world) == "nccl"
     names = [
         (operator, name)
@@ -207,39 +174,18 @@ def _jitter(at: Rank, seed: int, calls: int) -> int:
         if name != "auto" and (by_nccl or "collective" not in name)
     ]
     kinds = [
-        drawn(shared, operator, at.world, "cuda", name)
-        for operator, name in shared.sample(names, 40)
+        drawn(chance, operator, at.world, "cuda", name)
+        for operator, name in chance.sample(names, 40)
     ]
-    wrong = torch.zeros(calls, dtype=torch.bool, device=at.device)
-    settle(at)
-    kept: list[tuple[Any, ...]] = []
-    told: list[ScaledCase] = []  # by call
 
-    def check(index: int, stream: torch.cuda.Stream, y: torch.Tensor, want: torch.Tensor) -> None:
-        with torch.cuda.stream(stream):
-            wrong[index].copy_((y != want).any())
+    def once(index: int, case: ScaledCase) -> tuple[torch.Tensor, torch.Tensor]:
+        given, wanted = made(case, at, index)
+        y = call(case, given)
+        given.a.view(torch.uint8).fill_(22)
+        given.scales["scale_a"].fill_(3)
+        return y, wanted
 
-    for index in range(calls):
-        case, stream = kinds[shared.randrange(len(kinds))], streams[shared.randrange(3)]
-        with torch.cuda.stream(stream):
-            if local.random() < 0.2:
-                torch.cuda._sleep(local.randrange(MILLISECOND))
-            given, wanted = made(case, at, index)
-            y = call(case, given)
-            given.a.view(torch.uint8).fill_(22)
-            given.scales["scale_a"].fill_(3)
-        kept.append((index, stream, y, wanted))
-        told.append(case)
-        if local.random() < 0.02:
-            time.sleep(local.random() * 0.005)
-        if len(kept) > 6:  # results must outlast the calls after them
-            check(*kept.pop(0))
-    for entry in kept:
-        check(*entry)
-    torch.cuda.synchronize()
-    bad = wrong.nonzero().flatten().tolist()
-    assert not bad, f"rank {at.rank}: calls {bad[:20]} are wrong: {[told[i] for i in bad[:5]]}"
-    return calls
+    return jittered(at, seed, calls, kinds, once)
 
 
 @ranks(2, 4)

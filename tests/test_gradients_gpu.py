@@ -1,4 +1,4 @@
-"""Gradients on GPUs: those of ``test_gradients.py``, and what only a GPU can get wrong."""
+"""Gradients on GPUs: streams, memory, and what of ``test_gradients.py`` depends on the device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, need_own_gpus, run
+from ranks import Rank, run
+from test_gpu import MILLISECOND
 from test_gradients import (  # noqa: F401  collected here, with this module's device
-    GATHERING,
     OPERATORS,
     Case,
     Made,
@@ -20,22 +20,17 @@ from test_gradients import (  # noqa: F401  collected here, with this module's d
     same,
     test_a_call_inside_a_backward,
     test_backwards_inside_autocast,
-    test_gradient_through_the_gathered_a,
     test_gradients_in_any_layout,
     test_gradients_of_random_data,
     test_gradients_of_views,
     test_gradients_under_autocast,
     test_operators_in_a_checkpointed_block,
-    test_options_of_the_forward_are_those_of_the_backward,
     test_tensor_parallel_inside_data_parallel,
 )
 
 import ficco
 
 pytestmark = pytest.mark.multigpu
-
-#: Cycles of torch.cuda._sleep that take about a millisecond.
-MILLISECOND = 1_800_000
 
 
 @pytest.fixture(scope="module")
@@ -82,46 +77,6 @@ def _two_streams(at: Rank, save: bool) -> None:
 @pytest.mark.parametrize("save", [False, True])
 def test_one_group_on_two_streams(save: bool) -> None:
     run(2, _two_streams, save, device="cuda")
-
-
-def _captured(at: Rank, operator: str, save: bool) -> None:
-    """Forward and backward captured in a graph, replayed with other operands."""
-    case = case_of(operator, at.world, 4, 6, 8, dtype="bfloat16")
-    made = [make(case, at.world, iteration) for iteration in range(6)]
-    a, b = operands(case, made[0], at)
-    g = made[0].g[at.rank].to(a)
-    data = [[x[at.rank].to(a) for x in (one.a, one.b, one.g)] for one in made]
-
-    def step() -> tuple[torch.Tensor, ...]:
-        with ficco.options(save_gathered=save):
-            y = product(case, a, b)
-        return (y, *torch.autograd.grad(y, (a, b), g))
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    for one, values in zip(made, data, strict=True):
-        with torch.no_grad():
-            for place, value in zip((a, b, g), values, strict=True):
-                place.copy_(value)
-        graph.replay()
-        want = (one.y, one.grad_a, one.grad_b)
-        for name, found, each in zip(("y", "a", "b"), results, want, strict=True):
-            same(found, each[at.rank], f"replay of {operator}: {name}")
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("save", [False, True])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_backwards_in_a_graph(operator: str, save: bool) -> None:
-    need_own_gpus(2)  # auto takes a collective for products as small as these
-    run(2, _captured, operator, save, device="cuda")
 
 
 def _peak(at: Rank, save: bool) -> tuple[int, int]:
