@@ -379,28 +379,3 @@ def test_a_gate_that_never_opens(chosen: Chosen, cut: Cut) -> None:
     call.words[:-1] = 1
     call.launch()
     call.verify("the next one")
-
-
-def test_replays_of_a_graph(chosen: Chosen) -> None:
-    rng, rows = random.Random(3), (513, 300)
-    work = Work(rows, 520, 1000, spans(rng, rows, 5), spans(rng, rows, 5))
-    call = Call(chosen[0], tiles_of(chosen, work), torch.bfloat16, True)
-    call.fill(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.launch()
-    for replay in range(5):
-        call.fill(replay)
-        call.words[: len(work.gates)] = 1
-        graph.replay()
-        call.verify(f"replay {replay}")
-        assert bool((call.words[:-1] == 1).all()), "announced"
-
-
-def test_what_is_not_served(chosen: Chosen) -> None:
-    products, _ = chosen
-    most = products.kernel.most
-    assert products.serves(TileTypes.of(torch.bfloat16), 1, 8, 8) == ""
-    assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
-    assert f"at most {most}" in products.serves(TileTypes.of(torch.float16), most + 1, 8, 8)
-    assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)
