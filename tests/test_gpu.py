@@ -127,10 +127,19 @@ def drawn(
 
 
 def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[torch.Tensor]:
-    """The operands of a rank."""
-    dtype = getattr(torch, case.dtype)
-    made = SUBJECTS[name].make(case, at.rank, iteration)
-    return [one.to(at.device, dtype, copy=True) for one in made]
+    """The operands of a rank, those that have no gradient last."""
+    dtype, subject = getattr(torch, case.dtype), SUBJECTS[name]
+    made = [one.to(at.device, dtype) for one in subject.make(case, at.rank, iteration)]
+    return made + [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
+
+
+def called(
+    name: str, case: subjects.Case, given: Sequence[torch.Tensor], group: Any = None
+) -> list[torch.Tensor]:
+    """The results of a call of :func:`on_device` operands."""
+    subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
+    operands = subject.laid_out(case, list(given[:count]))
+    return subject.call(case, operands, list(given[count:]), group=group)
 
 
 def right(
@@ -145,10 +154,8 @@ def right(
 
 def all_right(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> int:
     for iteration, (name, case) in enumerate(cases):
-        subject = SUBJECTS[name]
-        operands = subject.laid_out(case, on_device(at, name, case, iteration))
-        constants = [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
-        right(at, name, case, iteration, subject.call(case, operands, constants, group=group))
+        results = called(name, case, on_device(at, name, case, iteration), group)
+        right(at, name, case, iteration, results)
     return len(cases)
 
 
@@ -394,43 +401,42 @@ def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: An
     """Calls captured in one graph, more than there are slots, whose operands change, replayed
     between eager ones; these are recorded."""
 
-    def called(which: int) -> torch.Tensor:
-        name, case = cases[which]
-        (result,) = SUBJECTS[name].call(case, operands[which], [], group=group)
-        return result
-
     assert len(cases) > SLOTS
     made = [[on_device(at, *case, iteration) for case in cases] for iteration in range(20)]
     operands = [[one.clone() for one in some] for some in made[0]]
     settle(at)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [called(which) for which in range(len(cases))]
+        results = [called(*case, some, group) for case, some in zip(cases, operands, strict=True)]
     kept = []
     for iteration, given in enumerate(made):
         for some, new in zip(operands, given, strict=True):
             for here, there in zip(some, new, strict=True):
                 here.copy_(there)
         graph.replay()
-        found = [result.clone() for result in results]
+        found = [[result.clone() for result in some] for some in results]
         which = iteration % len(cases)
-        kept.append([*enumerate(found), (which, called(which))])
+        kept.append([*enumerate(found), (which, called(*cases[which], operands[which], group))])
         # A replay that still waited for its peers behind its end would now read this.
-        for a, _ in operands:
-            a.fill_(44)
+        for a, *_ in operands:
+            a.view(torch.uint8).fill_(44)
     torch.cuda.synchronize()
     for iteration, every in enumerate(kept):
-        for which, result in every:
-            right(at, *cases[which], iteration, [result])
+        for which, some in every:
+            right(at, *cases[which], iteration, some)
 
 
-def alike(name: str, world: int, schedules: Sequence[str]) -> list[tuple[str, subjects.Case]]:
-    """Calls in bfloat16 of equal rows, contiguous."""
-    sizes = {"sizes": (64, 96), "dtype": "bfloat16", "layout": ""}
-    return drawn(name, world, schedules, ("equal",), **sizes)
+def alike(
+    name: str, world: int, schedules: Sequence[str], **fixed: Any
+) -> list[tuple[str, subjects.Case]]:
+    """Calls of equal rows, contiguous, as graphs can have them; products are in bfloat16."""
+    if name in OPERATORS:
+        fixed = {"sizes": (64, 96), "dtype": "bfloat16", **fixed}
+    cases = drawn(name, world, schedules, ("equal",), layout="", **fixed)
+    return [(name, SUBJECTS[name].traceable(case)) for name, case in cases]
 
 
-def _first_in_a_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> None:
+def first_in_a_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> None:
     """A group's first calls are captured, then others."""
     group = everyone(at)
     in_one_graph(at, cases, group)
@@ -449,41 +455,14 @@ def _first_in_a_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> N
 )
 def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
     cases = alike(operator, world, [schedule] * (SLOTS + 1))
-    run(world, _first_in_a_graph, cases, device="cuda")
+    run(world, first_in_a_graph, cases, device="cuda")
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("schedules", [GRAPHED, *on_hopper_only(TILED)], ids=["library", "tiled"])
 def test_gathers_in_one_graph(world: int, schedules: Sequence[str]) -> None:
     names = [name for name in schedules if name in (*graphed_by(backend_on_gpus(world)), *TILED)]
-    run(world, _first_in_a_graph, alike("all_gather_matmul", world, names), device="cuda")
-
-
-def _graphs_between_calls(at: Rank, seed: int) -> None:
-    """Graphs and eager calls, of which some need more memory, in a random order."""
-    group, rng = everyone(at), random.Random(seed)
-    small = [
-        equal(at.world, 8, 16, 8, dtype="float16", schedule=schedule)
-        for schedule in graphed_by(dist.get_backend())[:8]
-    ]
-    graphs = [Graphed(at, small[seed % 8], group)]  # of a group's first call
-    graphs[0].exact(0, 3)
-    for step in range(60):
-        kind = rng.randrange(5)
-        if kind == 0 and len(graphs) < 6:
-            graphs.append(Graphed(at, rng.choice(small), group))
-        elif kind <= 2:
-            rng.choice(graphs).exact(100 + 10 * step, rng.randrange(1, 4))
-        else:
-            case = rng.choice(small).on(rows=(rng.randrange(1, 700),) * at.world)
-            exact(at, case, 1000 + step, group)
-    graphs.clear()
-    leave(group)
-
-
-@ranks(2, 4, 8)
-def test_graphs_between_eager_calls(world: int) -> None:
-    run(world, _graphs_between_calls, world, device="cuda")
+    run(world, first_in_a_graph, alike("all_gather_matmul", world, names), device="cuda")
 
 
 def _tiled_on_every_stream(at: Rank) -> None:
@@ -688,6 +667,8 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
         return (y.clone() if index % 2 else y), made.out  # read at once, or only by the look
 
     graphs = [Graphed(at, case, group) for case in kinds[-3:]]
+    # Of more rows than all before: the graphs keep what they have.
+    kinds += [equal(at.world, rows, 64, 48, schedule="growing:pull") for rows in (300, 700, 1500)]
     residents = [
         Resident(at, equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=name), group)
         for name in tiled or ("growing:compute=2", "hetero-fused-1d:pieces=4,pull")

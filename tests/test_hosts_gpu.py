@@ -22,6 +22,7 @@ from test_gpu import (
     MILLISECOND,
     alike,
     all_right,
+    called,
     drawn,
     in_one_graph,
     jittered,
@@ -114,7 +115,7 @@ def _jitter(at: Rank, hosts: int, calls: int) -> int:
     def once(index: int, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
         name, case, operands, want = kind
         given = [one.clone() for one in operands]
-        (y,) = SUBJECTS[name].call(case, given, [])
+        (y,) = called(name, case, given)
         for one in given:
             one.fill_(22)
         return y, want
@@ -142,10 +143,18 @@ def captured_over_hosts() -> list[str]:
     return [name for name in GRAPHED if not refusal(problem, Schedule.parse(name))]
 
 
-@pytest.mark.parametrize("schedule", captured_over_hosts())
-def test_calls_are_captured_where_nccl_goes_between(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("all_gather_matmul", schedule) for schedule in captured_over_hosts()),
+        ("all_gather_attention", "growing"),
+        ("ulysses_attention", "uniform-fused-1d:pieces=2"),
+        ("experts", "auto"),
+    ],
+)
+def test_calls_are_captured_where_nccl_goes_between(name: str, schedule: str) -> None:
     need_own_gpus(2)
-    cases = alike("all_gather_matmul", 2, [schedule] * (SLOTS + 1))
+    cases = alike(name, 2, [schedule] * (SLOTS + 1))
     assert run(2, _captured, 2, cases, device="cuda") == [None, None]
 
 
