@@ -1,12 +1,11 @@
 """Attention of a sequence that ranks share, on GPUs: masks and sizes of heads that libraries serve
-in different ways, no further from float64 than the library, results and gradients, and layers with
-their projections. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+in different ways, no further from float64 than the library, results and gradients. With
+``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import test_attention
@@ -15,8 +14,6 @@ import torch
 from cases import equal, exact
 from ranks import Rank, ranks, run
 from test_attention import AttentionCase, not_finite
-from test_projections import SCHEDULES as PROJECTED
-from test_projections import ProjectionCase, layered
 
 import ficco
 from ficco.compute.attention import CUDNN_ROWS
@@ -83,17 +80,3 @@ def _unmerged(at: Rank) -> None:
 
 def test_a_bench_can_leave_merging_out() -> None:
     run(2, _unmerged, device="cuda")
-
-
-def _layers(at: Rank) -> None:
-    kinds = product(((4, 4), (4, 2), (4, 1), (8, 2)), ("bfloat16", "float16"))
-    for iteration, ((heads, kv_heads), dtype) in enumerate(kinds):
-        sizes = 96, heads * at.world, kv_heads, (64, 128)[iteration % 2], 512
-        case = ProjectionCase(*sizes, batch=1 + iteration % 2, dtype=dtype)
-        layered(at, case, iteration + 1, (*PROJECTED[:4], "auto")[(iteration + 1) % 5])
-        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
-
-
-@ranks(2, 4)
-def test_layers_with_projections(world: int) -> None:
-    run(world, _layers, device="cuda", timeout=280)

@@ -1,5 +1,5 @@
-"""Layers of experts on GPUs: routes that the contract does not have, larger blocks, and a host that
-runs ahead. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks. With
+``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from experts import Layer, data, plain, weights_of
 from ranks import Rank, ranks, run
 from test_experts import LAYERS, call, every_way
-
-import ficco
 
 pytestmark = pytest.mark.multigpu
 
@@ -40,29 +38,3 @@ def larger(at: Rank) -> None:
 @ranks(2, 4)
 def test_larger_blocks(world: int) -> None:
     run(world, larger, device="cuda")
-
-
-def ahead(at: Rank) -> None:
-    """The host runs ahead, on two streams, ranks out of step; other calls are between."""
-    layer, kept = Layer((33,) * at.world, 2 * at.world, gated=True), []
-    other = torch.cuda.Stream()
-    for iteration in range(30):
-        if (iteration + at.rank) % 5 == 0:
-            torch.cuda._sleep(200_000)
-        given = data(layer, at.rank, iteration)
-        stream = torch.cuda.current_stream() if iteration % 3 else other
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            found = call(at, layer, given, iteration % 2, capacity=9 + iteration % 2)
-        torch.cuda.current_stream().wait_stream(stream)
-        wanted = plain(given, *weights_of(layer, iteration % 2), 9 + iteration % 2)
-        kept.append((found, wanted))
-        ones = torch.ones(4, 8, device=at.device)
-        ficco.all_gather_matmul(ones, torch.eye(8, device=at.device))
-    for found, wanted in kept:
-        assert torch.equal(found.cpu(), wanted)
-
-
-@ranks(2, 4)
-def test_the_host_runs_ahead(world: int) -> None:
-    run(world, ahead, device="cuda")

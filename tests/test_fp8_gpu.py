@@ -1,4 +1,4 @@
-"""Operands of float8 on GPUs: what the library makes of them, graphs, and calls out of step.
+"""Operands and layers of float8 on GPUs: what the library takes, graphs, and calls out of step.
 
 With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a card, which proves results and no speed.
 """
@@ -24,6 +24,12 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
     test_rows_that_wait_or_tell_have_their_factors,
+)
+from test_fp8_layers import (  # noqa: F401  the same
+    test_functions_are_exact,
+    test_gradients_have_a_scaling_of_their_own,
+    test_layers_are_exact,
+    test_losses_follow_those_of_the_unsharded,
 )
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
