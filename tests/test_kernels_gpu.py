@@ -136,7 +136,7 @@ def _deadline(at: Rank) -> None:
 
 @pytest.mark.parametrize("check", [_exact, _casts, _large, _signals, _deadline])
 def test_kernels(check: Callable[[Rank], None]) -> None:
-    run(1, check, device="cuda")
+    run(1, check, device="cuda", timeout=280)
 
 
 def _shares(at: Rank) -> dict[str, float]:
