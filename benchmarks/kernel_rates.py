@@ -81,15 +81,15 @@ def candidates(mine: Kernels, stream: int) -> Iterator[tuple[str, int, Callable[
         ("blocks", 128, 1),
         ("rows in 4 pieces", COLS, 4),
     ):
-        out = torch.empty(ROWS, COLS, dtype=E4M3[0], device="cuda")
+        narrow = torch.empty(ROWS, COLS, dtype=E4M3[0], device="cuda")
         factors = torch.empty(ROWS, COLS // length, device="cuda")
-        given = [*zip(*(each.chunk(pieces) for each in (out, factors, a)), strict=True)]
+        given = [*zip(*(each.chunk(pieces) for each in (narrow, factors, a)), strict=True)]
 
         def cast(given: Any = given) -> None:
             for one in given:
                 mine.cast(*one, stream)
 
-        yield f"cast {name}", size + out.nbytes + factors.nbytes, cast
+        yield f"cast {name}", size + narrow.nbytes + factors.nbytes, cast
 
 
 def shares() -> dict[str, float]:
