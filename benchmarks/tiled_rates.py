@@ -1,6 +1,6 @@
 """Fit what tiles cost on one GPU to measured products, for ``ficco.compute.tiled.worklist``.
 
-    python tests/tiled_bench.py FOLDER
+    python -m benchmarks.tiled_products FOLDER
     python -m benchmarks.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
 
 Prints a ``TileRates`` for the GPU that the file was measured on, then what the lists that it would

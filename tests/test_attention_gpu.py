@@ -1,23 +1,27 @@
-"""Attention whose keys arrive, on GPUs: against float64, between other calls, in graphs. With
+"""Attention of a sequence that ranks share, on GPUs: masks and sizes of heads that libraries serve
+in different ways, no further from float64 than the library, results and gradients. With
 ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+import test_attention
+import test_ulysses
 import torch
-from cases import equal, exact, replays
-from ranks import Rank, ranks, run, wider
-from test_attention import AttentionCase, attended, cases, differentiated, not_finite
+from cases import equal, exact
+from ranks import Rank, ranks, run
+from test_attention import AttentionCase, not_finite
 
 import ficco
+from ficco.compute.attention import CUDNN_ROWS
 from ficco.tools.bench.attention import nothing_merged
 
 pytestmark = pytest.mark.multigpu
 
-SCHEDULES = (
+GATHERED = (
     "auto",
     "growing",
     "growing:pull",
@@ -27,22 +31,36 @@ SCHEDULES = (
     "growing:tail=2,compute=2",
     "serial",
 )
-
-
+BY_HEADS = (*test_ulysses.SCHEDULES, "auto")
 SIZES = (64, 128, 256)
 
 
-def _masks(at: Rank, dtype: str) -> None:
-    for iteration, case in enumerate(cases(at.world, 96)):
-        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % len(SCHEDULES)]
-        wide = replace(case, heads=8, kv_heads=2, size=size, dtype=dtype)
-        attended(at, wide, iteration, schedule)
+def _gathered(at: Rank, dtype: str, gradients: bool) -> None:
+    called = test_attention.differentiated if gradients else test_attention.attended
+    rows = 96 if gradients or dtype == "float16" else 2 * CUDNN_ROWS  # by flash attention or cuDNN
+    for iteration, case in enumerate(test_attention.cases(at.world, rows)):
+        size, schedule = SIZES[iteration % 3], GATHERED[iteration % len(GATHERED)]
+        called(at, replace(case, heads=8, kv_heads=2, size=size, dtype=dtype), iteration, schedule)
+        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)  # between others
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def _by_heads(at: Rank, dtype: str, gradients: bool) -> None:
+    called = test_ulysses.differentiated if gradients else test_ulysses.attended
+    for iteration, case in enumerate(test_ulysses.cases(at.world, 96)):
+        size, schedule = SIZES[iteration % 3], BY_HEADS[iteration % len(BY_HEADS)]
+        called(at, replace(case, size=size, dtype=dtype), iteration, schedule)
+        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
+)
+@pytest.mark.parametrize("calls", [_gathered, _by_heads])
 @ranks(2, 4)
-def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> None:
-    run(world, _masks, dtype, device="cuda", timeout=280)
+def test_no_further_from_float64_than_the_library(
+    world: int, calls: Callable[..., None], dtype: str, gradients: bool
+) -> None:
+    run(world, calls, dtype, gradients, device="cuda", timeout=280)
 
 
 # By flash attention, for which keys at -inf make NaN, and by cuDNN.
@@ -50,18 +68,6 @@ def test_no_further_from_float64_than_the_library(world: int, dtype: str) -> Non
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: int) -> None:
     case = AttentionCase(rows, 8, 2, 128, dtype="bfloat16")
     run(2, not_finite, what, case, device="cuda", timeout=100)
-
-
-def _calls(at: Rank) -> None:
-    case = AttentionCase(512, 16, 4, 128, dtype="bfloat16", causal=True, placement="head-tail")
-    for iteration in range(30):
-        schedule = SCHEDULES[iteration % len(SCHEDULES)]
-        attended(at, replace(case, batch=1 + iteration % 2), iteration, schedule)
-        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
-
-
-def test_between_other_calls() -> None:
-    run(wider(), _calls, device="cuda", timeout=280)
 
 
 def _unmerged(at: Rank) -> None:
@@ -74,40 +80,3 @@ def _unmerged(at: Rank) -> None:
 
 def test_a_bench_can_leave_merging_out() -> None:
     run(2, _unmerged, device="cuda")
-
-
-def _gradients(at: Rank) -> None:
-    for iteration, case in enumerate(cases(at.world, 96)):
-        size, schedule = SIZES[iteration % 3], SCHEDULES[iteration % len(SCHEDULES)]
-        wide = replace(case, heads=8, kv_heads=2, size=size, dtype="bfloat16")
-        differentiated(at, wide, iteration, schedule)
-
-
-@ranks(2, 4)
-def test_gradients(world: int) -> None:
-    run(world, _gradients, device="cuda", timeout=280)
-
-
-def _graphs(at: Rank, schedule: str) -> Any:
-    case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, placement="head-tail")
-    mine = case.positions(at.rank, at.world).to(at.device)
-
-    def shards(iteration: int) -> list[torch.Tensor]:
-        return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
-
-    q, k, v = shards(0)
-
-    def call() -> torch.Tensor:
-        how = {"causal": True, "placement": "head-tail", "schedule": schedule}
-        return ficco.all_gather_attention(q, k, v, **how)
-
-    def renew(iteration: int) -> None:
-        for here, there in zip((q, k, v), shards(iteration), strict=True):
-            here.copy_(there)
-
-    replays(at, call, renew)
-
-
-@pytest.mark.parametrize("schedule", ["growing", "growing:compute=2"])
-def test_graphs(schedule: str) -> None:
-    run(wider(), _graphs, schedule, device="cuda", fresh=True, timeout=120)

@@ -29,53 +29,34 @@ def cuda() -> Any:
     return cuda_driver
 
 
-def _chosen(at: Rank) -> dict[str, str]:
+def _chosen(at: Rank) -> None:
     """The memory of groups of four ranks, some of which this rank is in."""
     from ficco.dma import cuda_driver
 
     driver = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
-    driver.index, offers = 0, {"IPC_EVENT_SUPPORTED"}
-    world, store = dist.group.WORLD, dist.HashStore()
+    driver.index, world, store = 0, dist.group.WORLD, dist.HashStore()
 
-    def memory(group: Any, hosts: Hosts | None = None) -> str:
+    def memory(group: Any, offers: bool = True, hosts: Hosts | None = None) -> str:
         engine: Any = SimpleNamespace(group=group, hosts=hosts or Hosts.one(group))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuda_driver, "attribute", lambda name, index: int(name in offers))
+            served = "IPC_EVENT_SUPPORTED" if offers else ""
+            patch.setattr(cuda_driver, "attribute", lambda name, index: int(name == served))
             return driver._memory(engine)
 
-    names = tuple("aabb")
-    near = Hosts(world, names, Near(store, at.rank % 2, 2))
+    near = Hosts(world, tuple("aabb"), Near(store, at.rank % 2, 2))
     apart = Hosts(world, tuple("abcd"), Near(store, 0, 1))
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][at.rank // 2]
     three, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
-    all_again = dist.new_group([0, 1, 2, 3])
-    found = {
-        "all": memory(world),
-        "all again": memory(all_again),
-        "pair": memory(pairs[at.rank // 2]),
-        "some": memory(alone if at.rank == 3 else three),
-        "two hosts": memory(world, near),
-        "a host each": memory(world, apart),
-        # As many ranks as the job has, which are not all of the job's.
-        "unknown": memory(dist.ProcessGroup(store, at.rank, at.world)),
-    }
-    offers.clear()
-    found["pair without IPC"] = memory(pairs[at.rank // 2])
-    return found
+    assert memory(world) == memory(dist.new_group([0, 1, 2, 3])) == "torch"
+    assert (memory(pair), memory(pair, offers=False)) == ("ipc", "torch")
+    assert memory(three) == "ipc" if at.rank < 3 else memory(alone) == "torch"  # it meets nobody
+    assert (memory(world, hosts=near), memory(world, hosts=apart)) == ("ipc", "torch")
+    # As many ranks as the job has, which are not all of the job's.
+    assert memory(dist.ProcessGroup(store, at.rank, at.world)) == "ipc"
 
 
 def test_ranks_that_are_not_all_of_the_job_share_by_handles(cuda: Any) -> None:
-    for rank, found in enumerate(run(4, _chosen)):
-        assert found == {
-            "all": "torch",
-            "all again": "torch",
-            "pair": "ipc",
-            "some": "torch" if rank == 3 else "ipc",  # one rank does not meet
-            "two hosts": "ipc",
-            "a host each": "torch",
-            "unknown": "ipc",
-            "pair without IPC": "torch",
-        }
+    run(4, _chosen)
 
 
 class Device:

@@ -1,41 +1,29 @@
-"""Gradients on GPUs: those of ``test_gradients.py``, and what only a GPU can get wrong."""
+"""Gradients on GPUs: streams, memory, and what of ``test_gradients.py`` depends on the device."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, need_own_gpus, run
+from ranks import Rank, run
+from subjects import SUBJECTS, reference
+from test_gpu import alike, called, jittered, on_device
 from test_gradients import (  # noqa: F401  collected here, with this module's device
-    GATHERING,
-    OPERATORS,
-    Case,
-    Made,
-    case_of,
-    make,
-    operands,
-    product,
-    same,
     test_a_call_inside_a_backward,
     test_backwards_inside_autocast,
-    test_gradient_through_the_gathered_a,
     test_gradients_in_any_layout,
     test_gradients_of_random_data,
     test_gradients_of_views,
     test_gradients_under_autocast,
     test_operators_in_a_checkpointed_block,
-    test_options_of_the_forward_are_those_of_the_backward,
     test_tensor_parallel_inside_data_parallel,
 )
 
 import ficco
+from ficco.problems.products import OPERATORS
 
 pytestmark = pytest.mark.multigpu
-
-#: Cycles of torch.cuda._sleep that take about a millisecond.
-MILLISECOND = 1_800_000
 
 
 @pytest.fixture(scope="module")
@@ -43,101 +31,44 @@ def device() -> str:
     return "cuda"
 
 
-def _two_streams(at: Rank, save: bool) -> None:
-    """Forwards and backwards in flight on one group from two streams, both slow to start."""
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    rng = random.Random(at.rank)
-    found: list[tuple[Any, ...]] = []
-    made: dict[tuple[str, int], Made] = {
-        (operator, i): make(case_of(operator, at.world, 4 + 2 * i, 6, 8), at.world, i)
-        for operator in OPERATORS
-        for i in range(2)
-    }
-    # Everything is on the device before: a copy from the host would wait for it.
-    kept = {
-        key: operands(case_of(key[0], at.world, 4 + 2 * key[1], 6, 8), one, at)
-        for key, one in made.items()
-    }
-    grads = {key: one.g[at.rank].to(at.device, torch.float32) for key, one in made.items()}
-    torch.cuda.synchronize()
-    for _ in range(4):
-        for one, other in zip(OPERATORS, OPERATORS[1:] + OPERATORS[:1], strict=True):
-            pair = []
-            for i, operator in enumerate((one, other)):
-                a, b = (x.detach().requires_grad_() for x in kept[operator, i])
-                case = case_of(operator, at.world, 4 + 2 * i, 6, 8)
-                with torch.cuda.stream(streams[i]), ficco.options(save_gathered=save):
-                    torch.cuda._sleep(rng.randrange(3) * MILLISECOND // 4)
-                    pair.append((operator, i, a, b, product(case, a, b)))
-            for operator, i, a, b, y in pair:
-                with torch.cuda.stream(streams[i]):
-                    y.backward(grads[operator, i])
-                found.append((operator, i, a, b))
-    torch.cuda.synchronize()
-    for operator, i, a, b in found:
-        same(a.grad, made[operator, i].grad_a[at.rank], f"{operator} on stream {i}: a")
-        same(b.grad, made[operator, i].grad_b[at.rank], f"{operator} on stream {i}: b")
+def _jitter(at: Rank, save: bool, calls: int) -> int:
+    """Forwards and backwards in flight on one group."""
+    kinds = []
+    for iteration, name in enumerate((*OPERATORS, "experts", "ulysses_project") * 2):
+        ((_, case),) = alike(name, at.world, ["growing"])
+        every, _, grads = reference(SUBJECTS[name], case, at.world, iteration)
+        given = on_device(at, name, case, iteration)
+        wanted = torch.cat([one.grad.flatten() for one in every[at.rank]]).to(given[0])
+        kinds.append((name, case, given, [one.to(given[0]) for one in grads[at.rank]], wanted))
 
-
-@pytest.mark.parametrize("save", [False, True])
-def test_one_group_on_two_streams(save: bool) -> None:
-    run(2, _two_streams, save, device="cuda")
-
-
-def _captured(at: Rank, operator: str, save: bool) -> None:
-    """Forward and backward captured in a graph, replayed with other operands."""
-    case = case_of(operator, at.world, 4, 6, 8, dtype="bfloat16")
-    made = [make(case, at.world, iteration) for iteration in range(6)]
-    a, b = operands(case, made[0], at)
-    g = made[0].g[at.rank].to(a)
-    data = [[x[at.rank].to(a) for x in (one.a, one.b, one.g)] for one in made]
-
-    def step() -> tuple[torch.Tensor, ...]:
+    def once(index: int, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        name, case, given, grads, wanted = kind
+        count = len(SUBJECTS[name].operands)
+        leaves = [one.clone().requires_grad_() for one in given[:count]]
         with ficco.options(save_gathered=save):
-            y = product(case, a, b)
-        return (y, *torch.autograd.grad(y, (a, b), g))
+            results = called(name, case, [*leaves, *given[count:]])
+        made = torch.autograd.grad(results, leaves, grads)
+        return torch.cat([one.flatten() for one in made]), wanted
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    for one, values in zip(made, data, strict=True):
-        with torch.no_grad():
-            for place, value in zip((a, b, g), values, strict=True):
-                place.copy_(value)
-        graph.replay()
-        want = (one.y, one.grad_a, one.grad_b)
-        for name, found, each in zip(("y", "a", "b"), results, want, strict=True):
-            same(found, each[at.rank], f"replay of {operator}: {name}")
-    torch.cuda.synchronize()
+    return jittered(at, 3, calls, kinds, once)
 
 
 @pytest.mark.parametrize("save", [False, True])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_backwards_in_a_graph(operator: str, save: bool) -> None:
-    need_own_gpus(2)  # auto takes a collective for products as small as these
-    run(2, _captured, operator, save, device="cuda")
+def test_one_group_on_several_streams(save: bool) -> None:
+    assert run(2, _jitter, save, 100, device="cuda") == [100] * 2
 
 
 def _peak(at: Rank, save: bool) -> tuple[int, int]:
     """Bytes that PyTorch holds between forward and backward, and at most in the backward."""
-    case = Case("all_gather_matmul", (256,) * at.world, 1024, 64, dtype="bfloat16")
-    a, b = (
-        torch.randn(*shape, device=at.device, dtype=torch.bfloat16, requires_grad=True)
-        for shape in ((256, case.k), (case.k, case.n))
-    )
+    kind: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
+    a, b = torch.randn(256, 1024, **kind), torch.randn(1024, 64, **kind)
     held = peak = 0
     for _ in range(3):
         a.grad = b.grad = None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         with ficco.options(save_gathered=save):
-            y = product(case, a, b)
+            y = ficco.all_gather_matmul(a, b)
         loss = y.sum()
         del y
         held = torch.cuda.memory_allocated() - before

@@ -1,6 +1,5 @@
-"""Attention over several hosts on GPUs. Ranks of one machine stand for hosts by ``FICCO_HOST``, as
-in :mod:`test_hosts_gpu`: NCCL goes between hosts whose ranks have GPUs of their own, gloo between
-those that share one (``FICCO_TESTS_RANKS_PER_GPU``)."""
+"""Attention over several hosts on GPUs, beyond the contract and :mod:`test_hosts_gpu`: ranks that
+are lost in a call or its backward."""
 
 from __future__ import annotations
 
@@ -11,13 +10,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_projections_gpu
 import torch
-from cases import replays
-from ranks import Rank, need_own_gpus, run
-from test_attention import AttentionCase
-from test_hosts import PATIENCE_S, assert_all_learn, host_of, losing
-from test_hosts_attention import CALLS, calls
+from ranks import Rank, run
+from test_hosts import PATIENCE_S, assert_all_learn, losing
 
 import ficco
 
@@ -28,52 +23,6 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "gathered": partial(ficco.all_gather_attention, placement="head-tail"),
     "by-heads": ficco.ulysses_attention,
 }
-
-
-def _calls(at: Rank, hosts: int, called: Any, each: Any) -> int:
-    return calls(at, hosts, called, each, ("bfloat16", "float16"), size=64)
-
-
-@pytest.mark.parametrize(("called", "each"), CALLS)
-@pytest.mark.parametrize(("hosts", "local"), [(2, 1), (2, 2)])
-def test_calls(hosts: int, local: int, called: Any, each: Any) -> None:
-    found = run(hosts * local, _calls, hosts, called, each, device="cuda", timeout=280)
-    assert min(found) > 20
-
-
-def _projections(at: Rank) -> None:
-    with host_of(at, 2):
-        test_projections_gpu.calls(at)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_projections_are_exact_on_whole_numbers(world: int) -> None:
-    run(world, _projections, device="cuda", timeout=280)
-
-
-def _graphs(at: Rank, name: str, schedule: str) -> None:
-    case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, placement="head-tail")
-    mine = case.positions(at.rank, at.world).to(at.device)
-
-    def shards(iteration: int) -> list[torch.Tensor]:
-        return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
-
-    q, k, v = shards(0)
-
-    def renew(iteration: int) -> None:
-        for here, there in zip((q, k, v), shards(iteration), strict=True):
-            here.copy_(there)
-
-    with host_of(at, 2):
-        replays(at, lambda: OPERATORS[name](q, k, v, causal=True, schedule=schedule), renew)
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("gathered", "growing"), ("by-heads", "uniform-fused-1d:pieces=2")]
-)
-def test_graphs_where_nccl_goes_between(name: str, schedule: str) -> None:
-    need_own_gpus(2)
-    run(2, _graphs, name, schedule, device="cuda", fresh=True, timeout=120)
 
 
 def _bereaved(at: Rank, victims: Sequence[int], name: str) -> Any:

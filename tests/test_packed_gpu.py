@@ -4,6 +4,7 @@ four ranks share a GPU."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,15 +22,19 @@ from ficco.compute import attention as libraries
 pytestmark = pytest.mark.multigpu
 
 
+def served() -> Any:
+    """Counts the calls of one library for several documents."""
+    return mock.patch.object(libraries, "flash_of_several", wraps=libraries.flash_of_several)
+
+
 def _calls(at: Rank) -> None:
-    iteration, rows, several = 0, 192, libraries.flash_of_several
+    iteration, rows = 0, 192
     for mask in MASKS:
         for size in (64, 128):
             bounds = documents(rows * at.world, iteration, 40)
-            case = AttentionCase(
-                rows, 4 * at.world, 2, size, dtype="bfloat16", cu_seqlens=bounds, **mask
-            )
-            with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
+            sizes = rows, 4 * at.world, 2, size
+            case = AttentionCase(*sizes, dtype="bfloat16", cu_seqlens=bounds, **mask)
+            with served() as calls:
                 for placement in ("ranks", "head-tail"):
                     placed = replace(case, placement=placement)
                     iteration += 1
@@ -37,7 +42,7 @@ def _calls(at: Rank) -> None:
                     differentiated(at, placed, iteration, "hetero-fused-1d")
                 attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
                 differentiated_by_heads(at, case, iteration, "serial")
-                assert served.call_count > 0
+                assert calls.call_count > 0
 
 
 @ranks(2, 4)
@@ -49,7 +54,6 @@ def _graphs(at: Rank) -> None:
     bounds = documents(256 * at.world, 3, 40)
     case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, cu_seqlens=bounds)
     mine = slice(at.rank * case.rows, (at.rank + 1) * case.rows)
-    several = libraries.flash_of_several
 
     def shards(iteration: int) -> list[torch.Tensor]:
         return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
@@ -57,10 +61,10 @@ def _graphs(at: Rank) -> None:
     q, k, v = shards(0)
 
     def call() -> torch.Tensor:
-        with mock.patch.object(libraries, "flash_of_several", wraps=several) as served:
+        with served() as calls:
             out = ficco.all_gather_attention(q, k, v, causal=True, cu_seqlens=bounds)
         if torch.cuda.is_current_stream_capturing():  # others may be replayed
-            assert served.call_count > 0  # where documents begin was known from eager calls
+            assert calls.call_count > 0  # where documents begin was known from eager calls
         return out
 
     def renew(iteration: int) -> None:

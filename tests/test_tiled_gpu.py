@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
+from ranks import on_hopper
 from test_worklist import COSTS, spans
 
 from ficco.compute.tiled.portable import TritonKernel
@@ -27,7 +27,10 @@ from ficco.compute.tiled.worklist import (
     listed,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU"),
+]
 
 #: Seconds after which a kernel no longer waits.
 LIMIT_S = 4.0
@@ -51,6 +54,7 @@ SHAPES = [
     ((1,), 8, 4096),
     ((64, 65, 63, 128, 129, 127, 256, 1), 264, 1000),
 ]
+Chosen = tuple[TiledProducts, Tiling]
 
 
 @cache
@@ -67,22 +71,16 @@ def products_of(kernel: str) -> TiledProducts:
 
 
 @pytest.fixture(params=KERNELS, ids=lambda one: "-".join([one[0], *map(str, one[1])]))
-def chosen(request: pytest.FixtureRequest) -> tuple[str, Tiling]:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    if request.param[0] == "triton" and find_spec("triton") is None:
+def chosen(request: pytest.FixtureRequest) -> Chosen:
+    kernel, tiling = request.param
+    if kernel == "triton" and find_spec("triton") is None:
         pytest.skip("needs Triton")
-    return request.param
+    return products_of(kernel), tiling
 
 
-@pytest.fixture
-def products(chosen: tuple[str, Tiling]) -> TiledProducts:
-    return products_of(chosen[0])
-
-
-@pytest.fixture
-def tiling(chosen: tuple[str, Tiling]) -> Tiling:
-    return chosen[1]
+def tiles_of(chosen: Chosen, work: Work, cut: Cut = Cut.END) -> TileList:
+    products, tiling = chosen
+    return listed(work, tiling, cut, int(products.clusters(tiling)), COSTS)
 
 
 class Call:
@@ -91,7 +89,7 @@ class Call:
 
     def __init__(
         self,
-        products: Any,
+        products: TiledProducts,
         tiles: TileList,
         types: torch.dtype | TileTypes,
         b_rows: bool,
@@ -100,7 +98,7 @@ class Call:
     ) -> None:
         work = tiles.work
         types = types if isinstance(types, TileTypes) else TileTypes.of(types)
-        self.products, self.tiles, self.dtype, self.padding = products, tiles, types.out, padding
+        self.tiles, self.dtype, self.padding = tiles, types.out, padding
         count = len(work.gates) + len(work.announces) + 1
         self.words = torch.zeros(count, dtype=torch.int32, device="cuda")
         at = [self.words.data_ptr() + 4 * i for i in range(count)]
@@ -111,15 +109,8 @@ class Call:
         self.b = self.room(k, work.n, b) if b_rows else self.room(work.n, k, b).t()
         self.out = [self.room(rows, work.n) for rows in work.rows]
         self.scales: TileScales | None = None
-        self.prepared = products.prepare(
-            tiles,
-            types,
-            b_rows,
-            late=at[-1],
-            limit_s=limit_s,
-            gates=self.gates,
-            words=self.posts,
-        )
+        words = {"late": at[-1], "gates": self.gates, "words": self.posts}
+        self.prepared = products.prepare(tiles, types, b_rows, limit_s=limit_s, **words)
         torch.cuda.synchronize()
 
     def room(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -128,9 +119,8 @@ class Call:
         if not self.padding:
             return torch.full((rows, columns), torch.nan, device="cuda").to(dtype)
         padding = self.padding * 2 // dtype.itemsize
-        return torch.full((rows + 2, columns + padding), torch.nan, device="cuda").to(dtype)[
-            1:-1, :columns
-        ]
+        whole = torch.full((rows + 2, columns + padding), torch.nan, device="cuda").to(dtype)
+        return whole[1:-1, :columns]
 
     def fill(self, seed: int) -> None:
         """Sets operands; results are NaN, gates and announcements at rest."""
@@ -175,31 +165,19 @@ class Call:
         assert not self.prepared.counters.any(), f"{what}: counters are not at rest"
 
 
-def clusters(products: Any, tiling: Tiling) -> int:
-    return int(products.clusters(tiling))
-
-
 # Exact.
 
 
 @pytest.mark.parametrize("b_rows", [False, True], ids=["columns", "rows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_products_are_exact(
-    products: Any, tiling: Tiling, dtype: torch.dtype, b_rows: bool
-) -> None:
-    began = time.perf_counter()
-    for shape in (shape for shape in SHAPES if len(shape[0]) <= products.kernel.most):
+def test_products_are_exact(chosen: Chosen, dtype: torch.dtype, b_rows: bool) -> None:
+    for shape in (shape for shape in SHAPES if len(shape[0]) <= chosen[0].kernel.most):
         for cut in (Cut.NONE, Cut.END):
-            tiles = listed(Work(*shape), tiling, cut, clusters(products, tiling), COSTS)
-            call = Call(products, tiles, dtype, b_rows)
+            call = Call(chosen[0], tiles_of(chosen, Work(*shape), cut), dtype, b_rows)
             call.fill(1)
-            results = []
             for _ in range(3):
                 call.launch()
                 call.verify((shape, cut))
-                results.append([out.clone() for out in call.out])
-            assert all(torch.equal(*pair) for pair in zip(*results[:2], strict=True))
-        print(f"{tiling} {dtype} {shape}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
 # Operands of float8.
@@ -208,21 +186,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FAST, OTHER = TileTypes(E4M3, E4M3, torch.bfloat16), TileTypes(E5M2, E4M3, torch.float16)
 PRECISE = TileTypes(E4M3, E5M2, torch.bfloat16, precise=True)
 SCALED = [
-    *(
-        (tiling, types)
-        for types in (FAST, OTHER)
-        for kernel, tiling in KERNELS
-        if kernel == "hopper"
-    ),
+    *((tiling, types) for types in (FAST, OTHER) for name, tiling in KERNELS if name == "hopper"),
     *((tiling, PRECISE) for tiling in H100_PRECISE.multiply),
 ]
-
-
-@pytest.fixture
-def scaling() -> TiledProducts:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    return products_of("hopper")
 
 
 def powers(*shape: int) -> torch.Tensor:
@@ -231,17 +197,15 @@ def powers(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["bare", "bias"])
 @pytest.mark.parametrize("of_rows", [False, True], ids=["tensor", "row"])
-@pytest.mark.parametrize(("scaled_tiling", "types"), SCALED, ids=str)
+@pytest.mark.parametrize(("tiling", "types"), SCALED, ids=str)
 def test_scaled_products_are_exact(
-    scaling: TiledProducts, scaled_tiling: Tiling, types: TileTypes, of_rows: bool, bias: bool
+    tiling: Tiling, types: TileTypes, of_rows: bool, bias: bool
 ) -> None:
+    chosen = products_of("hopper"), tiling
     for rows, n, k in SHAPES:
         n = -(-n // 16) * 16
         for cut in (Cut.NONE, Cut.END):
-            tiles = listed(
-                Work(rows, n, k), scaled_tiling, cut, clusters(scaling, scaled_tiling), COSTS
-            )
-            call = Call(scaling, tiles, types, False)
+            call = Call(chosen[0], tiles_of(chosen, Work(rows, n, k), cut), types, False)
             call.fill(1)
             row = torch.randint(-4, 5, (n,), device="cuda").to(types.out) if bias else None
             of_a = [powers(count if of_rows else 1, 1) for count in rows]
@@ -251,26 +215,26 @@ def test_scaled_products_are_exact(
                 call.verify((rows, n, k, cut))
 
 
-def test_sums_of_float8_keep_float32(scaling: TiledProducts) -> None:
+@pytest.mark.parametrize("tiling", H100_PRECISE.multiply, ids=str)
+def test_sums_of_float8_keep_float32(tiling: Tiling) -> None:
     """Terms of 1 / 512 that follow a sum of 1024 are not lost."""
-    for tiling in H100_PRECISE.multiply:
-        types = TileTypes(E4M3, E4M3, torch.float16, precise=True)
-        tiles = listed(Work((128,), 128, 1024), tiling, Cut.NONE, 1, COSTS)
-        call = Call(scaling, tiles, types, False)
-        call.fill(1)
-        call.b.fill_(1.0)
-        call.a[0].fill_(2.0**-9)
-        call.a[0][:, :128] = 8.0
-        call.scales = TileScales([torch.ones(1, 1, device="cuda")], torch.ones(1, 1, device="cuda"))
-        call.launch()
-        call.verify(tiling)
-        assert call.out[0].unique().tolist() == [1028.0]
+    types = TileTypes(E4M3, E4M3, torch.float16, precise=True)
+    tiles = listed(Work((128,), 128, 1024), tiling, Cut.NONE, 1, COSTS)
+    call = Call(products_of("hopper"), tiles, types, False)
+    call.fill(1)
+    call.b.fill_(1.0)
+    call.a[0].fill_(2.0**-9)
+    call.a[0][:, :128] = 8.0
+    call.scales = TileScales([torch.ones(1, 1, device="cuda")], torch.ones(1, 1, device="cuda"))
+    call.launch()
+    call.verify(tiling)
+    assert call.out[0].unique().tolist() == [1028.0]
 
 
-def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> None:
+def test_the_same_list_gives_the_same_bits(chosen: Chosen) -> None:
     """With values whose sums are rounded."""
-    tiles = listed(Work((513, 130), 520, 4096), tiling, Cut.END, clusters(products, tiling), COSTS)
-    call = Call(products, tiles, torch.bfloat16, True)
+    tiles = tiles_of(chosen, Work((513, 130), 520, 4096))
+    call = Call(chosen[0], tiles, torch.bfloat16, True)
     for tensor in (*call.a, call.b):
         tensor.copy_(torch.randn(tensor.shape, device="cuda"))
     results = []
@@ -283,8 +247,8 @@ def test_the_same_list_gives_the_same_bits(products: Any, tiling: Tiling) -> Non
     assert float((results[0].double() - right).norm() / right.norm()) < 5e-3
 
 
-def test_operands_that_the_hardware_cannot_address(products: Any, tiling: Tiling) -> None:
-    rows, n, k = 130, 200, 72
+def test_operands_that_the_hardware_cannot_address(chosen: Chosen) -> None:
+    (products, tiling), rows, n, k = chosen, 130, 200, 72
     tiles = listed(Work((rows, rows), n, k), tiling, Cut.NONE, 66, COSTS)
     call = Call(products, tiles, torch.bfloat16, True)
 
@@ -319,108 +283,87 @@ def test_operands_that_the_hardware_cannot_address(products: Any, tiling: Tiling
 # Gates and announcements.
 
 
-class Words:
-    """Stream operations on 32-bit words, and a word of the host that holds a stream up."""
+def stream_word(operation: str, stream: torch.cuda.Stream, address: int) -> None:
+    """A stream writes 1 to a 32-bit word, or waits for it there: ``"Write"`` or ``"Wait"``."""
+    from cuda.bindings import driver
 
-    def __init__(self) -> None:
-        self.held = torch.zeros(1, dtype=torch.int32).pin_memory()
-
-    @staticmethod
-    def write(stream: torch.cuda.Stream, address: int) -> None:
-        from cuda.bindings import driver
-
-        assert driver.cuStreamWriteValue32(stream.cuda_stream, address, 1, 0)[0] == 0
-
-    @staticmethod
-    def wait(stream: torch.cuda.Stream, address: int) -> None:
-        from cuda.bindings import driver
-
-        assert driver.cuStreamWaitValue32(stream.cuda_stream, address, 1, 0)[0] == 0
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        self.held[0] = 0
-        self.wait(stream, self.held.data_ptr())
-
-    def go(self) -> None:
-        self.held[0] = 1
+    enqueue = getattr(driver, f"cuStream{operation}Value32")
+    assert enqueue(stream.cuda_stream, address, 1, 0)[0] == 0
 
 
-def gated_work(rng: random.Random, rows: Sequence[int], gates: int, announces: int) -> Work:
-    rows = tuple(rows)
-    return Work(rows, 520, 1000, spans(rng, rows, gates), spans(rng, rows, announces))
+def attempts(
+    chosen: Chosen, cut: Cut, dtype: torch.dtype, b_rows: bool, gated: bool
+) -> Iterator[tuple[Call, random.Random, object]]:
+    """Calls with operands, whose rows wait for random gates or are announced, and what to call
+    them."""
+    rng = random.Random(f"{chosen[1]} {cut}")
+    for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
+        ranges = spans(rng, rows, count)
+        work = Work(rows, 520, 1000, *((ranges, ()) if gated else ((), ranges)))
+        call = Call(chosen[0], tiles_of(chosen, work, cut), dtype, b_rows, padding=0)
+        for attempt in range(3):
+            call.fill(attempt)
+            yield call, rng, (rows, cut, attempt)
 
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
-def test_tiles_wait_for_their_rows(products: Any, tiling: Tiling, cut: Cut) -> None:
+def test_tiles_wait_for_their_rows(chosen: Chosen, cut: Cut) -> None:
     """Copies by a copy engine, each followed by the write of its word, in random order; the rows
     hold NaN before. Nothing ends before the copies begin."""
-    rng = random.Random(f"{tiling} {cut}")
-    words, arrivals = Words(), torch.cuda.Stream()
-    for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
-        work = gated_work(rng, rows, count, 0)
-        tiles = listed(work, tiling, cut, clusters(products, tiling), COSTS)
-        call = Call(products, tiles, torch.bfloat16, True, padding=0)
-        for attempt in range(3):
-            call.fill(attempt)
-            hosts = [a.cpu().pin_memory() for a in call.a]
-            for spanned in work.gates:
-                for product, first, last in spanned:
-                    call.a[product][first:last].fill_(torch.nan)
-            torch.cuda.synchronize()
-            words.hold(arrivals)
-            order = list(range(len(work.gates)))
-            rng.shuffle(order)
-            for gate in order:
-                with torch.cuda.stream(arrivals):
-                    for product, first, last in work.gates[gate]:
-                        target = call.a[product][first:last]
-                        target.copy_(hosts[product][first:last], non_blocking=True)
-                words.write(arrivals, call.gates[gate])
-            call.launch()
-            end = torch.cuda.Event()
-            end.record()
-            time.sleep(0.002)
-            assert not end.query(), "it did not wait"
-            words.go()
-            call.verify((rows, cut, attempt))
-        print(f"{tiling} {cut.name} {rows}: exact", flush=True)
+    held, arrivals = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream()
+    for call, rng, what in attempts(chosen, cut, torch.bfloat16, True, gated=True):
+        gates = call.tiles.work.gates
+        hosts = [a.cpu().pin_memory() for a in call.a]
+        for product, first, last in (span for spanned in gates for span in spanned):
+            call.a[product][first:last].fill_(torch.nan)
+        torch.cuda.synchronize()
+        held[0] = 0
+        stream_word("Wait", arrivals, held.data_ptr())
+        for gate in rng.sample(range(len(gates)), len(gates)):
+            with torch.cuda.stream(arrivals):
+                for product, first, last in gates[gate]:
+                    target = call.a[product][first:last]
+                    target.copy_(hosts[product][first:last], non_blocking=True)
+            stream_word("Write", arrivals, call.gates[gate])
+        call.launch()
+        end = torch.cuda.Event()
+        end.record()
+        time.sleep(0.002)
+        assert not end.query(), "it did not wait"
+        held[0] = 1
+        call.verify(what)
 
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
-def test_announced_rows_are_stored(products: Any, tiling: Tiling, cut: Cut) -> None:
+def test_announced_rows_are_stored(chosen: Chosen, cut: Cut) -> None:
     """A stream waits for each word, then a copy engine reads those rows."""
-    rng = random.Random(f"{tiling} {cut}")
-    words, departures = Words(), torch.cuda.Stream()
-    for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
-        work = gated_work(rng, rows, 0, count)
-        tiles = listed(work, tiling, cut, clusters(products, tiling), COSTS)
-        call = Call(products, tiles, torch.float16, False, padding=0)
-        for attempt in range(3):
-            call.fill(attempt)
-            exact = [product.cpu() for product in call.exact]
-            hosts = [torch.full_like(t, torch.nan).pin_memory() for t in exact]
-            torch.cuda.synchronize()
-            call.launch()
-            for index, spanned in enumerate(work.announces):
-                words.wait(departures, call.posts[index])
-                with torch.cuda.stream(departures):
-                    for product, first, last in spanned:
-                        source = call.out[product][first:last]
-                        hosts[product][first:last].copy_(source, non_blocking=True)
-            posted = call.words.cpu()[:-1]  # after the kernel
-            call.words[:-1] = 1  # lets the other stream go on in any case
-            assert bool((posted == 1).all()), f"{rows} {cut}: not announced"
-            call.verify((rows, cut, attempt))
-            for spanned in work.announces:
+    departures = torch.cuda.Stream()
+    for call, _, what in attempts(chosen, cut, torch.float16, False, gated=False):
+        announces = call.tiles.work.announces
+        exact = [product.cpu() for product in call.exact]
+        hosts = [torch.full_like(t, torch.nan).pin_memory() for t in exact]
+        torch.cuda.synchronize()
+        call.launch()
+        for address, spanned in zip(call.posts, announces, strict=True):
+            stream_word("Wait", departures, address)
+            with torch.cuda.stream(departures):
                 for product, first, last in spanned:
-                    pair = hosts[product][first:last], exact[product][first:last]
-                    assert torch.equal(*pair), f"{rows} {cut} {attempt}: read too early"
-        print(f"{tiling} {cut.name} {rows}: exact", flush=True)
+                    source = call.out[product][first:last]
+                    hosts[product][first:last].copy_(source, non_blocking=True)
+        posted = call.words.cpu()[:-1]  # after the kernel
+        call.words[:-1] = 1  # lets the other stream go on in any case
+        assert bool((posted == 1).all()), f"{what}: not announced"
+        call.verify(what)
+        for product, first, last in (span for spanned in announces for span in spanned):
+            pair = hosts[product][first:last], exact[product][first:last]
+            assert torch.equal(*pair), f"{what}: read too early"
 
 
 @pytest.mark.parametrize("cut", [Cut.NONE, Cut.END], ids=lambda cut: cut.name)
-def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> None:
+def test_a_gate_that_never_opens(chosen: Chosen, cut: Cut) -> None:
+    products, tiling = chosen
     gates = tuple((RowSpan(0, first, first + 128),) for first in range(0, 1024, 128))
+    assert MAX_GATES >= len(gates)
     tiles = listed(Work((1024,), 520, 4096, gates), tiling, cut, 66, COSTS)
     call = Call(products, tiles, torch.bfloat16, True, limit_s=0.05)
     call.fill(1)
@@ -436,31 +379,3 @@ def test_a_gate_that_never_opens(products: Any, tiling: Tiling, cut: Cut) -> Non
     call.words[:-1] = 1
     call.launch()
     call.verify("the next one")
-    assert MAX_GATES >= len(gates)
-    print(f"{tiling} {cut.name}: bounded", flush=True)
-
-
-def test_replays_of_a_graph(products: Any, tiling: Tiling) -> None:
-    rng = random.Random(3)
-    work = gated_work(rng, (513, 300), 5, 5)
-    tiles = listed(work, tiling, Cut.END, clusters(products, tiling), COSTS)
-    call = Call(products, tiles, torch.bfloat16, True)
-    call.fill(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call.launch()
-    for replay in range(5):
-        call.fill(replay)
-        call.words[: len(work.gates)] = 1
-        graph.replay()
-        call.verify(f"replay {replay}")
-        assert bool((call.words[:-1] == 1).all()), "announced"
-    print(f"{tiling}: 5 replays exact", flush=True)
-
-
-def test_what_is_not_served(products: Any) -> None:
-    assert products.serves(TileTypes.of(torch.bfloat16), 1, 8, 8) == ""
-    assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
-    most = products.kernel.most
-    assert f"at most {most}" in products.serves(TileTypes.of(torch.float16), most + 1, 8, 8)
-    assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)

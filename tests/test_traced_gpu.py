@@ -1,5 +1,5 @@
-"""Compiled projections and experts on GPUs, bitwise as eager. With ``FICCO_TESTS_RANKS_PER_GPU=4``
-four ranks share a GPU."""
+"""Projections and experts compiled by Inductor on GPUs, bitwise as eager; the contract has other
+backends. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -22,32 +22,30 @@ def _around(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     return ficco.ulysses_output(q + k + v, last)
 
 
-def _projected(at: Rank, backend: str) -> None:
+def _projected(at: Rank) -> None:
     torch._dynamo.reset()
     first, second = (projections(at, kv_heads=4) for _ in range(2))
     with torch.no_grad():
         for one in (*first, *second):  # whole numbers, of which sums are exact
             one.round_()
-    compiled = torch.compile(_around, fullgraph=True, backend=backend)
+    compiled = torch.compile(_around, fullgraph=True)
     same(trained(compiled, second), trained(_around, first))
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_projections(world: int, backend: str) -> None:
-    run(world, _projected, backend, device="cuda", timeout=90)
+def test_projections(world: int) -> None:
+    run(world, _projected, device="cuda", timeout=90)
 
 
-def _experts(at: Rank, way: dict[str, Any], backend: str) -> None:
+def _experts(at: Rank, way: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    compiled = torch.compile(layer, fullgraph=True)
     same(trained(compiled, second, 4), trained(layer, first, 4))
     torch.cuda.synchronize()
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_experts(world: int, way: dict[str, Any], backend: str) -> None:
-    run(world, _experts, way, backend, device="cuda", timeout=90)
+def test_experts(world: int, way: dict[str, Any]) -> None:
+    run(world, _experts, way, device="cuda", timeout=90)

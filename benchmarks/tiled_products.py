@@ -1,6 +1,6 @@
 """Time the tiled product against the library's; writes ``tiled.csv`` and ``.md`` to a folder.
 
-    python tests/tiled_bench.py FOLDER [--next N] [--pieces P ...]
+    python -m benchmarks.tiled_products FOLDER [--next N] [--pieces P ...]
 
 Each shape's lists (every tiling and cut, or the chosen one and the N next best), for both layouts
 of B, the chosen one with gates and with announcements, and the library's product are timed in
@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 from cuda.bindings import driver
 
+from benchmarks.gpu_rounds import Staged, rounds
 from ficco.compute.tiled.hopper import TARGET, hopper_products, source
 from ficco.compute.tiled.products import TiledProducts, TileTypes
 from ficco.compute.tiled.worklist import H100, Cut, RowSpan, TileList, Tiling, Work, listed, ranked
@@ -60,12 +60,7 @@ SHAPES = (
 )
 #: Ranges of rows that are gated or announced.
 RANGES = 4
-ROUNDS = 12
-WARM_UP = 2
-#: Cycles of torch.cuda._sleep before a launch, about 0.1 ms.
-AHEAD = 200_000
 DTYPE = torch.bfloat16
-BUDGET_S = 60.0
 #: Microseconds of a product that is not short.
 LONG_US = 90.0
 COURIER = r"""
@@ -119,19 +114,6 @@ class Courier:
         check("cuLaunchKernel", launched)
 
 
-class Gated(NamedTuple):
-    """A launch whose gates a courier opens."""
-
-    launch: Callable[[], object]
-    gates: torch.Tensor
-    ns: torch.Tensor
-
-    def __call__(self) -> object:
-        """With all gates open."""
-        self.gates.fill_(1)
-        return self.launch()
-
-
 def gathered(m: int, n: int, k: int, pieces: int) -> Work:
     """The product of one of 4 ranks."""
     problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
@@ -139,28 +121,12 @@ def gathered(m: int, n: int, k: int, pieces: int) -> Work:
     return work_of(plan, next(step for step in plan.steps if step.gates))
 
 
-def arriving(products: TiledProducts, tiles: TileList, operands: Any, late: torch.Tensor) -> Gated:
-    """A launch of a list of :func:`gathered` work."""
-    work, (a, b, out) = tiles.work, operands
-    gates = torch.zeros(len(work.gates), dtype=torch.int32, device="cuda")
-    at = [gates.data_ptr() + 4 * i for i in range(len(gates))]
-    ns = torch.tensor([round(seconds * 1e9) for seconds in work.opens], dtype=torch.int32).cuda()
-    prepared = products.prepare(
-        tiles, TileTypes.of(DTYPE), b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
-    )
-    gates.fill_(1)
-    stream = torch.cuda.current_stream().cuda_stream
-    again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
-    assert again is not None
-    return Gated(partial(again, stream), gates, ns)
-
-
 def launcher(
-    products: TiledProducts, tiles: Any, b_rows: bool, operands: Any, late: torch.Tensor
+    products: TiledProducts, tiles: TileList, b_rows: bool, operands: Any, late: torch.Tensor
 ) -> Callable[[], None]:
+    """A launch of a list, its gates open."""
+    (a, b, out), work = operands, tiles.work
     words = torch.zeros(128, dtype=torch.int32, device="cuda")
-    gates = [words.data_ptr()] * len(tiles.work.gates)
-    posts = [words.data_ptr() + 4 * (1 + i) for i in range(len(tiles.work.announces))]
     words[0] = 1
     prepared = products.prepare(
         tiles,
@@ -168,13 +134,11 @@ def launcher(
         b_rows,
         late=late.data_ptr(),
         limit_s=1.0,
-        gates=gates,
-        words=posts,
+        gates=[words.data_ptr()] * len(work.gates),
+        words=[words.data_ptr() + 4 * (1 + i) for i in range(len(work.announces))],
     )
     stream = torch.cuda.current_stream().cuda_stream
-    a, b, out = operands
-
-    again = prepared.launch([a], b, [out], stream)
+    again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
     assert again is not None
 
     def launch(words: torch.Tensor = words) -> None:  # which must live as long
@@ -183,33 +147,21 @@ def launcher(
     return launch
 
 
-def rounds(
-    calls: dict[Any, Callable[[], object]], ahead: int = AHEAD, courier: Courier | None = None
-) -> dict[Any, list[float]]:
-    """Microseconds of each call in each round."""
-    rng, names = random.Random(5), list(calls)
-    times: dict[Any, list[float]] = {name: [] for name in names}
-    for number in range(ROUNDS):
-        rng.shuffle(names)
-        events = []
-        for name in names:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call = calls[name]
-            if gated := isinstance(call, Gated) and courier is not None:
-                courier.line_up(call.gates, call.ns)
-                call = call.launch
-            torch.cuda._sleep(ahead)
-            if gated:
-                courier.go()
-            begin.record()
-            call()
-            end.record()
-            events.append((name, begin, end))
-        torch.cuda.synchronize()
-        for name, begin, end in events:
-            if number >= WARM_UP:
-                times[name].append(begin.elapsed_time(end) * 1e3)
-    return times
+def arriving(
+    products: TiledProducts, tiles: TileList, operands: Any, late: torch.Tensor, courier: Courier
+) -> Staged:
+    """A launch of a list of :func:`gathered` work, whose gates the courier opens."""
+    work, (a, b, out) = tiles.work, operands
+    gates = torch.ones(len(work.gates), dtype=torch.int32, device="cuda")
+    at = [gates.data_ptr() + 4 * i for i in range(len(gates))]
+    ns = torch.tensor([round(seconds * 1e9) for seconds in work.opens], dtype=torch.int32).cuda()
+    prepared = products.prepare(
+        tiles, TileTypes.of(DTYPE), b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
+    )
+    stream = torch.cuda.current_stream().cuda_stream
+    again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
+    assert again is not None
+    return Staged(partial(again, stream), partial(courier.line_up, gates, ns), courier.go)
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -222,37 +174,25 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(samples)
 
 
-def cases(
-    m: int, n: int, k: int, b_rows: bool, processors: int, most: int
-) -> dict[tuple[Tiling, Cut, str], TileList]:
-    """The lists to time by tiling, cut and what their rows do, the chosen one first."""
+def timed_lists(
+    shape: tuple[int, int, int], b_rows: bool, processors: int, most: int, pieces: Sequence[int]
+) -> dict[tuple[Tiling, Cut, str, int], TileList]:
+    """The lists of one shape and layout of B by tiling, cut, what their rows do and the number of
+    pieces; of each number the chosen one first."""
+    m, n, k = shape
+    lists = {}
+    for number in (0, *pieces):
+        work = gathered(*shape, number) if number else Work((m,), n, k)
+        for tiles in ranked(work, H100, processors, b_rows, most):
+            lists[tiles.tiling, tiles.cut, "", number] = tiles
+    (tiling, cut, *_), chosen = next(iter(lists.items()))
     ends = [m * i // RANGES for i in range(RANGES + 1)]
     spans = tuple((RowSpan(0, *pair),) for pair in zip(ends[:-1], ends[1:], strict=True))
-    lists = ranked(Work((m,), n, k), H100, processors, b_rows, most)
-    timed = {(tiles.tiling, tiles.cut, ""): tiles for tiles in lists}
-    tiling, cut = lists[0].tiling, lists[0].cut
-    costs = H100.costs(tiling, n, k, b_rows, lists[0].clusters)
+    costs = H100.costs(tiling, n, k, b_rows, chosen.clusters)
     for what, waits in (("announced", ((), spans)), ("gated", (spans, ()))):
         work = Work((m,), n, k, *waits)
-        timed[tiling, cut, what] = listed(work, tiling, cut, lists[0].clusters, costs)
-    return timed
-
-
-def line(times: pd.DataFrame) -> str:
-    """One shape and layout of B: the library's time and shares of it, or of the last arrival."""
-    library, rest = times[times.tiling == "library"].iloc[0], times[times.tiling != "library"]
-    kind = "rows" if library.b_rows else "columns"
-    text = f"{library.m}x{library.n}x{library.k} {kind:7} {library.us:7.1f} us"
-    for pieces, lists in rest[rest.what == ""].groupby("pieces"):
-        chosen, top = lists[lists.chosen].iloc[0], lists.loc[lists.share.idxmax()]
-        text += (
-            f" | pieces {pieces}: chosen {chosen.share:.3f} {chosen.tiling} {chosen.cut} "
-            f"(predicted {chosen.predicted_us / chosen.us:.2f}) best {top.share:.3f} {top.tiling} "
-            f"{top.cut}"
-        )
-    for what in ("gated", "announced"):
-        text += f" | {what} {rest[rest.what == what].share.iloc[0]:.3f}"
-    return text
+        lists[tiling, cut, what, 0] = listed(work, tiling, cut, chosen.clusters, costs)
+    return lists
 
 
 def page(frame: pd.DataFrame, command: str) -> str:
@@ -293,81 +233,73 @@ def page(frame: pd.DataFrame, command: str) -> str:
     return f"# tiled\n\n{about}\n\n{how}\n\n{markdown([*heads, *extra.columns], body)}\n"
 
 
-def timed_lists(
-    shape: tuple[int, int, int], b_rows: bool, processors: int, most: int, pieces: Sequence[int]
-) -> dict[tuple[Tiling, Cut, str, int], TileList]:
-    """All lists of one shape and layout of B; of each number of pieces the chosen one first."""
-    lists = {(*name, 0): of for name, of in cases(*shape, b_rows, processors, most).items()}
-    for number in pieces:
-        for of in ranked(gathered(*shape, number), H100, processors, b_rows, most):
-            lists[of.tiling, of.cut, "", number] = of
-    return lists
+def timed(
+    shape: tuple[int, int, int],
+    products: TiledProducts,
+    courier: Courier,
+    most: int,
+    pieces: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """The rows of one shape."""
+    m, n, k = shape
+    late = torch.zeros(1, dtype=torch.int32, device="cuda")
+    a = torch.randn(m, k, device="cuda").to(DTYPE)
+    b = torch.randn(k, n, device="cuda").to(DTYPE)
+    out = torch.empty(m, n, device="cuda", dtype=DTYPE)
+    right = torch.mm(a, b).float()
+    for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
+        operands = a, operand, out
+        lists = timed_lists(shape, b_rows, products.processors, most, pieces)
+        calls: dict[Any, Callable[[], object]] = {
+            name: arriving(products, tiles, operands, late, courier)
+            if name[-1]
+            else launcher(products, tiles, b_rows, operands, late)
+            for name, tiles in lists.items()
+        }
+        calls["library"] = partial(torch.mm, a, operand, out=out)
+        wrong = []
+        for name, call in calls.items():
+            out.fill_(torch.nan)
+            call()
+            if not float((out.float() - right).norm() / right.norm()) < 5e-3:
+                wrong.append(name)
+        times = rounds(calls)
+        at = {"m": m, "n": n, "k": k, "b_rows": b_rows, "pieces": 0, "tiling": "library"}
+        library = times.pop("library")
+        yield at | {"us": statistics.median(library), "share": 1.0, "wrong": False}
+        chosen = {name[-1]: name[:2] for name in reversed(lists)}
+        for name, tiles in lists.items():
+            tiling, cut, what, number = name
+            last = max(tiles.work.opens, default=0.0) * 1e6
+            pairs = zip(library, times[name], strict=True)
+            yield (
+                at
+                | {"pieces": number, "tiling": "x".join(map(str, tiling)), "cut": cut.name}
+                | {"what": what, "chosen": name[:2] == chosen[number]}
+                | {"us": statistics.median(times[name]), "last_us": last}
+                | {"share": statistics.median(max(x, last) / y for x, y in pairs)}
+                | {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
+                | {"host_us": host_us(calls[name]), "wrong": name in wrong}
+            )
+        if wrong or late.item():
+            print("WRONG", wrong, "late", late.item(), flush=True)
 
 
 def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
-    began = time.perf_counter()
     products, courier = hopper_products(0), Courier()
     types = TileTypes.of(DTYPE)
     configurations = [(til, types, b_rows) for til in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
-    print(f"compiled in {time.perf_counter() - began:.1f} s, {torch.cuda.get_device_name()}")
-    late = torch.zeros(1, dtype=torch.int32, device="cuda")
     rows: list[dict[str, Any]] = []
     folder.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
-        if time.perf_counter() - began > BUDGET_S:
-            print("out of time", flush=True)
-            break
-        m, n, k = shape
-        a = torch.randn(m, k, device="cuda").to(DTYPE)
-        b = torch.randn(k, n, device="cuda").to(DTYPE)
-        out = torch.empty(m, n, device="cuda", dtype=DTYPE)
-        right = torch.mm(a, b).float()
-        for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
-            operands = a, operand, out
-            lists = timed_lists(shape, b_rows, products.processors, most, pieces)
-            calls: dict[Any, Callable[[], object]] = {
-                name: arriving(products, tiles, operands, late)
-                if name[-1]
-                else launcher(products, tiles, b_rows, operands, late)
-                for name, tiles in lists.items()
-            }
-            calls["library"] = partial(torch.mm, a, operand, out=out)
-            wrong = []
-            for name, call in calls.items():
-                out.fill_(torch.nan)
-                call()
-                if not float((out.float() - right).norm() / right.norm()) < 5e-3:
-                    wrong.append(name)
-            times = rounds(calls, courier=courier)
-            at = {"m": m, "n": n, "k": k, "b_rows": b_rows, "pieces": 0, "tiling": "library"}
-            here = [at | {"us": statistics.median(times["library"]), "share": 1.0, "wrong": False}]
-            chosen = {name[-1]: name[:2] for name in reversed(lists)}
-            for name, tiles in lists.items():
-                last = max(tiles.work.opens, default=0.0) * 1e6
-                pairs = zip(times["library"], times[name], strict=True)
-                tiling, cut, what, number = name
-                here.append(
-                    at
-                    | {"pieces": number, "tiling": "x".join(map(str, tiling)), "cut": cut.name}
-                    | {"what": what, "chosen": name[:2] == chosen[number]}
-                    | {"us": statistics.median(times[name]), "last_us": last}
-                    | {"share": statistics.median(max(x, last) / y for x, y in pairs)}
-                    | {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
-                    | {"host_us": host_us(calls[name]), "wrong": name in wrong}
-                )
-            rows += here
-            pd.DataFrame(rows).to_csv(folder / "tiled.csv", index=False, float_format="%.4g")
-            print(line(pd.DataFrame(here)), flush=True)
-            if wrong or late.item():
-                print("WRONG", wrong, "late", late.item(), flush=True)
-    frame = pd.DataFrame(rows)
-    (folder / "tiled.md").write_text(page(frame, f"python {' '.join(sys.argv)}"))
-    plain = frame[(frame.tiling != "library") & frame.chosen & (frame.what == "")]
-    for number, of in plain.groupby("pieces"):
-        print(f"pieces {number}: geometric mean {statistics.geometric_mean(of.share):.3f}")
-    print(f"{time.perf_counter() - began:.0f} s")
+        rows += timed(shape, products, courier, most, pieces)
+        pd.DataFrame(rows).to_csv(folder / "tiled.csv", index=False, float_format="%.4g")
+        print(f"{shape}: {sum(row.get('what') is not None for row in rows)} lists", flush=True)
+    text = page(pd.DataFrame(rows), f"python -m benchmarks.tiled_products {' '.join(sys.argv[1:])}")
+    (folder / "tiled.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":

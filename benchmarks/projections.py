@@ -1,7 +1,7 @@
 """Times projections and attention of a sequence that ranks share by heads, a GPU each: by NCCL's
 all-to-alls around PyTorch's products, by ``ulysses_attention`` between them, and by
 ``ulysses_project`` and ``ulysses_output``:
-``torchrun --nproc-per-node 4 tests/projections_bench.py``."""
+``torchrun --nproc-per-node 4 -m benchmarks.projections``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 import ficco
+from benchmarks.gpu_rounds import Staged, rounds
 
 FEATURES, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
 SEQUENCES = (4 << 10, 16 << 10, 64 << 10)
@@ -67,35 +69,43 @@ def layers(weights: list[torch.Tensor], world: int) -> dict[str, Layer]:
     return {"collectives": collectives, "ulysses_attention": between, "projections": beside}
 
 
-def seconds(call: Callable[[], torch.Tensor], calls: int = 10) -> float:
-    """Of a call of many in a row, the median of 7, the slowest rank's."""
-    for _ in range(5):
-        call()
-    taken = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(calls):
+def milliseconds(calls: dict[str, Callable[[], Any]], many: int = 10) -> dict[str, float]:
+    """Of a call of many in a row, the median of 7 rounds, the slowest rank's."""
+
+    def in_a_row(call: Callable[[], Any]) -> None:
+        for _ in range(many):
             call()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3 / calls)
-    slowest = torch.tensor(median(taken), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+
+    rows = {name: Staged(partial(in_a_row, call), dist.barrier) for name, call in calls.items()}
+    times = rounds(rows, count=8, warm_up=1)
+    taken = torch.tensor([median(us) / 1e3 / many for us in times.values()], device="cuda")
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return dict(zip(calls, taken.tolist(), strict=True))
 
 
-def groups(x: torch.Tensor, weights: list[torch.Tensor], rank: int) -> None:
-    """``ulysses_attention`` alone, by schedules."""
+def by_schedule(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """``ulysses_attention`` alone."""
     q, k, v = (by_heads(functional.linear(x, one)).contiguous() for one in weights[:3])
-    name = "uniform-fused-1d:pieces="
-    for schedule in ("serial", *(f"{name}{n}{two}" for n in (2, 4) for two in ("", ",compute=2"))):
-        call = partial(ficco.ulysses_attention, q, k, v, causal=True, schedule=schedule)
-        taken = seconds(call)
-        if rank == 0:
-            print(f"{x.shape[1]} positions of a rank, {schedule}: {taken * 1e3:.3f} ms")
+    pieces = [f"uniform-fused-1d:pieces={n}{two}" for n in (2, 4) for two in ("", ",compute=2")]
+    return {
+        f"{x.shape[1]} positions of a rank, {schedule}": partial(
+            ficco.ulysses_attention, q, k, v, causal=True, schedule=schedule
+        )
+        for schedule in ("serial", *pieces)
+    }
+
+
+def parts(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """What the projections and attention take by themselves."""
+    q, k, v = ficco.ulysses_project(x, *weights[:3], size=SIZE)
+    out, flat = attend(q, k, v), x.new_empty(1, x.shape[1], HEADS * SIZE).normal_()
+    return {
+        "ulysses_project": lambda: ficco.ulysses_project(x, *weights[:3], size=SIZE)[0],
+        "its products alone": lambda: functional.linear(x, torch.cat(weights[:3])),
+        "attention alone": lambda: attend(q, k, v),
+        "ulysses_output": lambda: ficco.ulysses_output(out, weights[3]),
+        "its product alone": lambda: functional.linear(flat, weights[3]),
+    }
 
 
 def main() -> None:
@@ -107,34 +117,25 @@ def main() -> None:
     heads = HEADS, KV_HEADS, KV_HEADS
     weights = [torch.randn(some * SIZE, FEATURES, **kind) / FEATURES**0.5 for some in heads]
     weights.append(torch.randn(FEATURES, HEADS * SIZE, **kind) / FEATURES**0.5)
-    if rank == 0:
-        print(torch.cuda.get_device_name(), torch.__version__, f"{world} ranks, ms")
-        print("positions, collectives, ulysses_attention, projections, largest error")
+
+    def show(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    show(f"{torch.cuda.get_device_name()}, {torch.__version__}, {world} ranks, ms")
+    show("positions, collectives, ulysses_attention, projections, largest error")
     for length in SEQUENCES:
         torch.manual_seed(1 + rank)
         x = torch.randn(1, length // world, FEATURES, **kind)
-        found = layers(weights, world)
-        results = [layer(x).float() for layer in found.values()]
-        error = max(float((one - results[0]).abs().max()) for one in results)
-        times = [seconds(partial(one, x)) for one in found.values()]
-        if rank == 0:
-            print(length, *(f"{one * 1e3:.3f}" for one in times), f"{error:.4f}", sep=", ")
-        if length == SEQUENCES[1]:
-            groups(x, weights, rank)
-    # The parts of the last length.
-    q, k, v = ficco.ulysses_project(x, *weights[:3], size=SIZE)
-    out = attend(q, k, v)
-    flat = torch.randn(1, x.shape[1], HEADS * SIZE, **kind)
-    for name, call in (
-        ("ulysses_project", lambda: ficco.ulysses_project(x, *weights[:3], size=SIZE)[0]),
-        ("its products alone", lambda: functional.linear(x, torch.cat(weights[:3]))),
-        ("attention alone", lambda: attend(q, k, v)),
-        ("ulysses_output", lambda: ficco.ulysses_output(out, weights[3])),
-        ("its product alone", lambda: functional.linear(flat, weights[3])),
-    ):
-        taken = seconds(call)
-        if rank == 0:
-            print(f"{name}: {taken * 1e3:.3f} ms")
+        calls = {name: partial(layer, x) for name, layer in layers(weights, world).items()}
+        first, *others = (call().float() for call in calls.values())
+        error = max(float((one - first).abs().max()) for one in others)
+        times = [f"{ms:.3f}" for ms in milliseconds(calls).values()]
+        show(", ".join([str(length), *times, f"{error:.4f}"]))
+        more = by_schedule(x, weights) if length == SEQUENCES[1] else {}
+        more |= parts(x, weights) if length == SEQUENCES[-1] else {}
+        for name, ms in milliseconds(more).items() if more else ():
+            show(f"{name}: {ms:.3f} ms")
     ficco.close()
     dist.destroy_process_group()
 

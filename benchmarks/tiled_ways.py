@@ -1,13 +1,13 @@
 """Compare three ways to have the tiled product on a Hopper GPU: CUDA C++, Gluon, and QuACK's GEMM.
 
-    python tests/tiled_ways.py FOLDER [--without gluon | quack ...]
+    python -m benchmarks.tiled_ways FOLDER [--without gluon | quack ...]
 
 Writes ``tiled-ways.csv`` and ``tiled-ways.md``. All rows are there. Products without gates and with
-open ones are timed against the library's by the clock of tiled_bench, in bfloat16, for both layouts
-of B. CUDA C++ and Gluon take the work lists of least predicted time. QuACK (``pip install
-quack-kernels``, Apache-2.0) gates shards of whole tiles; a few of its tilings are timed. A way that
-cannot be imported is left out. First calls show what compilation takes if the folders that
-FICCO_CACHE_DIR, TRITON_CACHE_DIR and QUACK_CACHE_DIR name are empty.
+open ones are timed against the library's in bfloat16, for both layouts of B. CUDA C++ and Gluon
+take the work lists of least predicted time. QuACK (``pip install quack-kernels``, Apache-2.0) gates
+shards of whole tiles; a few of its tilings are timed. A way that cannot be imported is left out.
+First calls show what compilation takes if the folders that FICCO_CACHE_DIR, TRITON_CACHE_DIR and
+QUACK_CACHE_DIR name are empty.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-import tiled_bench
 import torch
 
+from benchmarks.gpu_rounds import rounds
+from benchmarks.tiled_products import LONG_US, SHAPES, host_us, launcher
 from ficco.compute.tiled import hopper
 from ficco.compute.tiled.products import TiledProducts
 from ficco.compute.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
 from ficco.tools.bench.tables import cells, markdown
 
 try:
-    import tiled_gluon
+    from benchmarks import tiled_gluon
 except ImportError as error:
     print(f"Gluon is left out: {error}")
     tiled_gluon = None
@@ -62,9 +63,6 @@ QUACK_TILINGS = (
 )
 #: Cycles of torch.cuda._sleep before a call, about 0.4 ms: a launch by Triton takes up to 0.2 ms.
 AHEAD = 800_000
-#: Products of which the library's takes no longer are averaged apart.
-SHORT_US = 90.0
-BUDGET_S = 34.0
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Launch = Callable[[], object]
@@ -104,7 +102,7 @@ def library(b_rows: bool, operands: Operands) -> Making:
 
 def cuda(products: TiledProducts, late: torch.Tensor, b_rows: bool, operands: Operands) -> Making:
     for variant, tiles in lists("CUDA C++", tuple(H100.multiply), b_rows, operands):
-        yield variant, partial(tiled_bench.launcher, products, tiles, b_rows, operands, late)
+        yield variant, partial(launcher, products, tiles, b_rows, operands, late)
 
 
 def gluon(late: torch.Tensor, b_rows: bool, operands: Operands) -> Making:
@@ -164,7 +162,7 @@ def timed(
             image = variant._replace(gated=False, name="")
             if image not in images:
                 firsts[variant] = {"first_s": time.perf_counter() - began}
-                firsts[variant]["host_us"] = tiled_bench.host_us(call)
+                firsts[variant]["host_us"] = host_us(call)
                 images.add(image)
             wrong = float((out.float() - right).norm() / right.norm())
             if wrong < 5e-3 and not late.item():
@@ -172,7 +170,7 @@ def timed(
             else:
                 print(f"{m}x{n}x{k} {variant}: wrong by {wrong:.2g}, late {late.item()}")
                 late.zero_()
-    times = tiled_bench.rounds(calls, AHEAD)
+    times = rounds(calls, AHEAD)
     bases = {variant.b_rows: us for variant, us in times.items() if variant.way == "library"}
     for variant, us in times.items():
         base = bases[variant.b_rows]
@@ -202,7 +200,7 @@ def page(frame: pd.DataFrame) -> str:
     product = ["m", "n", "k", "b_rows", "library_us"]
     best = frame.groupby([*product, "way", "gated"], sort=False).share.max()
     shares = best.unstack(["way", "gated"]).sort_index(level="library_us", ascending=False)
-    long = shares.index.get_level_values("library_us") > SHORT_US
+    long = shares.index.get_level_values("library_us") > LONG_US
     costs = []
     for way, lines in lines_of_code().items():
         first = frame[frame.way == way].dropna(subset="first_s")
@@ -214,7 +212,7 @@ def page(frame: pd.DataFrame) -> str:
                 mean = statistics.geometric_mean(of) if len(of) else float("nan")
                 row.append(f"{mean:.3f} ({of.min():.3f}), {len(of)}")
         costs.append(row)
-    over, below = f"over {SHORT_US:.0f} us", "others"
+    over, below = f"over {LONG_US:.0f} us", "others"
     heads = ["way", "lines", "images", "median first call, s", "longest, s", "host us"]
     heads += [over, below, f"gated, {over}", f"gated, {below}"]
     body = [
@@ -229,20 +227,16 @@ def page(frame: pd.DataFrame) -> str:
 
 
 def main(folder: Path, without: Sequence[str]) -> None:
-    began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     products, images = hopper.hopper_products(0), set[Variant]()
     versions = {"torch": torch.__version__, "triton": version("triton")}
     versions |= {"quack-kernels": quack.__version__} if quack else {}
     machine = f"{torch.cuda.get_device_name()}, {versions}"
     rows: list[dict[str, object]] = []
-    for m, n, k in tiled_bench.SHAPES:
-        if time.perf_counter() - began > BUDGET_S:
-            print("out of time", flush=True)
-            break
+    for m, n, k in SHAPES:
         rows += timed(m, n, k, products, images, without)
         pd.DataFrame(rows).to_csv(folder / "tiled-ways.csv", index=False, float_format="%.4g")
-        print(f"{m}x{n}x{k} at {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{m}x{n}x{k}", flush=True)
     text = f"{machine}\n\n{page(pd.DataFrame(rows))}"
     (folder / "tiled-ways.md").write_text(text)
     print(text)

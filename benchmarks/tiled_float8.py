@@ -1,6 +1,6 @@
 """Time the tiled product of float8 against the library's; writes ``tiled-float8.csv`` and ``.md``.
 
-    python tests/tiled_float8_bench.py FOLDER
+    python -m benchmarks.tiled_float8 FOLDER
 
 Operands are scaled by row. The chosen list of each way to add up and ``torch._scaled_mm`` run in
 shuffled rounds, the host ahead, all rows there; shares are medians of the ratios of rounds.
@@ -19,9 +19,9 @@ from typing import Any
 
 import pandas as pd
 import torch
-from tiled_bench import SHAPES as SMALL
-from tiled_bench import rounds
 
+from benchmarks.gpu_rounds import rounds
+from benchmarks.tiled_products import SHAPES as SMALL
 from ficco.compute.tiled.hopper import hopper_products
 from ficco.compute.tiled.products import TileScales, TileTypes
 from ficco.compute.tiled.worklist import Work
@@ -42,6 +42,7 @@ SHAPES = (
     *[shape for shape in SMALL if shape[0] <= 2560],
 )
 OUT, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
+COLUMNS = ("library us", "tiled us", "predicted us", "share")
 
 
 def timed(m: int, n: int, k: int) -> list[dict[str, Any]]:
@@ -103,9 +104,6 @@ def page(frame: pd.DataFrame, command: str) -> str:
     return f"# tiled-float8\n\n{about}\n\n{how}\n\n{markdown(heads, body)}\n"
 
 
-COLUMNS = ("library us", "tiled us", "predicted us", "share")
-
-
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -113,7 +111,7 @@ def main(folder: Path) -> None:
         rows += timed(*shape)
         print(*(f"{key}={value}" for key, value in rows[-2].items()), flush=True)
         pd.DataFrame(rows).to_csv(folder / "tiled-float8.csv", index=False, float_format="%.4g")
-    text = page(pd.DataFrame(rows), f"python {' '.join(sys.argv)}")
+    text = page(pd.DataFrame(rows), f"python -m benchmarks.tiled_float8 {folder}")
     (folder / "tiled-float8.md").write_text(text)
     print(text)
 
