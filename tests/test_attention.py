@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from cases import own_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, run
@@ -904,25 +904,21 @@ def _numbers(at: Rank, operator: str) -> None:
 
 def _unlike(at: Rank, operator: str) -> None:
     """Ranks that differ in a mask, rows, heads, the scale or the gradients that they want."""
-    fewer, wide = torch.zeros(1, 4, 10, 16), torch.zeros(1, 4, 8, 16)
-    wants = Q.clone().requires_grad_()
-    for mine in (
-        ((Q, K, K), {"causal": at.rank == 0}),
-        ((fewer, K, K) if at.rank else (Q, K, K), {}),
-        ((Q, wide, wide) if at.rank else (Q, K, K), {}),
-        ((Q, K, K), {"scale": 1.0 + at.rank}),
-        ((Q if at.rank else wants, K, K), {}),
+    longer, wide = torch.zeros(1, 4, 10, 16), torch.zeros(1, 4, 8, 16)
+    other: tuple[tuple[Any, ...], dict[str, Any]]
+    for other in (
+        ((Q, K, K), {"causal": True}),
+        ((longer, longer[:, :2], longer[:, :2]), {}),
+        ((Q, wide, wide), {}),
+        ((Q, K, K), {"scale": 2.0}),
+        ((Q.clone().requires_grad_(), K, K), {}),
     ):
-        operands, facts = mine
-        if operands[0] is fewer:
-            operands = fewer, fewer[:, :2], fewer[:, :2]
-        group = dist.new_group(list(range(at.world)))
-        failure = caught(lambda: getattr(ficco, operator)(*operands, **facts, group=group))  # noqa: B023
+        operands, facts = other if at.rank else ((Q, K, K), {})
+        with own_group(at) as group:
+            how = {**facts, "group": group}
+            failure = caught(lambda: getattr(ficco, operator)(*operands, **how))  # noqa: B023
         assert failure.type == "RankMismatch" and operator in failure.text, failure
-        assert ("causal" in failure.text) or "causal" not in facts, failure
-        at.barrier()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        assert ("causal" in failure.text) or "causal" not in other[1], failure
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

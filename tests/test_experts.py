@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import own_group
 from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -261,8 +260,8 @@ def test_counts_are_exchanged_before_other_calls() -> None:
 
 
 def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:
-    """What a call does first: bring tokens to their rows, or wait for the counts; and the layers for
-    which a schedule is chosen, where all tokens go to two of four experts."""
+    """What a call does first: bring tokens to their rows, or wait for the counts. And the layers
+    for which a schedule is chosen, where all tokens go to two of four experts."""
     first: list[str] = []
     layers: list[tuple[int, bool]] = []
 
@@ -288,9 +287,7 @@ def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:
     return first[:2], layers
 
 
-def test_tokens_leave_before_the_counts_and_blocks_of_the_mean_size_choose_a_schedule_once() -> (
-    None
-):
+def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once() -> None:
     assert run(2, noted) == [(["rows", "counts"], [(20, True), (40, False)])] * 2
 
 
@@ -369,21 +366,11 @@ DIFFERENT: list[dict[str, list[Any]]] = [
 ]
 
 
-@contextmanager
-def new_group(at: Rank) -> Iterator[Any]:
-    """A group in which a call may fail."""
-    group = dist.new_group(list(range(at.world)))
-    yield group
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-
-
 def differ(at: Rank) -> list[Failure]:
     failures = []
     for changes in DIFFERENT:
         mine = {name: values[at.rank] for name, values in changes.items()}
-        with new_group(at) as group:
+        with own_group(at) as group:
             given = operands(at) | mine | {"group": group}
             failures.append(caught(partial(ficco.experts, **given)))
     return failures
@@ -410,14 +397,12 @@ def refused_routings(at: Rank) -> list[Failure]:
         caught(partial(ficco.route, indices.tolist(), 4, capacity=4)),
     ]
     del given["capacity"], given["indices"]
-    with new_group(at) as group:
+    with own_group(at) as group:
         exact = ficco.route(indices, 4, group=group)
         limited = ficco.route(indices, 4, capacity=4, group=group)  # has asked nobody
         found.append(caught(lambda: ficco.experts(indices=exact, **given)))
-        ficco.close()  # the default group, in which that rank's call was refused
-        at.barrier()
         assert ficco.experts(indices=limited, **given).shape == (4, 8)
-    with new_group(at) as group:
+    with own_group(at) as group:
         given["group"] = group
         wanted = ficco.experts(indices=indices, **given)
         for how in ({}, {"capacity": 2, "on_overflow": "again"}):
@@ -447,7 +432,7 @@ def test_routings_that_cannot_serve_are_refused() -> None:
 def out_of_memory(at: Rank) -> list[Any]:
     failures = []
     for step, needs in (("_sent", False), ("_leaving", True), ("_derived", True)):
-        with new_group(at) as group, ficco.options(timeout_s=30):
+        with own_group(at) as group, ficco.options(timeout_s=30):
             given = operands(at) | {"group": group}
             given["tokens"].requires_grad_()
 
@@ -470,58 +455,28 @@ def test_a_rank_without_memory_tells_the_others() -> None:
         assert other.type == "RankMismatch" and "out of memory" in other.text, other
 
 
-def far(at: Rank) -> list[str]:
-    """What is said of experts that do not exist."""
+def far(at: Rank) -> None:
+    """What is said of experts that do not exist, also by a routing and in a graph."""
     given = operands(at) | {"indices": torch.full((4, 2), 7)}
     columns = {"up": torch.ones(3, 8, 3), "down": torch.ones(3, 3, 8), "split": "columns"}
-    said = [
-        caught(partial(ficco.experts, **(given | {"capacity": None}))).text,
-        caught(partial(ficco.experts, **(given | columns))).text,
-        caught(partial(ficco.route, given["indices"], 5, capacity=4)).text,
-    ]
+    said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_assert_async", lambda cond, text: said.append(text))
         _check_experts(torch.full((4, 2), 7, device="meta"), 5)
-    return said
+    for call in (
+        partial(ficco.route, given["indices"], 5, capacity=4),
+        partial(ficco.experts, **(given | {"capacity": None})),
+        partial(ficco.experts, **(given | columns)),
+    ):
+        said.append(caught(call).text)
+        assert "got 7 to 7; pass the choices of a router" in said[-1]
+    for text, experts in zip(said, (5, 5, 4, 3), strict=True):
+        where = f"from 0 to {experts - 1} ({experts} in all, for ficco.experts those of up on every"
+        assert text.startswith(f"indices: required experts {where} rank)"), text
 
 
 def test_where_the_number_of_experts_is_from_is_told() -> None:
-    for said in run(2, far):
-        for text, experts in zip(said, (4, 3, 5, 5), strict=True):
-            assert text.startswith(
-                f"indices: required experts from 0 to {experts - 1} ({experts} in all, for "
-                "ficco.experts those of up on every rank)"
-            )
-        assert all("got 7 to 7; pass the choices of a router" in text for text in said[:3])
-
-
-def closed_between(at: Rank) -> list[Failure]:
-    """Routings that outlive the workspace in which they were made."""
-    given, found = operands(at), []
-    indices, group = given.pop("indices"), dist.new_group()
-    given["group"] = group
-    del given["capacity"]
-    wanted = ficco.experts(indices=indices, **given)
-    for how in ({}, {"capacity": 2, "on_overflow": "again"}):
-        waits, used = (ficco.route(indices, 4, group=group, **how) for _ in range(2))
-        assert used.capacity
-        ficco.close(group)
-        for _ in range(2):
-            found.append(caught(lambda r=waits: ficco.experts(indices=r, **given)))
-        assert torch.equal(ficco.experts(indices=used, **given), wanted)
-        again = ficco.route(indices, 4, group=group, **how)
-        assert torch.equal(ficco.experts(indices=again, **given), wanted)
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return found
-
-
-def test_a_routing_of_a_closed_workspace_says_to_route_again() -> None:
-    for failures in run(2, closed_between):
-        assert len(failures) == 4
-        for failure in failures:
-            assert failure.type == "FiccoError" and failure.text.startswith("routing: required one")
-            assert failure.text.endswith("call ficco.route again")
+    run(2, far)
 
 
 def compiled(at: Rank) -> list[Failure]:
@@ -554,7 +509,7 @@ def test_an_exact_routing_is_a_graph_break() -> None:
 def silent(at: Rank) -> Failure | None:
     """No routing of its own: the others wait for its numbers."""
     given = operands(at)
-    with new_group(at) as group:
+    with own_group(at) as group:
         ficco.experts(**given, group=group)
         if at.rank:
             return None

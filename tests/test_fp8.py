@@ -36,7 +36,6 @@ from ficco.problems.scaling import RECIPES, Scaling
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.build import TILED_RECIPES
-from ficco.simulate import predict
 
 OPERATORS = ("all_gather_matmul", "all_to_all_matmul", *SUMS, "matmul_all_to_all")
 SERVED = tuple(name for name, recipe in RECIPES.items() if not recipe.needs)
@@ -600,24 +599,6 @@ def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
                 sent, (me, to) = step.transfer.src, step.transfer[:2]
                 first = problem.leaves(me.rank, to.rank)
                 assert (sent.row - first) % rules.rows == 0
-
-
-def test_what_travels_is_counted_in_its_own_dtype() -> None:
-    """By collectives: rows of float8, their factors, and results of bfloat16."""
-    machine, k = find("h200-4", None), 8192
-
-    def seconds(operator: str, n: int, k: int, recipe: str) -> float:
-        scaling = Scaling(recipe, "float8_e4m3fn") if recipe else None
-        dtype = "float8_e4m3fn" if recipe else "bfloat16"
-        problem = Problem(operator, (4096,) * 4, n, k, dtype, scaling=scaling)
-        return predict(problem, Schedule.parse("serial:collective"), machine, "queued")
-
-    gathered = {recipe: seconds("all_gather_matmul", 0, k, recipe) for recipe in ("", *SERVED)}
-    rows, factors = (machine.exchange("all-gather", 4096 * width) for width in (k, 4))
-    assert gathered["row"] == pytest.approx(rows + factors, rel=0.05)
-    assert gathered["row"] < gathered["block"] < 0.75 * gathered[""]
-    summed = [seconds("matmul_reduce_scatter", k, 0, recipe) for recipe in ("", "row")]
-    assert summed[1] == pytest.approx(summed[0], rel=0.05)
 
 
 def test_auto_passes_on_what_cannot_be_served() -> None:

@@ -17,10 +17,10 @@ import pytest
 import subjects
 import torch
 import torch.distributed as dist
-from cases import compare
+from cases import compare, own_group
 from disturbance import Disturbance, disturb
 from ranks import Rank, caught, ranks, run, serves_tiled
-from subjects import SUBJECTS, TILED  # noqa: F401  which others take from here
+from subjects import KNOBS, SUBJECTS, TILED  # noqa: F401  which others take from here
 
 import ficco
 
@@ -32,10 +32,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Most that the signals of a small plan take.
 WORDS_BYTES = 1 << 12
 #: Schedules of sums that go from rank to rank, which subjects leave out.
-RINGS = [
-    f"ring{knobs}"
-    for knobs in ("", ":pieces=1", ":pieces=3+1", ":tail=3", ":order=peer", ":kernel")
-] + ["ring:copy=3,compute=2"]
+RINGS = [f"ring:{knobs}" for knobs in KNOBS if "pull" not in knobs and "beta" not in knobs]
 
 
 @dataclass(frozen=True)
@@ -342,7 +339,7 @@ def test_rows_that_can_be_read_once() -> None:
 
 def _auto_under_a_cap(at: Rank) -> None:
     """With nothing else set a call keeps to any cap, and so does its backward."""
-    for operator in OPERATORS:
+    for operator in (*OPERATORS, "all_gather_matmul"):
         case = Case(operator, rows_for(operator, at.world, "equal"), 64, 40)
         ficco.close()  # what others left
         for iteration, (cap, n) in enumerate(product((100, 5000, 9000), (0, 40))):
@@ -366,7 +363,7 @@ def test_auto_keeps_to_any_cap() -> None:
 def _capped_anyhow(at: Rank) -> None:
     """Exact with a cap of any size, or refused: what is then said to be required does, and no byte
     less."""
-    for operator, n in product(OPERATORS, (250, 5)):
+    for operator, n in product((*OPERATORS, "all_gather_matmul"), (250, 5)):
         rows = rows_for(operator, at.world, "ragged")
         case = Case(operator, rows, 8, n, schedule="shard-overlap")
         required = []
@@ -407,17 +404,12 @@ def test_several_groups_of_a_mesh(device: str) -> None:
     run(4, _two_groups, device=device)
 
 
-def _disagree(at: Rank) -> str:
-    group = dist.new_group(list(range(at.world)))
-    a, b = torch.ones(12, 8), torch.ones(8, 6)
-    with pytest.raises(ficco.RankMismatch) as caught:
-        getattr(ficco, SUMS[at.rank % 2])(a, b, schedule="growing", group=group)
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return str(caught.value)
+def _disagree(at: Rank) -> None:
+    with own_group(at) as group, pytest.raises(ficco.RankMismatch) as caught:
+        call = getattr(ficco, SUMS[at.rank % 2])
+        call(torch.ones(12, 8), torch.ones(8, 6), schedule="growing", group=group)
+    assert all(operator in str(caught.value) for operator in SUMS)
 
 
 def test_ranks_that_call_other_operators_are_told() -> None:
-    for text in run(2, _disagree):
-        assert all(operator in text for operator in SUMS)
+    run(2, _disagree)

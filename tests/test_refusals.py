@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import own_group
 from ranks import Failure, Rank, caught, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -116,10 +117,8 @@ def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
 def _one_refuses(at: Rank, warm: bool) -> None:
     """One rank refuses a call that its peers make, told once, however many entries the refusal has
     come through."""
-    names = _calls(at.world, dist.group.WORLD)
-    for turn, name in enumerate(names):
-        group = dist.new_group(list(range(at.world)))
-        good, bad, word = _calls(at.world, group)[name]
+    group = dist.new_group(list(range(at.world)))
+    for turn, (name, (good, bad, word)) in enumerate(_calls(at.world, group).items()):
         odd = turn % at.world
         if warm:
             good()
@@ -140,10 +139,11 @@ def _one_refuses(at: Rank, warm: bool) -> None:
         ficco.close()
         at.barrier()
         assert not isinstance(caught(good), Failure), name
-        both = [caught(bad), caught(bad)]  # by all ranks alike, which breaks nothing
-        assert [f"{one.type}: " for one in both] == [said[odd].split(": ")[0] + ": "] * 2, name
+        for _ in range(2):  # by all ranks alike, which breaks nothing
+            assert said[odd].startswith(f"{caught(bad).type}: "), name
         assert not isinstance(caught(good), Failure), name
         ficco.close()
+    dist.destroy_process_group(group)
 
 
 def _numbered(group: Any) -> int:
@@ -159,21 +159,19 @@ def test_a_call_that_one_rank_refuses(warm: bool) -> None:
 def _told_to_nobody(at: Rank) -> None:
     """Refusals of which no rank can be told, without a workspace, or none has to be, of fake
     tensors: they are raised at once, and the group is usable."""
-    group = dist.new_group(list(range(at.world)))
     x, b = torch.ones(4, 8), torch.ones(8, 3)
-    product = partial(ficco.all_gather_matmul, group=group)
-    begin = time.monotonic()
-    refused = caught(lambda: product(None, None))
-    assert refused.type == "ValueError" and time.monotonic() - begin < AT_ONCE_S
-    assert (product(x, b) == 8).all()
-    before = _numbered(group)
-    if at.rank:
-        with FakeTensorMode() as mode:
-            fake = mode.from_tensor(x)
-            assert caught(lambda: product(fake, fake)).type == "ValueError"
-    assert (product(x, b) == 8).all() and _numbered(group) - before == 1
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    with own_group(at) as group:
+        product = partial(ficco.all_gather_matmul, group=group)
+        begin = time.monotonic()
+        refused = caught(lambda: product(None, None))
+        assert refused.type == "ValueError" and time.monotonic() - begin < AT_ONCE_S
+        assert (product(x, b) == 8).all()
+        before = _numbered(group)
+        if at.rank:
+            with FakeTensorMode() as mode:
+                fake = mode.from_tensor(x)
+                assert caught(lambda: product(fake, fake)).type == "ValueError"
+        assert (product(x, b) == 8).all() and _numbered(group) - before == 1
 
 
 def test_a_refusal_that_nobody_can_or_has_to_be_told() -> None:

@@ -101,9 +101,8 @@ def test_plans_of_any_heads_are_proven(
     heads = world * each
     kv_heads = next(n for n in range(max(1, heads // shared), 0, -1) if heads % n == 0)
     length = world * rows
-    mask = (
-        {**mask, "cu_seqlens": tuple(sorted({0, length // 3, length}))} if packed and rows else mask
-    )
+    if packed and rows:
+        mask = {**mask, "cu_seqlens": tuple(sorted({0, length // 3, length}))}
     batch = 1 if packed else batch
     case = AttentionCase(rows, heads, kv_heads, 4, batch, "bfloat16", **mask)
     problem = problem_of(case, world, *kind)
