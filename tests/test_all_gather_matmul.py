@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -364,6 +364,12 @@ def test_capped_calls_between_others(device: str) -> None:
 # Groups.
 
 
+def close(groups: Sequence[Any]) -> None:
+    for group in groups:
+        ficco.close(group)
+        dist.destroy_process_group(group)
+
+
 #: Processes of their own for two threads with groups of their own: CUDA waits for the device before
 #: it loads a kernel, and two ranks that do so for each other's calls wait for ever.
 EAGER = {"fresh": True, "env": {"CUDA_MODULE_LOADING": "EAGER"}}
@@ -371,20 +377,6 @@ EAGER = {"fresh": True, "env": {"CUDA_MODULE_LOADING": "EAGER"}}
 
 def _two_groups_at_once(at: Rank, count: int) -> None:
     groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
-    errors: list[BaseException] = []
-
-    def work(index: int) -> None:
-        try:
-            if at.device.type == "cuda":
-                torch.cuda.set_device(at.device)
-                stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream):
-                    calls(index)
-                    stream.synchronize()
-            else:
-                calls(index)
-        except BaseException as error:
-            errors.append(error)
 
     def calls(index: int) -> None:
         rng = random.Random(index)
@@ -392,16 +384,15 @@ def _two_groups_at_once(at: Rank, count: int) -> None:
             case = equal(at.world, rng.choice([4, 9, 30]), 16, 8, schedule=rng.choice(KINDS))
             exact(at, case, 1000 * index + iteration, groups[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-    for group in groups:
-        ficco.close(group)
-        dist.destroy_process_group(group)
+    def on_a_stream(index: int) -> None:
+        torch.cuda.set_device(at.device)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            calls(index)
+            torch.cuda.current_stream().synchronize()
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(on_a_stream if at.device.type == "cuda" else calls, range(2)))
+    close(groups)
 
 
 @ranks(2, 4)
@@ -417,9 +408,7 @@ def _interleaved_groups(at: Rank) -> None:
         for index, group in enumerate(groups):
             case = equal(at.world, 3 + index, 16, 8, schedule=KINDS[iteration % len(KINDS)])
             exact(at, case, 100 * iteration + index, group)
-    for group in groups[1:]:
-        ficco.close(group)
-        dist.destroy_process_group(group)
+    close(groups[1:])
 
 
 def test_groups_in_turn(device: str) -> None:
@@ -440,9 +429,7 @@ def _subgroups(at: Rank) -> None:
         else:
             exact(at, equal(3, 5, 16, 8, schedule=name), iteration, three)
         exact(at, equal(4, 5, 16, 8, schedule=name), iteration)
-    for group in (mine, alone if at.rank == 2 else three):
-        ficco.close(group)
-        dist.destroy_process_group(group)
+    close([mine, alone if at.rank == 2 else three])
 
 
 def test_subgroups(device: str) -> None:
@@ -727,8 +714,7 @@ def _needless_copies(at: Rank) -> list[str]:
     """Copies of b in the thread of the caller, seen by the dispatcher."""
     case = equal(at.world, 16, 32, 24, schedule="hetero-fused-1d", b="transposed")
     made = make(at, case, 0)
-    place = made.b.untyped_storage().data_ptr()
-    seen: list[str] = []
+    place, seen = made.b.untyped_storage().data_ptr(), []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:

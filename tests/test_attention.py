@@ -37,7 +37,6 @@ from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
-from ficco.simulate.timeline import attended_flops, work
 
 SCHEDULES = (
     "growing",
@@ -284,7 +283,8 @@ def test_plans_of_any_sizes_are_proven(
 ) -> None:
     """Those of calls, and of gradients, for which what was gathered is kept or travels again."""
     length = 2 * half * world
-    bounds = () if inner is None else tuple(sorted({0, length, *(min(n, length) for n in inner)}))
+    cuts = [0, length, *(min(one, length) for one in inner or ())]
+    bounds = tuple(sorted({*cuts})) if inner and length else ()
     window = window if causal else None
     case = AttentionCase(2 * half, 4, 1, 8, 1, dtype, causal, window, bounds, placement)
     problem = replace(case.problem(world), keeps=keeps and world > 1)
@@ -324,16 +324,6 @@ def test_what_is_hidden_does_not_travel() -> None:
     assert rows(causal=True, window=3) == [0, 3, 3, 3]
     assert rows(cu_seqlens=(0, 16, 40, 64)) == [0, 8, 32, 8]
     assert rows(cu_seqlens=(0, 16, 40, 64), causal=True) == [0, 0, 16, 8]
-
-
-def test_head_tail_makes_ranks_work_alike() -> None:
-    for world in (2, 4, 8):
-        case = AttentionCase(64, causal=True, placement="head-tail")
-        made = attention_plans(case.problem(world), Schedule.parse("growing"))
-        flops = [sum(work(plan, step)[0] for step in plan.steps) for plan in made]
-        assert len(set(flops)) == 1
-        pairs = 64 * world * (64 * world + 1) // 2
-        assert sum(flops) == 4 * pairs * case.heads * case.size
 
 
 HEAD_TAIL = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
@@ -476,36 +466,22 @@ def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
     refuted(made, others, "another|nobody|other")
 
 
-def test_simulation_and_choice() -> None:
+def test_choice() -> None:
     machine = find("h200-4", None)
-    assert machine is not None and machine.gemm is not None
-    problem = AttentionProblem(
-        *(4, 16384, 1, 32, 8, 128, "bfloat16"), causal=True, placement="head-tail"
-    )
+    assert machine is not None
+    sizes = 4, 16384, 1, 32, 8, 128, "bfloat16"
+    problem = AttentionProblem(*sizes, causal=True, placement="head-tail")
     chosen = decide(problem, machine=machine)
     seconds = {one.schedule: one.queued for one in chosen.candidates}
     assert seconds.keys() == {*GATHERED.compared} and chosen.source == "model"
     assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
-    made = attention_plans(problem, chosen.schedule)
-    attends = [one for step in made[0].steps for one in step.attends]
-    calls = [call for one in attends for call in one.calls]
-    flops = sum(map(attended_flops, attends))
-    assert flops == sum(call.flops for call in calls)
-    assert all(call.flops <= call.blocks * call.longest for call in calls)
-    assert flops / machine.gemm.peak < simulate(made, machine).stop_s
     slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
     assert GATHERED.seconds(problem, Schedule.parse("growing"), slow) > seconds["growing"]
     assert str(decide(problem).schedule) == "growing"
-    # Two lanes fill each other's starts; whole waves have nothing else to fill.
-    library, units = machine.attends(machine.gemm), machine.gemm.units
-    whole, filled = library.times(machine.gemm, 2, 2 * units, 2e12, 1e12 / units, 128, False)
-    assert whole - filled == pytest.approx(library.start)
+    knobs = ":tail=2,compute=2", ":compute=2", ""  # each is slower than the one before, as measured
     short = replace(problem, rows=4096)
-    one, two, cut = (
-        GATHERED.seconds(short, Schedule.parse(f"growing{knobs}"), machine)
-        for knobs in ("", ":compute=2", ":tail=2,compute=2")
-    )
-    assert cut < two < one  # as measured
+    ways = [GATHERED.seconds(short, Schedule.parse(f"growing{one}"), machine) for one in knobs]
+    assert ways == sorted(set(ways))
 
 
 @pytest.mark.parametrize("schedule", ["growing", "shard-overlap"])

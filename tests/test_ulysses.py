@@ -35,7 +35,6 @@ from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans, pieces_of
 from ficco.simulate import simulate
-from ficco.simulate.timeline import work
 
 #: What is computed, and what is kept for a gradient.
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
@@ -118,36 +117,6 @@ def test_plans_of_any_heads_are_proven(
             begin = rank * each
             owners = [(begin + head) // problem.shared for head in range(first, last)]
             assert len({owners.count(owner) for owner in owners}) == 1, "not one call of a library"
-
-
-def test_one_call_for_each_group_of_heads() -> None:
-    """Under any mask of one sequence, and for heads that ranks share as usual."""
-    for kv_heads in (1, 4, 8, 32):
-        case = AttentionCase(16, 32, kv_heads, causal=True, window=5)
-        problem = problem_of(case, 4, False, "")
-        assert len(problem.rectangles) == 1
-        for pieces in (1, 2, 4):
-            schedule = Schedule.parse(f"uniform-fused-1d:pieces={pieces}")
-            for rank in range(4):
-                for piece in pieces_of(problem, schedule, rank):
-                    assert len(list(problem.alike(rank, *piece))) == 1
-
-
-def test_what_travels() -> None:
-    """A rank sends each of its rows once to the rank of its head, and heads of keys to each rank
-    that needs them; and nothing but the heads of its own lies on a rank."""
-    case = AttentionCase(16, 8, 2, dtype="bfloat16")
-    for pieces in (1, 2):
-        schedule = Schedule.parse(f"uniform-fused-1d:pieces={pieces}")
-        for plan in heads_plans(problem_of(case, 4, False, ""), schedule):
-            copies = [step for step in plan.steps if step.op == "copy"]
-            moved = sum(work(plan, step)[1] for step in copies)
-            row = 16 * 16 * 2
-            # Two heads of queries, one of keys and of values to each peer, and two back.
-            assert moved == 3 * (2 + 2 + 2) * row
-            assert len(copies) <= 3 * (3 + 1) * pieces
-            assert plan.shape("q heads") == plan.shape("out heads") == (2, 4 * 256)
-            assert plan.shape("k heads") == (1, 4 * 256)
 
 
 def applied(**fields: Any) -> Change:
@@ -247,34 +216,27 @@ def test_other_schedules_are_refused() -> None:
             heads_plans(problem, Schedule.parse(name))
 
 
-def test_simulation_and_choice() -> None:
+def test_choice() -> None:
     machine = find("h200-4", None)
     assert machine is not None and machine.gemm
     asked = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", causal=True)
-    pairs = 16384 * 16385 // 2
-    for kind, products in ((CALL, 2), (GRADIENT, 5)):
+    for kind in (CALL, GRADIENT):
         problem = HeadsProblem(asked, *kind)
         chosen = decide(problem, machine=machine)
         seconds = {one.schedule: one.queued for one in chosen.candidates}
         least = min(seconds, key=seconds.__getitem__)
         gains = seconds[least] * (1 + BY_HEADS.margin) < seconds["serial"]
         assert str(chosen.schedule) == (least if gains else "serial")
-        by_pieces = [seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8)]
-        assert sorted(by_pieces) == by_pieces and seconds["serial"] < by_pieces[0]  # as on 2 H100
-        made = heads_plans(problem, chosen.schedule)
-        flops = [sum(work(plan, step)[0] for step in plan.steps) for plan in made]
-        assert flops == [2.0 * products * pairs * 128 * 8] * 4
-        for step in made[0].steps:
-            if one := step.applied:
-                (call,) = one.calls
-                assert call.flops == one.flops and call.blocks == 128 * (one.last - one.first)
-                assert call.longest == 2.0 * products * 128 * 16384 * 128  # the last queries
+        ways = [seconds["serial"], *(seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8))]
+        assert ways == sorted(set(ways))  # as on 2 H100
         # Never measured, attention is that of an H100; what was measured counts, by size of heads.
-        usual, stop_s = machine.attends(machine.gemm), simulate(made, machine).stop_s
-        assert simulate(made, replace(machine, attention=usual)).stop_s == stop_s
+        made, usual = heads_plans(problem, chosen.schedule), machine.attends(machine.gemm)
         slower = replace(usual, shares=((64, 0.9), (128, 0.45)))
-        assert simulate(made, replace(machine, attention=slower)).stop_s > stop_s
-        assert stop_s > flops[0] / machine.gemm.peak
+        unmeasured, same, later = (
+            simulate(made, replace(machine, attention=one)).stop_s
+            for one in (machine.attention, usual, slower)
+        )
+        assert unmeasured == same < later
     assert str(decide(problem).schedule) == "serial"
 
 
