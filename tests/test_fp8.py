@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import hip_ranks
@@ -116,9 +116,8 @@ def made(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Te
         total = torch.zeros(sum(case.rows), case.n, device=at.device)
         for one in everyone:
             total += product(one.wide_a, one)
-        ends = [0, *accumulate(case.rows)]
         if case.operator == "matmul_reduce_scatter":
-            total = total[ends[at.rank] : ends[at.rank + 1]]
+            total = total.split(case.rows)[at.rank]
         return mine, total.to(out)
     blocks = [one.wide_a for one in everyone]
     if case.operator in BLOCKS:
@@ -259,10 +258,7 @@ def _as_whole(at: Rank, operator: str, recipe: str, schedule: str) -> None:
         assert torch.equal(found, products[0])
         return
     found = getattr(ficco, operator)(a[at.rank], b, scale_a=of_a, **scales)
-    total = torch.stack([one.float() for one in products])
-    right = torch.zeros(m, n)
-    for one in total:
-        right += one
+    right = sum((one.float() for one in products), torch.zeros(m, n))
     assert torch.equal(found, (right[mine] if "scatter" in operator else right).bfloat16())
 
 
