@@ -280,30 +280,6 @@ def attended(
         assert error <= MOST_ERROR * max(least, torch.finfo(out.dtype).eps / 4), (case, error)
 
 
-def mixed(world: int) -> Iterator[tuple[AttentionCase, str]]:
-    """Every case by one schedule, a scale and odd sizes among them."""
-    dtypes, names = ("float32", "bfloat16", "float64", "float16"), (*SCHEDULES, "auto")
-    for turn, case in enumerate(
-        (
-            *list(cases(world))[::2],
-            AttentionCase(7, 12, 4, 8, batch=3, causal=True),
-            AttentionCase(8, 12, 1, 64, batch=2, causal=True, scale=0.5),
-            AttentionCase(1, 12, 6, 1, causal=True),
-            AttentionCase(0, 12, 6),
-        )
-    ):
-        yield replace(case, dtype=dtypes[turn % 4]), names[turn % len(names)]
-
-
-def _calls(at: Rank) -> None:
-    for turn, (case, schedule) in enumerate(mixed(at.world)):
-        attended(at, case, turn, schedule)
-
-
-def test_what_the_library_makes_on_the_whole() -> None:
-    run(3, _calls, timeout=280)
-
-
 def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
     plain, beside = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, 4, 16).transpose(1, 2)
     several = torch.zeros(4, 8, 2, 16).permute(2, 0, 1, 3)
@@ -311,24 +287,6 @@ def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
     for one in (plain, several, part, beside, sparse):
         copied = _by_heads(one).data_ptr() != one.data_ptr()
         assert copied == (one is beside or one is sparse)
-
-
-def _capped(at: Rank) -> None:
-    case = AttentionCase(16, causal=True)
-    with ficco.options(workspace_bytes=60_000):
-        for iteration in range(4):
-            attended(at, case, iteration)
-    with ficco.options(workspace_bytes=6_000):
-        failure = caught(lambda: attended(at, case, 1))
-    assert failure.type == "ValueError", failure
-    assert "workspace_bytes: required at least" in failure.text
-
-
-def test_memory_is_capped() -> None:
-    run(4, _capped)
-
-
-# Gradients.
 
 
 def differentiated(
@@ -378,11 +336,30 @@ def differentiated(
             assert found <= limit, (name, rank, case, schedule, found, limit)
 
 
-def _gradients(at: Rank) -> None:
-    for turn, (case, schedule) in enumerate(mixed(at.world)):
+def _calls(at: Rank) -> None:
+    """Calls and gradients of every case by one schedule, a scale and odd sizes among them; and
+    under caps on memory."""
+    dtypes, names = ("float32", "bfloat16", "float64", "float16"), (*SCHEDULES, "auto")
+    odd = (
+        AttentionCase(7, 12, 4, 8, batch=3, causal=True),
+        AttentionCase(8, 12, 1, 64, batch=2, causal=True, scale=0.5),
+        AttentionCase(1, 12, 6, 1, causal=True),
+        AttentionCase(0, 12, 6),
+    )
+    for turn, case in enumerate((*list(cases(at.world))[::2], *odd)):
+        case, schedule = replace(case, dtype=dtypes[turn % 4]), names[turn % len(names)]
+        attended(at, case, turn, schedule)
         if case.dtype != "float16":
             differentiated(at, case, turn, schedule, turn % 2 > 0)
+    case = AttentionCase(16, 6, 3, causal=True)
+    with ficco.options(workspace_bytes=60_000):
+        for turn in range(4):
+            attended(at, case, turn)
+    with ficco.options(workspace_bytes=6_000):
+        failure = caught(lambda: attended(at, case, 1))
+    assert failure.type == "ValueError", failure
+    assert "workspace_bytes: required at least" in failure.text
 
 
-def test_gradients() -> None:
-    run(3, _gradients, timeout=280)
+def test_what_the_library_makes_on_the_whole() -> None:
+    run(3, _calls, timeout=280)
