@@ -101,10 +101,10 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 
 @ranks(2)
 def test_schedules(world: int, device: str) -> None:
-    names = [named(name, knobs) for name in names_on(device) for knobs in KNOBS]
+    ways = [named(name, knobs) for name in names_on(device) for knobs in KNOBS][::3]
     even = equal(world, 24, 40, 16, dtype="bfloat16")
     shapes = cycle((even, equal(world, 17, 23, 9, gathered=True), even.on(dtype="float16")))
-    cases = [case.on(schedule=name) for name, case in zip(names, shapes, strict=False)]
+    cases = [case.on(schedule=name) for name, case in zip(ways, shapes, strict=False)]
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
@@ -133,13 +133,14 @@ UGLY = [
 
 
 def test_ugly_sizes(device: str) -> None:
+    """Each size under every third name."""
     wide = "pieces=4,tail=2,copy=2,compute=2"
     knobs = cycle((("", "bfloat16"), ("pull", "float32"), (wide, "float16")))
+    names = names_on(device)
+    ways = [(name, size) for turn, size in enumerate(UGLY) for name in names[turn % 3 :: 3]]
     cases = [
         Case(rows[:3], k, n, dtype, named(name, some), gathered=not some)
-        for (name, (rows, k, n)), (some, dtype) in zip(
-            product(names_on(device), UGLY), knobs, strict=False
-        )
+        for (name, (rows, k, n)), (some, dtype) in zip(ways, knobs, strict=False)
     ]
     run(3, all_exact, cases, device=device)
 
@@ -152,10 +153,11 @@ def test_eight_ranks(device: str) -> None:
 
 def _schedule_objects(at: Rank) -> None:
     """Also in calls that may wait for ever."""
+    case = equal(at.world, 8, 8, 8)
     with ficco.options(timeout_s=float("inf")):
-        for i, name in enumerate(("auto", *KINDS)):
-            # The dataclass types its schedule as a name; the call takes both.
-            exact(at, equal(at.world, 8, 8, 8, schedule=Schedule.parse(name)), i)  # type: ignore[arg-type]
+        exact(at, case.on(schedule="auto"), 0)
+        for turn, name in enumerate(KINDS):
+            exact(at, case.on(schedule=Schedule.parse(name)), turn)
 
 
 def test_schedule_as_object_and_auto(device: str) -> None:
@@ -344,7 +346,7 @@ def _caps_in_turn(at: Rank) -> None:
     )
     rows = (32,) * at.world, (24, 0, 17)[: at.world]
     with own_group(at) as group:
-        for iteration in range(100):
+        for iteration in range(60):
             k, n = rng.choice(((24, 8), (33, 5)))
             dtype = rng.choice(("float32", "bfloat16"))
             case = Case(rng.choice(rows), k, n, dtype, rng.choice(names))
@@ -594,7 +596,7 @@ def _jitter(at: Rank, calls: int) -> int:
 
 @ranks(2, 4)
 def test_jittered_calls(world: int) -> None:
-    assert run(world, _jitter, 260, timeout=100) == [260] * world
+    assert run(world, _jitter, 180, timeout=100) == [180] * world
 
 
 #: A rank as torchrun would start it. It tells which shared memory it has mapped and then ends in
@@ -638,8 +640,6 @@ if how == "destroy-then-close":
     ficco.close()
 elif how == "error":
     raise RuntimeError("on purpose")
-elif how == "sys-exit":
-    sys.exit(3)
 elif how == "in-flight" and dist.get_rank() == 0:
     # A call of another thread is waiting for a peer that will not come, or has just ended.
     def late():
@@ -691,7 +691,6 @@ def end_of(programs: list[Program], timeout: float = 60.0) -> list[Ended]:
         ("destroy", 0, ""),
         ("destroy-then-close", 0, ""),
         ("error", 1, "RuntimeError: on purpose"),
-        ("sys-exit", 3, ""),
         ("in-flight", 0, ""),
     ],
 )

@@ -368,7 +368,7 @@ def _capped_anyhow(at: Rank) -> None:
         case = Case(operator, rows, 8, n, schedule="shard-overlap")
         required = []
         ficco.close()  # what others left
-        for iteration, cap in enumerate(range(100, 9000, 393)):
+        for iteration, cap in enumerate(range(100, 9000, 740)):
             with ficco.options(workspace_bytes=cap):
                 try:
                     exact(at, case, iteration)
@@ -378,7 +378,7 @@ def _capped_anyhow(at: Rank) -> None:
                     assert found is not None, error
                     required.append(int(found[1]))
         ficco.close()
-        assert len(set(required)) == 1 and len(required) < 14, (case, required)
+        assert len(set(required)) == 1 and len(required) < 8, (case, required)
         with ficco.options(workspace_bytes=required[0]):
             exact(at, case, 0)
         with ficco.options(workspace_bytes=required[0] - 1), pytest.raises(ValueError):
