@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
 
 import disturbance
 import pytest
@@ -18,16 +16,14 @@ import torch
 import torch.distributed as dist
 from cases import gathered_bytes
 from disturbance import Disturbance, disturb
-from ranks import Rank, caught, run
+from ranks import Rank, run
 from test_all_gather_matmul import named
 
 from ficco.compute.products import library
 from ficco.compute.program import Call, Program, Slot
 from ficco.dma.cpu import CpuEngine
-from ficco.dma.cpu_collectives import collect
-from ficco.dma.cpu_lanes import CallState, CpuMemory, Lane
+from ficco.dma.cpu_lanes import CpuMemory, Lane
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
-from ficco.errors import RankMismatch
 from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.runtime.program import compile
@@ -203,119 +199,6 @@ def freed(at: Rank) -> list[str]:
 def test_memory_is_freed_under_living_tensors() -> None:
     before = sorted(os.listdir("/dev/shm"))
     assert run(2, freed) == [before] * 2
-
-
-class _Work:
-    """A collective that ends behind a slice: what of it is not deprecated."""
-
-    def __init__(self, waits: Sequence[str]) -> None:
-        self.waits = list(waits)
-        self.over = False
-
-    def is_completed(self) -> bool:
-        return self.over
-
-    def wait(self, timeout: Any) -> bool:
-        time.sleep(0.02)
-        said = self.waits.pop(0)
-        self.over = not self.waits or self.waits[0] != "slow"
-        if said:
-            raise RuntimeError(said)
-        return True
-
-
-def slices(at: Rank) -> list[Any]:
-    one = plan(problem([3] * at.world), Schedule.parse("serial:collective"), at.rank)
-    found = []
-    with engine(0.3) as made:
-        program = compile(one, made, None)
-        for waits in (["slow", ""], ["slow", "slow", ""], ["slow", "broken"], ["slow"] * 1000):
-            work = _Work(waits)
-            call = call_for(one, *operands(one.problem, 0))
-            call.state = CallState(1, [], made.timeout_s, None)
-            began = caught(
-                lambda: collect(made, program, call, 0, lambda: (None, False), lambda: work)  # noqa: B023
-            )
-            found.append(began if began is None else (began.type, "broken" in began.text))
-    return found
-
-
-def test_a_collective_is_looked_at_in_slices() -> None:
-    assert run(1, slices) == [[None, None, ("BackendError", True), ("SignalTimeout", False)]]
-
-
-def stuck(at: Rank, name: str) -> Any:
-    """What ranks say of rank 2, which never ends a copy of its third call."""
-    of, schedule = problem([8] * at.world), Schedule.parse(name)
-    one = plan(of, schedule, at.rank)
-    copy = next(i for i, step in enumerate(plan(of, schedule, 2).steps) if step.op == "copy")
-    with engine(10.0) as made:
-        program = compile(one, made, slot_for(made, [one]))
-        execute(made, program)
-        dist.barrier()
-        made.timeout_s, failure = 1.0, None
-        with disturb(Disturbance(stall=(2, copy))):
-            while failure is None:  # with several copy lanes a peer may miss nothing in one call
-                call = call_for(one, *operands(of, 0))
-                failure = caught(lambda: made.execute(program, call))  # noqa: B023
-        begin = time.monotonic()
-    closing = time.monotonic() - begin
-    dist.barrier()
-    return failure, closing
-
-
-@pytest.mark.parametrize("name", ["uniform-fused-2d:copy=3,compute=2", "shard-overlap:pull"])
-def test_a_stuck_rank_is_named_by_all_others(name: str) -> None:
-    *others, (own, _) = run(3, stuck, name)
-    assert own.type == "SignalTimeout"
-    for rank, (failure, closing) in enumerate(others):
-        fields = failure.fields
-        assert failure.type == "SignalTimeout" and closing < 3, failure
-        assert (fields["operator"], fields["rank"], fields["peer"]) == (
-            "all_gather_matmul",
-            rank,
-            2,
-        )
-        assert fields["schedule"] == str(Schedule.parse(name)) and " on c" in fields["step"]
-        assert (fields["wanted"], fields["found"], fields["ended"]) == (1, 0, False)
-        assert 1.0 <= fields["seconds"] < 6
-
-
-def broken_off(at: Rank) -> list[Any]:
-    """A call that is interrupted while it waits, and calls in which one lane fails: each ends long
-    before its timeout."""
-    found = []
-    for name, fails in (
-        ("serial", False),
-        ("serial", True),
-        ("hetero-unfused-1d:pull,compute=2", True),
-    ):
-        one = plan(problem([8] * at.world), Schedule.parse(name), at.rank)
-
-        def interrupt() -> None:
-            raise RankMismatch({0: "this", 1: "that"})
-
-        with engine(2.0 if fails else 20.0) as made:
-            program = compile(one, made, slot_for(made, [one]))
-            call = call_for(one, *operands(one.problem, 0))
-            if fails and at.rank == 0:
-                del call.tensors["b"]
-            elif not fails:
-                made.interrupt = interrupt
-            if fails or at.rank == 0:
-                begin = time.monotonic()
-                failure = caught(lambda: made.execute(program, call))  # noqa: B023
-                found.append((failure, time.monotonic() - begin))
-            dist.barrier()
-    return found
-
-
-def test_a_call_that_is_interrupted_or_fails_ends_at_once() -> None:
-    found = run(2, broken_off)[0]
-    for (failure, seconds), kind in zip(
-        found, ("RankMismatch", "KeyError", "KeyError"), strict=True
-    ):
-        assert failure.type == kind and seconds < 1.5, failure
 
 
 def test_delays_are_seeded_per_rank_and_disturb_puts_back_what_was() -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from cases import own_group
 from experts import Data, Layer, data, kept, part, plain, weights_of
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ficco
 from ficco.compute import products
 from ficco.ops import expert_rounds as ops
-from ficco.ops.routing import Routing, _check_experts, rounded
+from ficco.ops.routing import Routing, rounded
 from ficco.problems import specification
 
 SCHEDULES = (
@@ -453,30 +452,6 @@ def test_a_rank_without_memory_tells_the_others() -> None:
     for one, other in zip(*run(2, out_of_memory), strict=True):
         assert "out of memory" in one.text
         assert other.type == "RankMismatch" and "out of memory" in other.text, other
-
-
-def far(at: Rank) -> None:
-    """What is said of experts that do not exist, also by a routing and in a graph."""
-    given = operands(at) | {"indices": torch.full((4, 2), 7)}
-    columns = {"up": torch.ones(3, 8, 3), "down": torch.ones(3, 3, 8), "split": "columns"}
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_assert_async", lambda cond, text: said.append(text))
-        _check_experts(torch.full((4, 2), 7, device="meta"), 5)
-    for call in (
-        partial(ficco.route, given["indices"], 5, capacity=4),
-        partial(ficco.experts, **(given | {"capacity": None})),
-        partial(ficco.experts, **(given | columns)),
-    ):
-        said.append(caught(call).text)
-        assert "got 7 to 7; pass the choices of a router" in said[-1]
-    for text, experts in zip(said, (5, 5, 4, 3), strict=True):
-        where = f"from 0 to {experts - 1} ({experts} in all, for ficco.experts those of up on every"
-        assert text.startswith(f"indices: required experts {where} rank)"), text
-
-
-def test_where_the_number_of_experts_is_from_is_told() -> None:
-    run(2, far)
 
 
 def compiled(at: Rank) -> list[Failure]:

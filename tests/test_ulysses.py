@@ -228,7 +228,7 @@ def test_choice() -> None:
         gains = seconds[least] * (1 + BY_HEADS.margin) < seconds["serial"]
         assert str(chosen.schedule) == (least if gains else "serial")
         ways = [seconds["serial"], *(seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8))]
-        assert ways == sorted(set(ways))  # as on 2 H100
+        assert ways == sorted(ways) and ways[0] < ways[1]  # as on 2 H100
         # Never measured, attention is that of an H100; what was measured counts, by size of heads.
         made, usual = heads_plans(problem, chosen.schedule), machine.attends(machine.gemm)
         slower = replace(usual, shares=((64, 0.9), (128, 0.45)))
