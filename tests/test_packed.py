@@ -160,19 +160,18 @@ def several_served() -> Iterator[Varlen]:
 
 def _calls(at: Rank) -> None:
     iteration, rows = 0, 24
-    for mask in MASKS:
-        for dtype in ("float64", "bfloat16"):
-            bounds = documents(rows * at.world, iteration, 9)
-            case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
-            with several_served() as double:
-                for placement in ("ranks", "head-tail"):
-                    placed = replace(case, placement=placement)
-                    iteration += 1
-                    attended(at, placed, iteration, "growing:tail=2")
-                    differentiated(at, placed, iteration, "hetero-fused-1d")
-                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
-                differentiated_by_heads(at, case, iteration, "serial")
-                assert double.calls > 0
+    for mask, dtype in zip(MASKS, ("float64", "bfloat16") * 2, strict=True):
+        bounds = documents(rows * at.world, iteration, 9)
+        case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
+        with several_served() as double:
+            for placement in ("ranks", "head-tail"):
+                placed = replace(case, placement=placement)
+                iteration += 1
+                attended(at, placed, iteration, "growing:tail=2")
+                differentiated(at, placed, iteration, "hetero-fused-1d")
+            attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
+            differentiated_by_heads(at, case, iteration, "serial")
+            assert double.calls > 0
     # Several rectangles of two sequences: one call for each. Documents of a group of heads: one.
     bounds = tuple(range(0, 32 * at.world + 1, 4))
     with several_served() as double:
