@@ -7,11 +7,14 @@ stale, missing or misplaced piece changes the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import Rank
 
 import ficco
@@ -24,20 +27,10 @@ from ficco.runtime.invoke import tracing
 #: and bfloat16 holds every integer up to 256.
 TERMS = 64
 
-#: How a_shard can lie in memory.
-A_LAYOUTS = (
-    "plain",
-    "leading",
-    "leading-permuted",
-    "columns",
-    "transposed",
-    "every-other-row",
-    "offset",
-)
-#: The same in memory that ficco.empty gave.
-SYMMETRIC_LAYOUTS = ("symmetric", "symmetric-rows", "symmetric-columns", "symmetric-leading")
-#: How b can lie in memory.
-B_LAYOUTS = ("plain", "transposed", "columns", "every-other-row")
+#: How b can lie in memory, and a_shard, also in memory that ficco.empty gave.
+B_LAYOUTS = "plain", "transposed", "columns", "every-other-row"
+A_LAYOUTS = *B_LAYOUTS, "leading", "leading-permuted", "offset"
+SYMMETRIC_LAYOUTS = "symmetric", "symmetric-rows", "symmetric-columns", "symmetric-leading"
 
 
 @dataclass(frozen=True)
@@ -78,39 +71,33 @@ def gathered_bytes(problem: Problem) -> int:
     return problem.m * problem.k * problem.itemsize
 
 
-def _hash(rows: torch.Tensor, cols: torch.Tensor, seed: int) -> torch.Tensor:
+def _hash(rows: range, cols: range, seed: int, device: torch.device) -> torch.Tensor:
     """Unrelated integers in [0, 2**32) for every row, column and seed."""
     mask = 0xFFFFFFFF
-    x = rows[:, None] * 0x9E3779B1 + cols[None, :] * 0x85EBCA77 + seed * 0xC2B2AE3D
+    row, col = (torch.tensor(one, dtype=torch.int64, device=device) for one in (rows, cols))
+    x = row[:, None] * 0x9E3779B1 + col[None, :] * 0x85EBCA77 + seed * 0xC2B2AE3D
     x = ((x & mask) ^ ((x & mask) >> 15)) * 0x2C1B3C6D & mask
     x = (x ^ (x >> 12)) * 0x297A2D39 & mask
     return x ^ (x >> 15)
 
 
-def _span(start: int, stop: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(start, stop, dtype=torch.int64, device=device)
-
-
 def gathered_a(case: Case, iteration: int, device: torch.device) -> torch.Tensor:
     """The A that all shards make up, plain."""
-    seeds = _hash(_span(0, case.m, device), _span(0, case.k, device), iteration)
+    seeds = _hash(range(case.m), range(case.k), iteration, device)
     return (seeds % 7 - 3).to(getattr(torch, case.dtype))
 
 
 def shard_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
     """One rank's rows of A, plain."""
-    first = sum(case.rows[:rank])
-    rows = _span(first, first + case.rows[rank], device)
-    seeds = _hash(rows, _span(0, case.k, device), iteration)
-    return (seeds % 7 - 3).to(getattr(torch, case.dtype))
+    return gathered_a(case, iteration, device).split(case.rows)[rank].clone()
 
 
 def weight_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
     """One rank's b, plain: 1 and -1, and 0 where a column has its terms already."""
-    rows, cols = _span(0, case.k, device), _span(0, case.n, device)
-    signs = _hash(rows, cols, 31 * iteration + rank + 1) % 2 * 2 - 1
-    classes = -(-case.k // TERMS) or 1
-    mine = (rows[:, None] + cols[None, :]) % classes == 0
+    rows, cols = range(case.k), range(case.n)
+    signs = _hash(rows, cols, 31 * iteration + rank + 1, device) % 2 * 2 - 1
+    places = torch.arange(case.k, device=device)[:, None] + torch.arange(case.n, device=device)
+    mine = places % (-(-case.k // TERMS) or 1) == 0
     return (signs * mine).to(getattr(torch, case.dtype))
 
 
@@ -122,62 +109,44 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def lay_a(case: Case, rank: int, plain: torch.Tensor, group: Any = None) -> torch.Tensor:
     """A shard in the layout of the case; what surrounds it holds garbage."""
     rows, k = plain.shape
-    dtype, device = plain.dtype, plain.device
-
-    def garbage(*shape: int) -> torch.Tensor:
-        return torch.full(shape, 99.0, dtype=dtype, device=device)
+    most, halves = max(case.rows), 2 if rows % 2 == 0 else 1
 
     def symmetric(*shape: int) -> torch.Tensor:
-        found = ficco.empty(shape, dtype=dtype, group=group, device=device)
-        return found.fill_(99.0)
+        memory = ficco.empty(shape, dtype=plain.dtype, group=group, device=plain.device)
+        return memory.fill_(99.0)
 
-    most = max(case.rows)
-    halves = 2 if rows % 2 == 0 else 1
-    if case.a == "plain":
-        a = torch.empty_like(plain)
-    elif case.a == "leading":
-        a = garbage(halves, rows // halves, k)
-    elif case.a == "leading-permuted":
-        a = garbage(rows // halves, halves, k).transpose(0, 1)
-    elif case.a == "columns":
-        a = garbage(rows, k + 5)[:, 3 : 3 + k]
-    elif case.a == "transposed":
-        a = garbage(k, rows).t()
-    elif case.a == "every-other-row":
-        a = garbage(2 * rows, k)[::2]
-    elif case.a == "offset":
-        a = garbage(rows * k + 3)[3:].view(rows, k)
-    elif case.a == "symmetric":
-        a = symmetric(most, k)[:rows]
-    elif case.a == "symmetric-rows":
-        a = symmetric(most + 3, k)[2 : 2 + rows]
-    elif case.a == "symmetric-columns":
-        a = symmetric(most, k + 5)[:rows, 3 : 3 + k]
-    elif case.a == "symmetric-leading":
-        a = symmetric(most, k)[:rows].view(halves, rows // halves, k)
-    else:
-        raise AssertionError(case.a)
+    garbage = partial(_garbage, plain)
+    layouts: dict[str, Callable[[], torch.Tensor]] = {
+        "plain": lambda: torch.empty_like(plain),
+        "leading": lambda: garbage(halves, rows // halves, k),
+        "leading-permuted": lambda: garbage(rows // halves, halves, k).transpose(0, 1),
+        "columns": lambda: garbage(rows, k + 5)[:, 3 : 3 + k],
+        "transposed": lambda: garbage(k, rows).t(),
+        "every-other-row": lambda: garbage(2 * rows, k)[::2],
+        "offset": lambda: garbage(rows * k + 3)[3:].view(rows, k),
+        "symmetric": lambda: symmetric(most, k)[:rows],
+        "symmetric-rows": lambda: symmetric(most + 3, k)[2 : 2 + rows],
+        "symmetric-columns": lambda: symmetric(most, k + 5)[:rows, 3 : 3 + k],
+        "symmetric-leading": lambda: symmetric(most, k)[:rows].view(halves, rows // halves, k),
+    }
+    a = layouts[case.a]()
     return a.copy_(plain.view(a.shape))
 
 
 def lay_b(case: Case, plain: torch.Tensor) -> torch.Tensor:
     """b in the layout of the case."""
-    k, n = plain.shape
+    (k, n), garbage = plain.shape, partial(_garbage, plain)
+    layouts: dict[str, Callable[[], torch.Tensor]] = {
+        "plain": lambda: torch.empty_like(plain),
+        "transposed": lambda: garbage(n, k).t(),
+        "columns": lambda: garbage(k, n + 5)[:, 3 : 3 + n],
+        "every-other-row": lambda: garbage(2 * k, n)[::2],
+    }
+    return layouts[case.b]().copy_(plain)
 
-    def garbage(*shape: int) -> torch.Tensor:
-        return torch.full(shape, 99.0, dtype=plain.dtype, device=plain.device)
 
-    if case.b == "plain":
-        b = torch.empty_like(plain)
-    elif case.b == "transposed":
-        b = garbage(n, k).t()
-    elif case.b == "columns":
-        b = garbage(k, n + 5)[:, 3 : 3 + n]
-    elif case.b == "every-other-row":
-        b = garbage(2 * k, n)[::2]
-    else:
-        raise AssertionError(case.b)
-    return b.copy_(plain)
+def _garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.full(shape, 99.0, dtype=like.dtype, device=like.device)
 
 
 @dataclass
@@ -195,8 +164,7 @@ def make(at: Rank, case: Case, iteration: int, group: Any = None) -> Made:
     rank = at.rank if group is None else group.rank()
     device = at.device
     whole = gathered_a(case, iteration, device)
-    first = sum(case.rows[:rank])
-    shard = whole[first : first + case.rows[rank]]
+    shard = whole.split(case.rows)[rank]
     weight = weight_of(case, rank, iteration, device)
     return Made(lay_a(case, rank, shard, group), lay_b(case, weight), product(whole, weight), whole)
 
@@ -205,6 +173,16 @@ def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> lis
     """The call; a list of the product and, if asked for, the gathered A."""
     found = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
     return list(found) if case.gathered else [found]
+
+
+@contextmanager
+def own_group(at: Rank) -> Iterator[Any]:
+    """A group of all ranks, in which calls may fail; closed at the end."""
+    group = dist.new_group(list(range(at.world)))
+    yield group
+    at.barrier()
+    ficco.close(group)
+    dist.destroy_process_group(group)
 
 
 def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], None]) -> None:

@@ -1,8 +1,7 @@
-"""What the operators beside all_gather_matmul promise, whatever the engine.
+"""What the operators beside all_gather_matmul promise beyond the contract, whatever the engine.
 
-Inputs are small integers that depend on the iteration, the rank, the row and the column, so that
-every sum has one right answer in every dtype, and a stale, missing or misplaced piece shows.
-``test_gpu.py`` runs the tests that ask for ``device`` on GPUs.
+Operands and results are those of ``subjects.py``. Modules of other engines run the tests that ask
+for ``device``.
 """
 
 from __future__ import annotations
@@ -11,33 +10,29 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 from typing import Any
 
 import pytest
+import subjects
 import torch
 import torch.distributed as dist
-from cases import _hash, _span, compare
+from cases import compare, own_group
 from disturbance import Disturbance, disturb
-from ranks import Rank, ranks, run, serves_tiled
-from subjects import KNOBS
+from ranks import Rank, caught, ranks, run, serves_tiled
+from subjects import KNOBS, SUBJECTS, TILED  # noqa: F401  which others take from here
 
 import ficco
-from ficco.errors import FiccoError
-from ficco.schedules import NAMED
 
 SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
 INNER = ("all_gather_transposed_matmul", "all_to_all_transposed_matmul")
 OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
-#: Terms in the sum of one element on one rank, at most: with |a| <= 3 and |b| = 1 the sums of 8
-#: ranks stay within [-192, 192], and bfloat16 holds every integer up to 256.
-TERMS = 8
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Most that the signals of a small plan take.
 WORDS_BYTES = 1 << 12
-#: One product that waits, or tells, inside.
-TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,tail=3,pull", "tiled:pieces=3+1")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+#: Schedules of sums that go from rank to rank, which subjects leave out.
+RINGS = [f"ring:{knobs}" for knobs in KNOBS if "pull" not in knobs and "beta" not in knobs]
 
 
 @dataclass(frozen=True)
@@ -56,20 +51,8 @@ class Case:
         return replace(self, **changes)
 
     @property
-    def m(self) -> int:
-        return sum(self.rows)
-
-    def held(self, rank: int) -> int:
-        """Rows of a rank's a."""
-        if self.operator in BLOCKS:
-            return sum(self.rows[rank])
-        return int(self.rows[rank]) if self.operator in INNER else self.m
-
-    def summed(self, rank: int) -> int:
-        """Rows of a rank's b."""
-        if self.operator not in INNER:
-            return self.k
-        return sum(line[rank] for line in self.rows) if self.operator in BLOCKS else self.m
+    def of_subject(self) -> subjects.Case:
+        return subjects.Case(self.rows, (self.k, self.n))
 
     def arguments(self) -> dict[str, Any]:
         rows = {} if self.operator == "matmul_all_reduce" else {"rows": self.rows}
@@ -79,54 +62,30 @@ class Case:
 def operands(
     case: Case, rank: int, iteration: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = getattr(torch, case.dtype)
-    summed = case.summed(rank)
-    sizes = (case.held(rank), case.k, summed, case.n)
-    rows, width, inner, cols = (_span(0, size, device) for size in sizes)
-    a = _hash(rows, width, 101 * iteration + rank) % 7 - 3
-    signs = _hash(inner, cols, 31 * iteration + rank + 1) % 2 * 2 - 1
-    mine = (inner[:, None] + cols[None, :]) % (-(-summed // TERMS) or 1) == 0
-    b = (signs * mine).to(dtype)
-    return a.to(dtype), (b.t().contiguous().t() if case.transposed else b)
+    made = SUBJECTS[case.operator].make(case.of_subject, rank, iteration)
+    a, b = (one.to(device, getattr(torch, case.dtype)) for one in made)
+    return a, (b.t().contiguous().t() if case.transposed else b)
 
 
-def wanted(
-    case: Case,
-    rank: int,
-    iteration: int,
-    device: torch.device,
-    own: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """The result on a rank, from the operands of all ranks, in float64; its own may be given."""
-    everyone = [
-        own if own and r == rank else operands(case, r, iteration, device)
-        for r in range(len(case.rows))
-    ]
-    if case.operator in SUMS:
-        total = sum(a.double() @ b.double() for a, b in everyone)
-        assert isinstance(total, torch.Tensor)
-        ends = [0, *accumulate(case.rows)]
-        if case.operator == "matmul_reduce_scatter":
-            total = total[ends[rank] : ends[rank + 1]]
-        return total.to(everyone[0][0].dtype)
-    blocks = [a for a, _ in everyone]
-    if case.operator in BLOCKS:
-        blocks = [a.split(case.rows[peer])[rank] for peer, a in enumerate(blocks)]
-    mine = everyone[rank][1]
-    if case.operator in INNER:
-        return (torch.cat(blocks).double().t() @ mine.double()).to(mine.dtype)
-    weights = [b if case.operator == "matmul_all_to_all" else mine for _, b in everyone]
-    parts = [x.double() @ weight.double() for x, weight in zip(blocks, weights, strict=True)]
-    return torch.cat(parts).to(mine.dtype)
+def wanted(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
+    """The result on a rank, from the operands of all ranks, in float64."""
+    subject, asked = SUBJECTS[case.operator], case.of_subject
+    every = [subject.make(asked, one, iteration) for one in range(len(case.rows))]
+    (result,) = subject.together(asked, every, iteration)[rank]
+    return result.to(device, getattr(torch, case.dtype)).contiguous()
+
+
+def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> torch.Tensor:
+    found: torch.Tensor = getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
+    return found
 
 
 def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
     rank = at.rank if group is None else group.rank()
     a, b = operands(case, rank, iteration, at.device)
     before = a.clone(), b.clone()
-    found = getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
     about = f"rank {rank}, iteration {iteration}: {case}"
-    compare("the result", found, wanted(case, rank, iteration, at.device, before), about)
+    compare("the result", call(case, a, b, group), wanted(case, rank, iteration, at.device), about)
     assert torch.equal(a, before[0]) and torch.equal(b, before[1]), f"{about} changed its operands"
 
 
@@ -157,23 +116,18 @@ def rows_for(operator: str, world: int, kind: str) -> tuple[Any, ...]:
 def schedules_of(operator: str, tiled: bool = False) -> list[str]:
     """Every named schedule with every set of knobs that it takes; ``tiled``: also where a product
     waits inside."""
-    found = ["serial:collective", *(TILED if tiled and operator not in INNER else ())]
-    for name, base in NAMED.items():
-        for knobs in KNOBS if name != "tiled" else ():
-            beta = "beta" in knobs or base.beta
-            if (beta or name == "one-shot") and operator not in SUMS:
-                continue
-            if beta and base.uniform:
-                continue
-            if name == "ring" and ("pull" in knobs or "beta" in knobs):
-                continue
-            found.append(f"{name}:{knobs}" if knobs else name)
-    return found
+    _, *found = SUBJECTS[operator].schedules(2, tiled=tiled)
+    return found + (RINGS if operator in SUMS else [])
 
 
 @pytest.fixture(scope="module")
 def device() -> str:
     return "cpu"
+
+
+def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Case:
+    rows = rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse")))
+    return Case(operator, rows, chance.choice((8, 24)), chance.choice((8, 40)), schedule=schedule)
 
 
 def every_schedule(
@@ -182,71 +136,60 @@ def every_schedule(
     """A case of each schedule of the space, its rows, sizes and dtype drawn."""
     chance = random.Random(f"{operator} {world}")
     return [
-        Case(
-            operator,
-            rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse"))),
-            chance.choice((8, 24, 64)),
-            chance.choice((1, 8, 40, 64)),
-            chance.choice(dtypes),
-            schedule,
-            chance.random() < 0.5,
+        drawn(chance, operator, world, schedule).on(
+            dtype=chance.choice(dtypes), transposed=chance.random() < 0.5
         )
         for schedule in schedules_of(operator, tiled)
     ]
 
 
-def _negative(at: Rank, operator: str) -> None:
+def _negative(at: Rank) -> None:
     """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
-    rows = rows_for(operator, at.world, "ragged")
-    for k, cap in ((6, None), (1, None), (6, 1 << 13)):
+    for operator, (k, cap) in product(OPERATORS, ((6, None), (1, None), (6, 1 << 13))):
+        rows = rows_for(operator, at.world, "ragged")
         case = Case(operator, rows, k, 96, schedule="hetero-fused-1d:pieces=2")
         a, b = (torch._neg_view(-x) for x in operands(case, at.rank, 0, at.device))
         assert a.is_neg() and b.is_neg()
         with ficco.options(workspace_bytes=cap):
-            found = getattr(ficco, operator)(a, b, **case.arguments())
+            found = call(case, a, b)
         assert not found.is_neg()
         compare("the result", found, wanted(case, at.rank, 0, at.device), f"{case}, {cap}")
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_operands_with_the_negative_bit(device: str, operator: str) -> None:
-    run(2, _negative, operator, device=device)
+def test_operands_with_the_negative_bit(device: str) -> None:
+    run(2, _negative, device=device)
 
 
-def _repeats(at: Rank, operator: str, schedule: str) -> list[bool]:
-    """Whether calls on the same random operands are equal to the last bit."""
+def _repeats(at: Rank) -> None:
+    """Calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
-    case = Case(operator, rows_for(operator, at.world, "equal"), 96, 80)
-    a = torch.randn(case.held(at.rank), 96, device=at.device).bfloat16()
-    b = torch.randn(case.summed(at.rank), 80, device=at.device).bfloat16()
-    first = getattr(ficco, operator)(a, b, schedule=schedule)
-    return [
-        torch.equal(first, getattr(ficco, operator)(a, b, schedule=schedule)) for _ in range(20)
-    ]
-
-
-@pytest.mark.parametrize(
-    "operator, schedule",
-    [
+    for operator, schedule in (
         *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring", "one-shot"]),
         *product(INNER, ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
-    ],
-)
-def test_sums_repeat_to_the_last_bit(device: str, operator: str, schedule: str) -> None:
-    assert all(map(all, run(2, _repeats, operator, schedule, device=device)))
+    ):
+        case = Case(operator, rows_for(operator, at.world, "equal"), 96, 80, schedule=schedule)
+        shapes = [one.shape for one in operands(case, at.rank, 0, at.device)]
+        given = [torch.randn(shape, device=at.device).bfloat16() for shape in shapes]
+        first = call(case, *given)
+        assert all(torch.equal(first, call(case, *given)) for _ in range(12)), case
 
 
-def _all_reduced(at: Rank, schedule: str) -> torch.Tensor:
+def test_sums_repeat_to_the_last_bit(device: str) -> None:
+    run(2, _repeats, device=device)
+
+
+def _all_reduced(at: Rank) -> list[torch.Tensor]:
     torch.manual_seed(at.rank)
     a, b = torch.randn(67, 96), torch.randn(96, 40)  # what is narrower adds up exactly
-    return ficco.matmul_all_reduce(a.to(at.device), b.to(at.device), schedule=schedule).cpu()
+    names = "growing", "ring", "one-shot", "one-shot:pieces=3"
+    a, b = a.to(at.device), b.to(at.device)
+    return [ficco.matmul_all_reduce(a, b, schedule=name).cpu() for name in names]
 
 
-@pytest.mark.parametrize("schedule", ["growing", "ring", "one-shot", "one-shot:pieces=3"])
-def test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit(device: str, schedule: str) -> None:
+def test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit(device: str) -> None:
     # Of two numbers the sum is the same in either order.
-    first, *others = run(3, _all_reduced, schedule, device=device)
-    assert others and all(torch.equal(first, other) for other in others)
+    for first, *others in zip(*run(3, _all_reduced, device=device), strict=True):
+        assert others and all(torch.equal(first, other) for other in others)
 
 
 def _errors(at: Rank, schedule: str) -> float:
@@ -256,10 +199,7 @@ def _errors(at: Rank, schedule: str) -> float:
     world, m, k, n = at.world, 64 * at.world, 256, 48
     generator = torch.Generator().manual_seed(7)
     everyone = [
-        (
-            torch.randn(m, k, generator=generator).bfloat16(),
-            torch.randn(k, n, generator=generator).bfloat16(),
-        )
+        [torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (k, n))]
         for _ in range(world)
     ]
     mine = slice(at.rank * 64, at.rank * 64 + 64)
@@ -290,130 +230,70 @@ def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
     assert max(run(3, _errors, schedule, device=device)) <= 1.01
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
-    "rows that ranks cannot share": (
-        "matmul_reduce_scatter", {}, "ValueError", ("share equally", "7", "rows="),
-    ),
-    "rows with another sum": (
-        "matmul_reduce_scatter", {"rows": [3, 3]}, "ValueError", ("add up", "7", "6"),
-    ),
-    "blocks that are not equal": (
-        "all_to_all_matmul", {}, "ValueError", ("equal blocks", "7", "rows="),
-    ),
-    "a list in place of a table": (
-        "all_to_all_matmul", {"rows": [3, 4]}, "ValueError", ("table of 2 x 2",),
-    ),
-    "a table with a negative number": (
-        "matmul_all_to_all", {"rows": [[8, -1], [3, 4]]}, "ValueError", ("table", "negative"),
-    ),
-    "a table with another sum": (
-        "matmul_all_to_all", {"rows": [[3, 3], [3, 3]]}, "ValueError", ("6 rows", "got 7"),
-    ),
-    "a ring that sums nothing": (
-        "matmul_all_to_all",
-        {"rows": [[3, 4], [3, 4]], "schedule": "ring"},
-        "ValueError",
-        ("ring", "sum over ranks"),
-    ),
-    "beta without a sum": (
-        "all_to_all_matmul",
-        {"rows": [[3, 4], [3, 4]], "schedule": "growing:beta"},
-        "ValueError",
-        ("beta", "sum over ranks"),
-    ),
-    "rows of b that nobody has of a": (
-        INNER[0], {"k": 9}, "ValueError", ("rows of b", "a_shard", "9", "14", "rows="),
-    ),
-    "rows of b that nobody sends": (
-        INNER[1],
-        {"k": 9, "rows": [[3, 4], [3, 4]]},
-        "ValueError",
-        ("rows of b", "receives", "got 9 and", "rows="),
-    ),
-    "a table of which b has another column": (
-        INNER[1],
-        {"k": 7, "rows": [[3, 4], [3, 4]]},
-        "ValueError",
-        ("rows of b", "receives", "got 7 and", "rows="),
-    ),
-    "blocks of a transposed product that are not equal": (
-        INNER[1], {"k": 7}, "ValueError", ("equal blocks", "7", "rows="),
-    ),
-    "a table of a transposed product with another sum": (
-        INNER[1], {"k": 6, "rows": [[3, 3], [3, 3]]}, "ValueError", ("6 rows", "got 7"),
-    ),
-    "a sum of other columns": (
-        "matmul_all_reduce", {"k": 9}, "ValueError", ("columns of a", "k=8", "k=9"),
-    ),
-}  # fmt: skip
+TABLE = [[3, 4], [3, 4]]
+#: An operator of 7 rows of a and 8 (or k) of b, what else it is given, and words of the refusal.
+REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("matmul_reduce_scatter", {}, ("share equally", "7", "rows=")),
+    ("matmul_reduce_scatter", {"rows": [3, 3]}, ("add up", "7", "6")),
+    ("all_to_all_matmul", {}, ("equal blocks", "7", "rows=")),
+    ("all_to_all_matmul", {"rows": [3, 4]}, ("table of 2 x 2",)),
+    ("matmul_all_to_all", {"rows": [[8, -1], [3, 4]]}, ("table", "negative")),
+    ("matmul_all_to_all", {"rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
+    ("matmul_all_to_all", {"rows": TABLE, "schedule": "ring"}, ("ring", "sum over ranks")),
+    ("all_to_all_matmul", {"rows": TABLE, "schedule": "growing:beta"}, ("beta", "sum over ranks")),
+    (INNER[0], {"k": 9}, ("rows of b", "a_shard", "9", "14", "rows=")),
+    (INNER[1], {"k": 9, "rows": TABLE}, ("rows of b", "receives", "got 9 and", "rows=")),
+    (INNER[1], {"k": 7, "rows": TABLE}, ("rows of b", "receives", "got 7 and", "rows=")),
+    (INNER[1], {"k": 7}, ("equal blocks", "7", "rows=")),
+    (INNER[1], {"k": 6, "rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
+    ("matmul_all_reduce", {"k": 9}, ("columns of a", "k=8", "k=9")),
+]
 
 
-def _refused(at: Rank, what: str) -> None:
-    operator, arguments, kind, words = REFUSED[what]
-    arguments = dict(arguments)
-    a, b = torch.ones(7, 8, device=at.device), torch.ones(arguments.pop("k", 8), 6)
-    try:
-        getattr(ficco, operator)(a, b.to(at.device), **arguments)
-    except Exception as error:
-        assert type(error).__name__ == kind, repr(error)
-        for word in words:
-            assert word in str(error), f"{word!r} is not in {error}"
-    else:
-        raise AssertionError(f"{what}: accepted")
-    exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)  # the group lives on
+def _refused(at: Rank) -> None:
+    a = torch.ones(7, 8, device=at.device)
+    for operator, arguments, words in REFUSED:
+        rest = {name: value for name, value in arguments.items() if name != "k"}
+        b = torch.ones(arguments.get("k", 8), 6, device=at.device)
+        error = caught(lambda: getattr(ficco, operator)(a, b, **rest))  # noqa: B023
+        assert getattr(error, "type", "") == "ValueError", (operator, arguments, error)
+        assert all(word in error.text for word in words), (words, error.text)
+        exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_wrong_arguments_are_refused(device: str, what: str) -> None:
-    run(2, _refused, what, device=device)
+def test_wrong_arguments_are_refused(device: str) -> None:
+    """And the group lives on."""
+    run(2, _refused, device=device)
 
 
-def _mixed(at: Rank, calls: int, seed: int, tiled: bool) -> int:
+def _mixed(at: Rank, calls: int, tiled: bool) -> None:
     """Operators in any order on the same slots, as ranks must agree on by a common seed; on CPUs
     every copy is late by chance."""
-    chance = random.Random(seed)
-    with disturb(Disturbance(delay_s=0.002, seed=seed)):
-        return _in_any_order(at, calls, chance, tiled)
-
-
-def _in_any_order(at: Rank, calls: int, chance: random.Random, tiled: bool) -> int:
-    for iteration in range(calls):
+    chance = random.Random(at.world)
+    asked = [*product(SUMS, RINGS)]
+    for _ in range(calls):
         operator = chance.choice(OPERATORS)
-        rows = rows_for(operator, at.world, chance.choice(("equal", "ragged", "few", "sparse")))
-        schedule = chance.choice(schedules_of(operator, tiled))
-        sizes = chance.choice((8, 24)), chance.choice((8, 40))
-        exact(at, Case(operator, rows, *sizes, "bfloat16", schedule), iteration)
-    return calls
+        asked.append((operator, chance.choice(schedules_of(operator, tiled))))
+    chance.shuffle(asked)
+    with disturb(Disturbance(delay_s=0.002, seed=at.world)):
+        for iteration, (operator, schedule) in enumerate(asked):
+            case = drawn(chance, operator, at.world, schedule).on(dtype="bfloat16")
+            exact(at, case, iteration)
 
 
 @ranks(2, 4)
 def test_operators_in_any_order(device: str, world: int) -> None:
-    calls = 100 if device == "cpu" else 400
-    tiled = serves_tiled(device)
-    assert run(world, _mixed, calls, world, tiled, device=device) == [calls] * world
-
-
-def _capped(at: Rank, operator: str, schedule: str) -> list[int]:
-    """Bytes held after calls with ever less memory, each of them exact."""
-    wide = (24, 320) if operator.startswith("matmul_") else (320, 24)  # what travels
-    case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
-    held = []
-    for cap in CAPS:
-        ficco.close()
-        with ficco.options(workspace_bytes=cap):
-            for iteration in range(3):
-                exact(at, case, iteration)
-        held.append(ficco.memory())
-    return held
+    calls = 50 if device == "cpu" else 400
+    run(world, _mixed, calls, serves_tiled(device), device=device)
 
 
 #: Bytes; the first is more than any of the calls needs.
 CAPS = (1 << 20, 1 << 15, 1 << 14)
 
 
-@pytest.mark.parametrize(
-    "operator, schedule",
-    [
+def _capped(at: Rank) -> None:
+    """Bytes held after calls with ever less memory, each of them exact."""
+    for operator, schedule in (
         ("matmul_reduce_scatter", "growing:tail=2,pull"),
         ("matmul_reduce_scatter", "ring"),
         ("matmul_all_reduce", "hetero-unfused-1d:beta"),
@@ -421,28 +301,31 @@ CAPS = (1 << 20, 1 << 15, 1 << 14)
         ("matmul_all_to_all", "hetero-fused-1d:pieces=2,pull"),
         ("all_to_all_matmul", "hetero-fused-1d:pieces=8"),
         *product(INNER, ["hetero-fused-1d:pieces=8", "uniform-fused-2d:pieces=8"]),
-    ],
-)
-def test_memory_keeps_to_its_cap(device: str, operator: str, schedule: str) -> None:
-    for held in run(3, _capped, operator, schedule, device=device):
-        assert all(found <= cap for found, cap in zip(held, CAPS, strict=True))
-        assert held[0] >= held[1] > held[2]
+    ):
+        wide = (24, 320) if operator.startswith("matmul_") else (320, 24)  # what travels
+        case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
+        held = []
+        for cap in CAPS:
+            ficco.close()
+            with ficco.options(workspace_bytes=cap):
+                all_exact(at, [case] * 2)
+            held.append(ficco.memory())
+            assert held[-1] <= cap, case
+        assert held[0] >= held[1] > held[2], (case, held)
 
 
-def _rows_that_pass(at: Rank) -> None:
-    """Rows that can be read once, in a call that goes by columns."""
-    a, b = torch.ones(7, 8), torch.ones(8, 640)
+def test_memory_keeps_to_its_cap(device: str) -> None:
+    run(3, _capped, device=device)
+
+
+def _rows(at: Rank) -> None:
+    """Rows that can be read once, in a call that goes by columns; rows that cannot be read refuse
+    their call, and nothing else."""
     with ficco.options(workspace_bytes=3000):
-        found = ficco.matmul_reduce_scatter(a, b, rows=iter([3, 4]), schedule="shard-overlap")
+        found = ficco.matmul_reduce_scatter(
+            torch.ones(7, 8), torch.ones(8, 640), rows=iter([3, 4]), schedule="shard-overlap"
+        )
     assert torch.equal(found, torch.full((3 + at.rank, 640), 16.0))
-
-
-def test_rows_that_can_be_read_once() -> None:
-    run(2, _rows_that_pass)
-
-
-def _rows_that_fail(at: Rank) -> None:
-    """Rows that cannot be read refuse their call, and nothing else."""
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     for _ in range(2):
         assert torch.equal(ficco.matmul_reduce_scatter(a, b), torch.full((2, 4), 16.0))
@@ -450,63 +333,60 @@ def _rows_that_fail(at: Rank) -> None:
             ficco.matmul_reduce_scatter(a, b, rows=(1 // 0 for _ in range(2)))
 
 
-def test_rows_that_cannot_be_read() -> None:
-    run(2, _rows_that_fail)
+def test_rows_that_can_be_read_once() -> None:
+    run(2, _rows)
 
 
-def _auto_under_a_cap(at: Rank, operator: str) -> None:
+def _auto_under_a_cap(at: Rank) -> None:
     """With nothing else set a call keeps to any cap, and so does its backward."""
-    shape = {"rows": rows_for(operator, at.world, "equal"), "k": 64}
-    ficco.close()  # what others left
-    for iteration, cap in enumerate((100, 5000, 9000)):
-        for n in (0, 40):
+    for operator in (*OPERATORS, "all_gather_matmul"):
+        case = Case(operator, rows_for(operator, at.world, "equal"), 64, 40)
+        ficco.close()  # what others left
+        for iteration, (cap, n) in enumerate(product((100, 5000, 9000), (0, 40))):
             with ficco.options(workspace_bytes=cap):
-                exact(at, Case(operator, n=n, schedule="auto", **shape), iteration)
+                exact(at, case.on(n=n), iteration)
                 assert ficco.memory() <= cap
+        ficco.close()
+        a, b = (x.requires_grad_() for x in operands(case, at.rank, 0, at.device))
+        with ficco.options(workspace_bytes=5000):
+            call(case, a, b).sum().backward()
+        # A slot has the words of the one call and the staging of the other.
+        assert ficco.memory() <= 5000 + WORDS_BYTES, case
+        assert a.grad is not None and b.grad is not None
     ficco.close()
-    case = Case(operator, n=40, schedule="auto", **shape)
-    a, b = (x.requires_grad_() for x in operands(case, at.rank, 0, at.device))
-    with ficco.options(workspace_bytes=5000):
-        getattr(ficco, operator)(a, b, **case.arguments()).sum().backward()
-    # A slot has the words of the one call and the staging of the other.
-    assert ficco.memory() <= 5000 + WORDS_BYTES
-    assert a.grad is not None and b.grad is not None
-    ficco.close()
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_auto_keeps_to_any_cap(operator: str) -> None:
-    run(3, _auto_under_a_cap, operator)
+def test_auto_keeps_to_any_cap() -> None:
+    run(3, _auto_under_a_cap)
 
 
-def _capped_anyhow(at: Rank, operator: str, n: int) -> list[int]:
-    """Exact with a cap of any size, or refused; what is then said to be required."""
-    case = Case(operator, rows_for(operator, at.world, "ragged"), 8, n, schedule="shard-overlap")
-    required = []
-    ficco.close()  # what others left
-    for iteration, cap in enumerate(range(100, 9000, 131)):
-        with ficco.options(workspace_bytes=cap):
-            try:
-                exact(at, case, iteration)
-                assert ficco.memory() <= cap
-            except ValueError as error:
-                found = re.search(r"workspace_bytes: required at least (\d+) for", str(error))
-                assert found is not None, error
-                required.append(int(found[1]))
-    ficco.close()
-    with ficco.options(workspace_bytes=max(required)):
-        exact(at, case, 0)
-    with ficco.options(workspace_bytes=max(required) - 1), pytest.raises(ValueError):
-        exact(at, case, 1)
-    return required
+def _capped_anyhow(at: Rank) -> None:
+    """Exact with a cap of any size, or refused: what is then said to be required does, and no byte
+    less."""
+    for operator, n in product((*OPERATORS, "all_gather_matmul"), (250, 5)):
+        rows = rows_for(operator, at.world, "ragged")
+        case = Case(operator, rows, 8, n, schedule="shard-overlap")
+        required = []
+        ficco.close()  # what others left
+        for iteration, cap in enumerate(range(100, 9000, 1100)):
+            with ficco.options(workspace_bytes=cap):
+                try:
+                    exact(at, case, iteration)
+                    assert ficco.memory() <= cap
+                except ValueError as error:
+                    found = re.search(r"workspace_bytes: required at least (\d+) for", str(error))
+                    assert found is not None, error
+                    required.append(int(found[1]))
+        ficco.close()
+        assert len(set(required)) == 1 and len(required) < 8, (case, required)
+        with ficco.options(workspace_bytes=required[0]):
+            exact(at, case, 0)
+        with ficco.options(workspace_bytes=required[0] - 1), pytest.raises(ValueError):
+            exact(at, case, 1)
 
 
-@pytest.mark.parametrize("n", [250, 5])
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_any_cap_is_exact_or_refused(operator: str, n: int) -> None:
-    """What a refusal says is required does, and no byte less."""
-    one, two = run(2, _capped_anyhow, operator, n)
-    assert one == two and len(set(one)) == 1 and len(one) < 40
+def test_any_cap_is_exact_or_refused() -> None:
+    run(2, _capped_anyhow)
 
 
 def _two_groups(at: Rank) -> None:
@@ -524,50 +404,12 @@ def test_several_groups_of_a_mesh(device: str) -> None:
     run(4, _two_groups, device=device)
 
 
-def _faulty(at: Rank, operator: str, schedule: str) -> list[Any]:
-    """What the other ranks say of rank 1, which stops in the middle of a call: at the first step of
-    all, and at a product, a copy or a sum."""
-    rows = rows_for(operator, at.world, "equal")
-    case = Case(operator, rows, 24, 24, schedule=schedule)
-    errors = []
-    for step in range(3):
-        group = dist.new_group(list(range(at.world)))
-        exact(at, case, 0, group)
-        stall = Disturbance(stall=(1, step))
-        with disturb(stall), ficco.options(timeout_s=0.6), pytest.raises(FiccoError) as caught:
-            exact(at, case, 1, group)
-        with pytest.raises(FiccoError):  # the group is of no use any more
-            exact(at, case, 2, group)
-        errors.append(caught.value)
-        ficco.close(group)
-        dist.destroy_process_group(group)
-        dist.barrier()
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("operator", "schedule"),
-    [
-        *product([*SUMS, "matmul_all_to_all"], ["hetero-unfused-1d:pieces=2"]),
-        ("matmul_all_reduce", "one-shot"),
-    ],
-)
-def test_a_stuck_rank_is_named(operator: str, schedule: str) -> None:
-    for errors in zip(*run(3, _faulty, operator, schedule), strict=True):
-        first, _, last = (list(error.timeouts.values()) for error in errors)
-        for timeout in (*first, *last):
-            assert (timeout.operator, timeout.schedule) == (operator, schedule)
-        assert 1 in [timeout.peer for timeout in (*first, *last)]
-
-
-def _disagree(at: Rank) -> str:
-    a, b = torch.ones(12, 8), torch.ones(8, 6)
-    operator = SUMS[at.rank % 2]
-    with pytest.raises(ficco.RankMismatch) as caught:
-        getattr(ficco, operator)(a, b, schedule="growing")
-    return str(caught.value)
+def _disagree(at: Rank) -> None:
+    with own_group(at) as group, pytest.raises(ficco.RankMismatch) as caught:
+        call = getattr(ficco, SUMS[at.rank % 2])
+        call(torch.ones(12, 8), torch.ones(8, 6), schedule="growing", group=group)
+    assert all(operator in str(caught.value) for operator in SUMS)
 
 
 def test_ranks_that_call_other_operators_are_told() -> None:
-    for text in run(2, _disagree, fresh=True):
-        assert all(operator in text for operator in SUMS)
+    run(2, _disagree)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,13 +70,11 @@ def test_calls_have_all_rectangles_once(
         assert sorted(found, key=repr) == sorted(wanted, key=repr)
 
 
-@pytest.mark.parametrize("mask", MASKS[:2])
-def test_many_documents_are_few_calls(mask: dict[str, Any]) -> None:
+def test_many_documents_are_few_calls() -> None:
     """One for those that end on a rank; of what goes on from one rank to another at most two
     more."""
-    for placement, most in (("ranks", 2), ("head-tail", 4)):
-        bounds = tuple(range(0, 4 * 96 + 1, 3))
-        sizes = 4, 96, 1, 2, 1, 8, "float32"
+    bounds, sizes = tuple(range(0, 4 * 96 + 1, 3)), (4, 96, 1, 2, 1, 8, "float32")
+    for mask, (placement, most) in product(MASKS[:2], (("ranks", 2), ("head-tail", 4))):
         problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
         for rank in range(4):
             keys = 0, problem.keys.product_rows(rank)
@@ -128,10 +126,8 @@ class Varlen:
                 mean[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
         return mean, lse
 
-    def backward(
-        self, grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any,
-        *rest: Any, scale: float, **window: Any,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    def backward(self, grad: Any, *given: Any, scale: float, **window: Any) -> Any:
+        q, k, v, out, lse, cu_q, cu_k, *rest = given
         self.calls += 1
         made = [torch.full_like(one, torch.nan) for one in (q, k, v)]
         for rows, keys in _sequences((cu_q, cu_k)):
@@ -164,60 +160,45 @@ def several_served() -> Iterator[Varlen]:
 
 def _calls(at: Rank) -> None:
     iteration, rows = 0, 24
-    for mask in MASKS:
-        for dtype in ("float64", "bfloat16"):
-            bounds = documents(rows * at.world, iteration, 9)
-            case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
-            with several_served() as double:
-                for placement in ("ranks", "head-tail"):
-                    placed = replace(case, placement=placement)
-                    iteration += 1
-                    attended(at, placed, iteration, "growing:tail=2")
-                    differentiated(at, placed, iteration, "hetero-fused-1d")
-                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
-                differentiated_by_heads(at, case, iteration, "serial")
-                assert double.calls > 0
-    # Several rectangles of two sequences: one call for each.
-    case = AttentionCase(rows, 4, 2, 16, batch=2, causal=True, window=5, placement="head-tail")
+    for mask, dtype in zip(MASKS, ("float64", "bfloat16") * 2, strict=True):
+        bounds = documents(rows * at.world, iteration, 9)
+        case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
+        with several_served() as double:
+            for placement in ("ranks", "head-tail"):
+                placed = replace(case, placement=placement)
+                iteration += 1
+                attended(at, placed, iteration, "growing:tail=2")
+                differentiated(at, placed, iteration, "hetero-fused-1d")
+            attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
+            differentiated_by_heads(at, case, iteration, "serial")
+            assert double.calls > 0
+    # Several rectangles of two sequences: one call for each. Documents of a group of heads: one.
+    bounds = tuple(range(0, 32 * at.world + 1, 4))
     with several_served() as double:
+        case = AttentionCase(rows, 4, 2, 16, batch=2, causal=True, window=5, placement="head-tail")
         attended(at, case, iteration, "growing")
         differentiated(at, case, iteration, "growing")
         assert double.calls == 0
+        case = AttentionCase(32, 2 * at.world, at.world, 16, causal=True, cu_seqlens=bounds)
+        attended_by_heads(at, case, 1, "serial")
+        assert double.calls == 1
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_results_and_gradients(world: int) -> None:
     run(world, _calls, timeout=280)
 
 
-def _by_heads_once(at: Rank) -> int:
-    """Calls of the library for many documents."""
-    bounds = tuple(range(0, 32 * at.world + 1, 4))
-    case = AttentionCase(32, 2 * at.world, at.world, 16, causal=True, cu_seqlens=bounds)
-    with several_served() as double:
-        attended_by_heads(at, case, 1, "serial")
-    return double.calls
-
-
-def test_documents_of_a_group_of_heads_are_one_call() -> None:
-    assert run(2, _by_heads_once) == [1, 1]
-
-
-def test_where_it_serves() -> None:
+def test_where_libraries_serve() -> None:
+    """Several documents on no CPU; few rows, and windows, are not for cuDNN."""
     short = packed([Rectangle(8 * i, 8 * i + 8, 8 * i, 8 * i + 8, None, 0) for i in range(4)])[0]
     q = torch.zeros(1, 2, 32, 16)
-    assert not libraries.serves_several(Heads(q, q, q), short)  # on a CPU
+    assert not libraries.serves_several(Heads(q, q, q), short)
     assert short.runs == [short.band]
-
-
-@pytest.mark.parametrize(
-    ("rows", "keys", "served"),
-    [(128, 128, True), (127, 4096, False), (4096, 127, False), (1, 1, False)],
-)
-def test_few_rows_are_not_for_cudnn(rows: int, keys: int, served: bool) -> None:
-    q = torch.zeros(1, 2, rows, 128)
-    whole, tail = Rectangle(0, rows, 0, keys), Rectangle(64, 64 + rows, 9, 9 + keys)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)):
-        for one in (whole, tail):
-            assert libraries._cudnn_serves(Heads(q, q, q), one) == served
-            assert not libraries._cudnn_serves(Heads(q, q, q), one._replace(left=3, right=0))
+        for rows, keys in ((128, 128), (127, 4096), (4096, 127), (1, 1)):
+            q = torch.zeros(1, 2, rows, 128)
+            for one in (Rectangle(0, rows, 0, keys), Rectangle(64, 64 + rows, 9, 9 + keys)):
+                served = libraries._cudnn_serves(Heads(q, q, q), one)
+                assert served == (min(rows, keys) == 128), (rows, keys)
+                assert not libraries._cudnn_serves(Heads(q, q, q), one._replace(left=3, right=0))

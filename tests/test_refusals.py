@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import own_group
 from ranks import Failure, Rank, caught, run
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ficco
@@ -28,165 +31,120 @@ AT_ONCE_S = 8.0
 Call = Callable[[], Any]
 
 
-def _functions(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
+def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
     """By name: a call, one that is refused, and a word of the refusal."""
     where = {"group": group}
-    x, weight = torch.ones(4, 8), torch.ones(3, 8)
-    whole = torch.ones(4 * world, 8)
-    q = torch.ones(1, 2 * world, 3, 8)
-    up, down = torch.ones(2, 8, 12), torch.ones(2, 6, 8)
+    x, weight, whole = torch.ones(4, 8), torch.ones(3, 8), torch.ones(4 * world, 8)
+    q, tokens = torch.ones(1, 2 * world, 3, 8), torch.ones(3, 8)
     index, one = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
-    tokens = torch.ones(3, 8)
-    heads = torch.ones(world * 8, 8)
-    project = partial(ficco.ulysses_project, k_weight=heads, v_weight=heads, **where)
-    linears, scattered = layers.gathered_linears, layers.scattered_linear
-    experts = partial(ficco.experts, weights=one, up=up, down=down, **where)
+    heads, out = torch.ones(world * 8, 8), torch.ones(1, 1, world, 8)
+    product = partial(ficco.all_gather_matmul, x, weight.t(), **where)
+    project = partial(
+        ficco.ulysses_project, tokens[None], heads, k_weight=heads, v_weight=heads, **where
+    )
+    output = partial(ficco.ulysses_output, out, **where)
+    attention = partial(ficco.all_gather_attention, q, q, **where)
+    up, down = torch.ones(2, 8, 12), torch.ones(2, 6, 8)
+    experts = partial(ficco.experts, tokens, weights=one, up=up, down=down, **where)
+    route, empty = partial(ficco.route, index, **where), partial(ficco.empty, **where)
+    linears = partial(layers.gathered_linears, x, (weight,), (None,), **where)
+    scattered = partial(layers.scattered_linear, **where)
+    reduced = partial(layers.reduced_linear, x, weight, **where)
+    copied = partial(layers.copied_linears, x, (weight,), (None,), recipe="fast", **where)
+    column = ficco.nn.ColumnParallelLinear(8, 4 * world, **where)
+    row = ficco.nn.RowParallelLinear(4 * world, 8, **where)
+    layer = ficco.nn.UlyssesAttention(8 * world, world, **where)
+    sequence, part = torch.ones(4 * world, 4), torch.ones(1, 3, 8 * world)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    style = ficco.nn.ColwiseParallel(input_layouts=Shard(0))
+    styled = parallelize_module(torch.nn.Linear(8, 4 * world), mesh, style)
 
     def block(shard: Any) -> None:
         with ficco.arriving(shard, **where) as rows:
             rows.wait(0)
 
-    def product(**more: Any) -> torch.Tensor:
-        return ficco.all_gather_matmul(x, weight.t(), **where, **more)
-
     return {
-        "operator": (product, partial(product, scale_b=1.0), "scale_a"),
+        "operator": (product, lambda: product(scale_b=1.0), "scale_a"),
         "operator, no tensor": (
             product,
             lambda: ficco.all_gather_matmul(None, weight.t(), **where),
             "a_shard",
         ),
-        "empty": (
-            lambda: ficco.empty((3, 4), **where),
-            lambda: ficco.empty((3, -4), **where),
-            "shape",
-        ),
-        "gathered_linears": (
-            lambda: linears(x, (weight,), (None,), **where),
-            lambda: linears(x, (weight,), (None,), rows=[3] * world, **where),
-            "rows",
-        ),
+        "empty": (lambda: empty((3, 4)), lambda: empty((3, -4)), "shape"),
+        "gathered_linears": (linears, lambda: linears(rows=[3] * world), "rows"),
         "scattered_linear": (
-            lambda: scattered(whole, weight, **where),
-            lambda: scattered(whole[1:], weight, **where),
+            lambda: scattered(whole, weight),
+            lambda: scattered(whole[1:], weight),
             "share equally",
         ),
-        "reduced_linear": (
-            lambda: layers.reduced_linear(x, weight, **where),
-            lambda: layers.reduced_linear(x, weight, recipe="fast", **where),
-            "recipe",
-        ),
-        "copied_linears": (
-            product,  # the forward of these layers exchanges nothing: the next call does
-            lambda: layers.copied_linears(x, (weight,), (None,), recipe="fast", **where),
-            "recipe",
-        ),
-        "experts": (
-            lambda: experts(tokens, index),
-            lambda: experts(tokens, index.float()),
-            "indices",
-        ),
-        "experts, no tensor": (
-            lambda: experts(tokens, index),
-            lambda: experts(tokens, [[0]] * 3),
-            "indices",
-        ),
-        "route": (
-            lambda: ficco.route(index, 4, **where).capacity,
-            lambda: ficco.route(index, 0, **where),
-            "experts",
-        ),
-        "attention": (
-            lambda: ficco.all_gather_attention(q, q, q, **where),
-            lambda: ficco.all_gather_attention(q, q, None, **where),
-            "v_shard",
-        ),
+        "reduced_linear": (reduced, lambda: reduced(recipe="fast"), "recipe"),
+        # The forward of these layers exchanges nothing: the next call does.
+        "copied_linears": (product, copied, "recipe"),
+        "experts": (lambda: experts(index), lambda: experts(index.float()), "indices"),
+        "experts, no tensor": (lambda: experts(index), lambda: experts([[0]] * 3), "indices"),
+        "route": (lambda: route(4).capacity, lambda: route(0), "experts"),
+        "attention": (lambda: attention(q), lambda: attention(None), "v_shard"),
         "ulysses": (
             lambda: ficco.ulysses_attention(q, q, q, **where),
             lambda: ficco.ulysses_attention(q, None, q, **where),
             "k: required",
         ),
-        "project": (
-            lambda: project(tokens[None], heads, size=8),
-            lambda: project(tokens[None], heads, size=0),
-            "size",
-        ),
+        "project": (lambda: project(size=8), lambda: project(size=0), "size"),
         "output": (
-            lambda: ficco.ulysses_output(
-                torch.ones(1, 1, world, 8), heads[:8].repeat(1, world), **where
-            ),
-            lambda: ficco.ulysses_output(
-                torch.ones(1, 1, world, 8), heads[:8].repeat(1, world)[0], **where
-            ),
+            lambda: output(heads[:8].repeat(1, world)),
+            lambda: output(heads[0].repeat(world)),
             "weight",
         ),
         "arriving": (lambda: block(x), lambda: block(x.clone().requires_grad_()), "no gradient"),
-    }
-
-
-def _modules(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
-    column = ficco.nn.ColumnParallelLinear(8, 4 * world, group=group)
-    row = ficco.nn.RowParallelLinear(4 * world, 8, group=group)
-    attention = ficco.nn.UlyssesAttention(8 * world, world, group=group)
-    x, whole, part = torch.ones(4, 8), torch.ones(4 * world, 4), torch.ones(1, 3, 8 * world)
-    return {
         "column, features": (lambda: column(x), lambda: column(x[:, 1:]), "this rank's part"),
         "column, no tensor": (lambda: column(x), lambda: column(None), "torch.Tensor"),
-        "row, features": (lambda: row(whole), lambda: row(whole[:, 1:]), "this rank's columns"),
-        "row, odd sequence": (lambda: row(whole), lambda: row(whole[1:]), "share equally"),
+        "row, features": (
+            lambda: row(sequence),
+            lambda: row(sequence[:, 1:]),
+            "this rank's columns",
+        ),
+        "row, odd sequence": (lambda: row(sequence), lambda: row(sequence[1:]), "share equally"),
         "gather_once": (
             lambda: ficco.nn.gather_once(x, column, column),
             lambda: ficco.nn.gather_once(x, column, row),
             "ColumnParallelLinear layers",
         ),
-        "attention layer": (
-            lambda: attention(part),
-            lambda: attention(part[0]),
-            "x: required",
-        ),
+        "attention layer": (lambda: layer(part), lambda: layer(part[0]), "x: required"),
+        "style": (lambda: styled(x), lambda: styled(x[0, 0]), ""),
     }
 
 
-def _styles(world: int) -> dict[str, tuple[Call, Call, str]]:
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (world,))
-    style = ficco.nn.ColwiseParallel(input_layouts=Shard(0))
-    layer = parallelize_module(torch.nn.Linear(8, 4 * world), mesh, style)
-    x = torch.ones(4, 8)
-    return {"style": (lambda: layer(x), lambda: layer(x[0, 0]), "")}
-
-
-def _one_refuses(at: Rank, name: str, kind: str, odd: int, warm: bool) -> dict[str, Any]:
+def _one_refuses(at: Rank, warm: bool) -> None:
+    """One rank refuses a call that its peers make, told once, however many entries the refusal has
+    come through."""
     group = dist.new_group(list(range(at.world)))
-    if kind == "style":
-        calls = _styles(at.world)
-        group = dist.group.WORLD
-    else:
-        calls = {"function": _functions, "module": _modules}[kind](at.world, group)
-    good, bad, _ = calls[name]
-    if warm:
-        good()
-    before = _numbered(group)
-    with ficco.options(timeout_s=PATIENCE_S):
-        begin = time.monotonic()
-        first = caught(bad if at.rank == odd else good)
-        seconds = time.monotonic() - begin
-    numbered = _numbered(group) - before
-    at.barrier()
-    ficco.close()
-    at.barrier()
-    usable = not isinstance(caught(good), Failure)
-    both = [caught(bad), caught(bad)]  # by all ranks alike, which breaks nothing
-    still = not isinstance(caught(good), Failure)
-    ficco.close()
-    return {
-        "first": first,
-        "seconds": seconds,
-        "usable": usable and still,
-        "alike": [one.type for one in both if isinstance(one, Failure)],
-        "numbered": numbered,
-    }
+    calls = list(_calls(at.world, group).items())
+    for turn, (name, (good, bad, word)) in enumerate(calls if warm else calls[::3]):
+        odd = turn % at.world
+        if warm:
+            good()
+        before = _numbered(group)
+        with ficco.options(timeout_s=PATIENCE_S):
+            begin = time.monotonic()
+            first = caught(bad if at.rank == odd else good)
+            seconds = time.monotonic() - begin
+        assert isinstance(first, Failure) and seconds < AT_ONCE_S, (name, first, seconds)
+        if at.rank == odd:
+            assert first.type not in ("RankMismatch", "SignalTimeout"), (name, first)
+            assert word in first.text and _numbered(group) - before == 1, (name, first)
+        said: list[Any] = [None] * at.world
+        dist.all_gather_object(said, f"{first.type}: {first.text.splitlines()[0]}")
+        if at.rank != odd:
+            assert first.type == "RankMismatch", (name, first)
+            assert first.fields["values"][odd].startswith(said[odd]), (name, first)
+        ficco.close()
+        at.barrier()
+        assert not isinstance(caught(good), Failure), name
+        for _ in range(2):  # by all ranks alike, which breaks nothing
+            assert said[odd].startswith(f"{caught(bad).type}: "), name
+        assert not isinstance(caught(good), Failure), name
+        ficco.close()
+    dist.destroy_process_group(group)
 
 
 def _numbered(group: Any) -> int:
@@ -194,93 +152,31 @@ def _numbered(group: Any) -> int:
     return sum(workspace.calls for workspace in workspaces(group))
 
 
-FUNCTIONS = list(_functions(2, None))
-MODULES = (
-    "column, features",
-    "column, no tensor",
-    "row, features",
-    "row, odd sequence",
-    "gather_once",
-    "attention layer",
-)
-
-
-def _assert_told(found: list[dict[str, Any]], odd: int, word: str) -> None:
-    own = found[odd]["first"]
-    assert isinstance(own, Failure) and own.type not in ("RankMismatch", "SignalTimeout"), own
-    assert word in own.text, own
-    # Told once, however many entries the refusal has come through.
-    assert found[odd]["numbered"] == 1, found[odd]
-    for rank, mine in enumerate(found):
-        assert mine["seconds"] < AT_ONCE_S, (rank, mine)
-        assert mine["usable"] and mine["alike"] == [own.type] * 2, (rank, mine)
-        if rank != odd:
-            first = mine["first"]
-            assert isinstance(first, Failure) and first.type == "RankMismatch", (rank, first)
-            said = first.fields["values"][odd]
-            assert said.startswith(f"{own.type}: ") and own.text.splitlines()[0] in said, first
-
-
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_that_one_rank_refuses(name: str, warm: bool) -> None:
-    odd = len(name) % 2
-    _assert_told(
-        run(2, _one_refuses, name, "function", odd, warm), odd, _functions(2, None)[name][2]
-    )
+def test_a_call_that_one_rank_refuses(warm: bool) -> None:
+    run(2, _one_refuses, warm)
 
 
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-@pytest.mark.parametrize("name", MODULES)
-def test_a_layer_that_one_rank_refuses(name: str, warm: bool) -> None:
-    _assert_told(run(2, _one_refuses, name, "module", 1, warm), 1, "required")
-
-
-def test_a_style_that_one_rank_refuses() -> None:
-    _assert_told(run(2, _one_refuses, "style", "style", 1, True), 1, "")
-
-
-def _without_a_workspace(at: Rank) -> Any:
-    """A refusal of which no rank can be told: it is raised at once, and the group is usable."""
-    group = dist.new_group(list(range(at.world)))
-    begin = time.monotonic()
-    refused = caught(lambda: ficco.all_gather_matmul(None, None, group=group))  # type: ignore
-    seconds = time.monotonic() - begin
-    product = ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 3), group=group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return refused, seconds, bool((product == 8).all())
-
-
-def test_a_first_call_without_a_tensor_is_refused_at_once() -> None:
-    for refused, seconds, right in run(2, _without_a_workspace):
-        assert refused.type == "ValueError" and seconds < AT_ONCE_S and right
-
-
-def _while_traced(at: Rank) -> Any:
-    """A refusal of fake tensors concerns no peer."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    group = dist.new_group(list(range(at.world)))
+def _told_to_nobody(at: Rank) -> None:
+    """Refusals of which no rank can be told, without a workspace, or none has to be, of fake
+    tensors: they are raised at once, and the group is usable."""
     x, b = torch.ones(4, 8), torch.ones(8, 3)
-    ficco.all_gather_matmul(x, b, group=group)
-    before = _numbered(group)
-    refused = None
-    if at.rank:
-        with FakeTensorMode() as mode:
-            fake = mode.from_tensor(x)
-            refused = caught(lambda: ficco.all_gather_matmul(fake, fake, group=group))
-    product = ficco.all_gather_matmul(x, b, group=group)
-    after = _numbered(group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return refused, after - before, bool((product == 8).all())
+    with own_group(at) as group:
+        product = partial(ficco.all_gather_matmul, group=group)
+        begin = time.monotonic()
+        refused = caught(lambda: product(None, None))
+        assert refused.type == "ValueError" and time.monotonic() - begin < AT_ONCE_S
+        assert (product(x, b) == 8).all()
+        before = _numbered(group)
+        if at.rank:
+            with FakeTensorMode() as mode:
+                fake = mode.from_tensor(x)
+                assert caught(lambda: product(fake, fake)).type == "ValueError"
+        assert (product(x, b) == 8).all() and _numbered(group) - before == 1
 
 
-def test_a_refusal_of_fake_tensors_is_not_told() -> None:
-    for rank, (refused, numbered, right) in enumerate(run(2, _while_traced)):
-        assert right and numbered == 1
-        assert not rank or refused.type == "ValueError"
+def test_a_refusal_that_nobody_can_or_has_to_be_told() -> None:
+    run(2, _told_to_nobody)
 
 
 # Threads in one group.
