@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,17 +36,17 @@ def beside(work: Callable[[], None]) -> threading.Event:
     return over
 
 
+def call(gate: Gate) -> None:
+    with gate:
+        pass
+
+
 def test_calls_go_in_beside_each_other_and_beside_who_waits_for_the_device() -> None:
     gate = Gate()
-
-    def call() -> None:
-        with gate:
-            pass
-
     with gate:
-        assert beside(call).wait(PATIENCE_S)
+        assert beside(lambda: call(gate)).wait(PATIENCE_S)
         with gate.waiting():
-            assert beside(call).wait(PATIENCE_S)
+            assert beside(lambda: call(gate)).wait(PATIENCE_S)
     assert gate.passed == 3
 
 
@@ -74,7 +74,7 @@ def test_who_waits_for_the_device_lets_recordings_end() -> None:
         assert first and second
         over = beside(wait)
         assert not over.wait(MOMENT_S)
-        # Those that begin behind it do not keep it waiting.
+        # Those that begin later do not keep it waiting.
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             with gate.recording() as allowed:
@@ -86,31 +86,31 @@ def test_who_waits_for_the_device_lets_recordings_end() -> None:
 
 def test_a_closed_gate_lets_no_call_begin_and_tells_of_those_inside() -> None:
     gate = Gate()
-
-    def call() -> None:
-        with gate:
-            pass
-
     with gate, gate.closed() as alone:
         assert not alone
     with gate.closed() as alone:
         assert alone
-        over = beside(call)
+        over = beside(lambda: call(gate))
         assert not over.wait(MOMENT_S) and gate.passed == 1
     assert over.wait(PATIENCE_S)
     assert gate.passed == 2
 
 
-def test_a_call_that_fails_leaves_the_gate() -> None:
+def test_who_fails_or_is_interrupted_leaves_the_gate() -> None:
     gate = Gate()
     for enter in (lambda: gate, gate.recording, gate.waiting, gate.closed):
-        try:
-            with enter():  # type: ignore[attr-defined]
-                raise ValueError
-        except ValueError:
-            pass
+        with suppress(ValueError), enter():  # type: ignore[attr-defined]
+            raise ValueError
     with gate.closed() as alone:
         assert alone
+
+    def interrupt(condition: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), gate.waiting():
+            pass
     with gate.recording() as allowed:
         assert allowed
     assert beside(lambda: gate.waiting().__enter__()).wait(PATIENCE_S)
@@ -124,20 +124,6 @@ def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread()
             assert not alone
 
     assert beside(interrupted).wait(PATIENCE_S)
-
-
-def test_who_is_interrupted_while_it_waits_for_recordings_waits_no_more() -> None:
-    gate = Gate()
-
-    def interrupt(condition: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate._changed, "wait_for", interrupt)
-        with pytest.raises(KeyboardInterrupt), gate.waiting():
-            pass
-    with gate.recording() as allowed:
-        assert allowed
 
 
 class Slots:

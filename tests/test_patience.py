@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Rank, caught, gave_up, run
+from ranks import Rank, gave_up, run
+from test_faults import leave, timed
 
 import ficco
 from ficco.dma import patience
@@ -41,7 +41,7 @@ def error(seconds: float) -> SignalTimeout:
 
 
 def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    wait = Patience()
+    wait, late = Patience(), Patience()
     with caplog.at_level(logging.WARNING, "ficco"):
         for seconds in range(0, 601, 5):
             assert wait.ends(600.0, error, float(seconds)) is None
@@ -51,15 +51,12 @@ def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture
     for seconds, message in zip(waited, caplog.messages, strict=True):
         assert message.startswith(said.format(seconds)), message
         assert "600 s in all (ficco.options(timeout_s=...))" in message
-    late = wait.ends(600.0, error, 601.0)
-    assert late is not None and late.seconds == 601.0
-
-
-def test_a_look_that_comes_late_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    wait = Patience()
-    with caplog.at_level(logging.WARNING, "ficco"):
+    ended = wait.ends(600.0, error, 601.0)
+    assert ended is not None and ended.seconds == 601.0
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ficco"):  # of a wait that is looked at late
         for seconds in (500.0, 501.0, 959.0):
-            assert wait.ends(1000.0, error, seconds) is None
+            assert late.ends(1000.0, error, seconds) is None
     assert len(caplog.messages) == 1
 
 
@@ -77,35 +74,33 @@ def _limits(at: Rank) -> list[float]:
     found = []
     for timeout, asked in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
         group = dist.new_group(list(range(at.world)), timeout=timeout)
-        with ficco.options(timeout_s=asked):
-            exact(at, equal(at.world, 4, 4, 4), 0, group)
-        (workspace,) = workspaces(group)
-        found.append(workspace.engine.timeout_s)
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        for iteration in range(2):
+            with ficco.options(timeout_s=asked and asked + iteration):
+                exact(at, equal(at.world, 4, 4, 4), iteration, group)
+            (workspace,) = workspaces(group)
+            found.append(workspace.engine.timeout_s)
+        leave(group)
     return found
 
 
 def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise() -> None:
-    assert run(2, _limits) == [[77.0, 1800.0, 5.0]] * 2
+    assert run(2, _limits) == [[77.0] * 2 + [1800.0] * 2 + [5.0, 6.0]] * 2
 
 
 def _absent(at: Rank) -> Any:
     group = dist.new_group(list(range(at.world)), timeout=timedelta(seconds=1))
     exact(at, equal(at.world, 4, 4, 4), 0, group)
     at.barrier()
-    begin, outcome = time.monotonic(), None
+    found = None
     if at.rank == 0:
-        outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
-    seconds = time.monotonic() - begin
+        found = timed(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
     at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return outcome, seconds
+    leave(group)
+    return found
 
 
 def test_the_limit_of_the_group_ends_a_call() -> None:
-    (outcome, seconds), _ = run(2, _absent)
+    outcome, seconds = run(2, _absent)[0]
     (facts,) = gave_up(outcome)
     assert facts["peer"] == 1 and 1.0 <= seconds < 6.0
 
@@ -168,8 +163,7 @@ def _late(at: Rank, what: str) -> list[str]:
     at.barrier()
     with late_rank(at, what) as said:
         once()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return said
 
 

@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, equal, exact
 from ranks import Failure, Rank, caught, run
+from test_faults import everyone, leave
 
 import ficco
 from ficco.compute.program import Program, Slot
@@ -107,24 +108,13 @@ def test_a_process_settles_before_it_ends() -> None:
 class Failing(Engine):
     """What is given back, one piece after the other, each with an error."""
 
-    def release(self, slots: list[Slot], seconds: float) -> None:
-        self._fail("release")
-
-    def discard(self, slot: Slot) -> None:
-        self._fail("discard")
-
-    def free(self) -> None:
-        self._fail("free")
-
-    def synchronize(self) -> None:
-        self._fail("synchronize")
-
-    def close(self) -> None:
-        self._fail("close")
-
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str, *_: Any) -> None:
         self.did.append(what)
         raise FiccoError(f"{what} failed")
+
+
+for what in ("release", "discard", "free", "synchronize", "close"):
+    setattr(Failing, what, partialmethod(Failing._fail, what))
 
 
 def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
@@ -226,25 +216,8 @@ def _in_child(fn: Any) -> Any:
     return pickle.loads(answer) if answer else "no answer"
 
 
-def _alone_with_empty(at: Rank) -> Any:
-    group = dist.new_group(list(range(at.world)))
-    failure = None
-    if at.rank == 0:
-        with ficco.options(timeout_s=1):
-            failure = caught(lambda: ficco.empty((4, 4), group=group))
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return failure
-
-
-def test_a_first_call_that_is_empty_is_named() -> None:
-    failure, _ = run(2, _alone_with_empty)
-    assert failure.type == "SignalTimeout" and failure.text.startswith("empty: rank 0 waited 1.0 s")
-
-
 def _forked(at: Rank, schedule: str) -> Any:
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     case = Case((4,) * at.world, 8, 8, schedule=schedule)
     exact(at, case, 0, group)
     held = ficco.memory(group)
@@ -263,23 +236,20 @@ def _forked(at: Rank, schedule: str) -> Any:
     for iteration in range(3):  # the parent's ranks are in step, its memory is whole
         exact(at, case, iteration, group)
     assert ficco.memory(group) >= held
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return idle, found
 
 
 @pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
 def test_a_forked_process_leaves_the_group_to_its_parent(schedule: str) -> None:
-    for idle, found in run(2, _forked, schedule):
-        assert idle == 45
-        *failures, held = found
-        assert held == 0
+    for idle, (*failures, held) in run(2, _forked, schedule):
+        assert idle == 45 and held == 0
         for failure in failures:
             assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
 def _forked_in_a_first_call(at: Rank) -> Any:
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     case = equal(at.world, 4, 8, 8)
     if at.rank:
         time.sleep(0.6)
@@ -293,8 +263,7 @@ def _forked_in_a_first_call(at: Rank) -> Any:
             found = _in_child(lambda: exact(at, case, 0, group))
         waiting.join()
     exact(at, case, 1, group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return found
 
 
@@ -305,14 +274,14 @@ def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent() -> N
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:
     """Rows that differ in every call, on ranks that remember more or less of them."""
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     before, workspaces.KINDS = workspaces.KINDS, (4, 7, 64)[at.rank]
     try:
         for iteration in range(rounds):
             rows = [(iteration % 11 + 3 * rank) % 6 for rank in range(at.world)]
             schedule = ("growing", "hetero-fused-1d:pieces=2,pull")[iteration % 3 == 0]
             exact(at, Case(tuple(rows), 8, 8, schedule=schedule), iteration, group)
-        [workspace] = [found for found in workspaces.workspaces(group)]
+        (workspace,) = workspaces.workspaces(group)
         return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
     finally:
         workspaces.KINDS = before
@@ -321,13 +290,13 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
 
 
 def test_ranks_may_remember_other_kinds_of_calls() -> None:
-    found = run(3, _many_kinds, 40)
+    found = run(3, _many_kinds, 22)
     assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]
 
 
 def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
     """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     case = Case((4,) * at.world, 8, 8)
     exact(at, case, 0, group)
     (workspace,) = workspaces.workspaces(group)
@@ -348,12 +317,11 @@ def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
         at.barrier()
     made = ficco.empty((4, 4), dtype=torch.float32, group=group)
     exact(at, case, 1, group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return {"first": first, "took": took, "shape": tuple(made.shape)}
 
 
-@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("victims", [(2,), (0, 1, 2)])
 def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
     for rank, found in enumerate(run(3, _no_memory, victims)):
         first = found["first"]
@@ -363,28 +331,36 @@ def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
 
 
 def _other_order(at: Rank) -> Any:
-    """One rank asks for memory where the others multiply, or for memory of another shape."""
+    """One rank asks for memory where the others multiply, or for memory of another shape, or first
+    and alone."""
     found, a = [], torch.ones(4, 4)
     asked = {
         "memory": lambda group: ficco.empty((4, 4), group=group),
         "other": lambda group: ficco.empty((8, 2), group=group),
         "product": lambda group: ficco.all_gather_matmul(a, a, group=group),
+        "nothing": lambda group: None,
     }
-    for names in (("product", "memory"), ("memory", "other")):
-        group = dist.new_group(list(range(at.world)))
-        with ficco.options(timeout_s=20):
+    for names, timeout_s in (
+        (("product", "memory"), 20),
+        (("memory", "other"), 20),
+        (("memory", "nothing"), 1),
+    ):
+        group = everyone(at)
+        with ficco.options(timeout_s=timeout_s):
             found.append(caught(partial(asked[names[at.rank]], group)))
         at.barrier()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     return found
 
 
 def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told() -> None:
-    for first, second in run(2, _other_order):
+    (*told, alone), (*also_told, nothing) = run(2, _other_order)
+    for first, second in (told, also_told):
         assert first.type == second.type == "RankMismatch"
         assert "all_gather_matmul" in first.text and "empty(shape=(4, 4)" in first.text
         assert "empty(shape=(8, 2)" in second.text
+    assert alone.type == "SignalTimeout" and nothing is None
+    assert alone.text.startswith("empty: rank 0 waited 1.0 s")
 
 
 def _default_device(at: Rank) -> list[Any]:
