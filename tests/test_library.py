@@ -23,6 +23,7 @@ from ranks import Failure, Rank, caught, counted, run, since
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -40,10 +41,6 @@ from ficco.ops.library import OPS
 from ficco.options import current, current_text
 from ficco.runtime import ranges
 from ficco.schedules import Schedule
-
-
-def flat(rows: Any) -> list[int]:
-    return [size for row in rows for size in (row if isinstance(row, tuple) else (row,))]
 
 
 def called(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -66,122 +63,84 @@ def special(operator: str, world: int) -> list[Case]:
     ]
 
 
-# torch.library.
+def exact(at: Rank, case: Case, function: Callable[..., Any], iteration: int = 0) -> torch.dtype:
+    """A call through a function of both operands, and its gradients; the dtype of its result. A
+    transposed b is the view of a leaf."""
+    made = make(case, at.world, iteration)
+    a, b = operands(case, made, at)
+    leaf = b.detach().t().contiguous() if case.transposed else b.detach()
+    leaf.requires_grad_("b" in case.needs)
+    y = function(a, leaf.t() if case.transposed else leaf)
+    same(y, made.y[at.rank], f"the product of {case}")
+    y.backward(made.g[at.rank].to(y))
+    if "a" in case.needs:
+        same(a.grad, made.grad_a[at.rank].view(a.shape), f"the gradient of a of {case}")
+    if "b" in case.needs:
+        want = made.grad_b[at.rank]
+        same(leaf.grad, want.t() if case.transposed else want, f"the gradient of b of {case}")
+        assert leaf.grad.is_contiguous()
+    assert leaf.grad is None or leaf.grad.dtype == leaf.dtype
+    return y.dtype
 
 
-def _opcheck_backward(at: Rank) -> None:
-    name = dist.group.WORLD.group_name
-    for case in (case for operator in OPERATORS for case in special(operator, at.world)):
-        made = make(case, at.world)
-        a, b = (x.detach() for x in operands(case, made, at))
-        grad = made.g[at.rank].to(a)
-        rows = None if case.equal else flat(case.rows)
-        for needs_a, needs_b in ((True, False), (False, True)):
-            args = (
-                *(grad, None, a if needs_b else None, b if needs_a else None, None),
-                *(list(a.shape), case.transposed, needs_a, needs_b, name, "auto", rows),
-            )
-            checks = "test_schema", "test_faketensor"
-            torch.library.opcheck(OPS[case.operator].backward, args, test_utils=checks)
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **how: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend, **how)
 
 
-def test_opcheck_of_the_backward() -> None:
-    run(2, _opcheck_backward)
-
-
-def _second_derivatives(at: Rank) -> list[Any]:
-    """First ones are right where second ones may be asked for, which are refused."""
-    name, found = dist.group.WORLD.group_name, []
+def second_derivatives_are_refused(at: Rank) -> None:
+    """First ones are right where second ones may be asked for."""
     for operator in OPERATORS:
         case, a, b = plain(operator, at)
         made = make(case, at.world)
-        y = OPS[operator].product(a, b, name)
+        y = OPS[operator].product(a, b, dist.group.WORLD.group_name)
         g = made.g[at.rank].to(y).requires_grad_()
         grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
         same(grad_a, made.grad_a[at.rank], "a")
         same(grad_b, made.grad_b[at.rank], "b")
-        found.append(caught(partial(torch.autograd.grad, grad_a.sum(), b)))
-    return found
-
-
-def test_second_derivatives_are_refused_here_too() -> None:
-    for failure in (failure for rank in run(2, _second_derivatives) for failure in rank):
-        assert failure.type == "NotImplementedError" and "second derivatives" in failure.text
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(grad_a.sum(), b)
 
 
 # torch.compile.
 
 
-def _compiled(at: Rank) -> None:
-    """Forward and backward, equal to the eager call's in every element."""
+def layouts_and_single_gradients_compiled(at: Rank) -> None:
     cases = [(case, False) for operator in OPERATORS for case in special(operator, at.world)]
     cases += [(case_of(name, at.world, 4, 6, 8, transposed=True), True) for name in GATHERING]
     for case, saves in cases:
-        torch._dynamo.reset()
-
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def layer(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
-            b = w.t() if case.transposed else w
-            return called(case, x * 2, b) + 1
-
-        made = make(case, at.world)
-        a, b = operands(case, made, at)
-        leaf = b.detach().t().contiguous() if case.transposed else b.detach()
-        leaf.requires_grad_("b" in case.needs)
         with ficco.options(save_gathered=saves):
-            y = layer(a, leaf)
-        same(y, 2 * made.y[at.rank] + 1, "product")
-        y.backward(made.g[at.rank].to(y))
-        if "a" in case.needs:
-            same(a.grad, 2 * made.grad_a[at.rank].view(a.shape), "a")
-        if "b" in case.needs:
-            want = 2 * made.grad_b[at.rank]
-            same(leaf.grad, want.t() if case.transposed else want, "b")
-            assert leaf.grad.is_contiguous()
+            exact(at, case, compiled(lambda x, w, case=case: called(case, x, w)))
 
 
-def test_compiled() -> None:
-    run(2, _compiled)
-
-
-def _dynamic(at: Rank) -> list[int]:
-    """Rows that change from call to call, or that the program computes from its operands."""
+def rows_may_change_without_compiling_again(at: Rank) -> None:
+    """Also those that the program computes from its operands."""
 
     def computed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         rows = [x.shape[0] - at.rank + rank for rank in range(at.world)]
         return ficco.all_gather_matmul(x, w, rows=rows)
 
-    counts = []
-    for operator in (*OPERATORS, "computed"):
-        torch._dynamo.reset()
+    for function in (*(getattr(ficco, name) for name in OPERATORS), computed):
         counter = CompileCounterWithBackend("aot_eager")
-        function = computed if operator == "computed" else getattr(ficco, operator)
-        layer = torch.compile(lambda x, w, f=function: f(x, w), fullgraph=True, backend=counter)
+        layer = compiled(lambda x, w, function=function: function(x, w), counter)
         for rows in (3, 4, 7):
-            if operator == "computed":
+            if function is computed:
                 of_ranks = tuple(rows + rank for rank in range(at.world))
                 case = Case("all_gather_matmul", of_ranks, 6, 8)
             else:
-                case = case_of(operator, at.world, rows, 6, 8)
-            made = make(case, at.world, rows)
-            a, b = operands(case, made, at)
-            torch._dynamo.maybe_mark_dynamic(a, 0)
-            if case.rows_of_b(at.rank) != case.k:
-                torch._dynamo.maybe_mark_dynamic(b, 0)
-            y = layer(a, b)
-            y.backward(made.g[at.rank].to(y))
-            same(y, made.y[at.rank], "product")
-            same(a.grad, made.grad_a[at.rank], "a")
-            same(b.grad, made.grad_b[at.rank], "b")
-        counts.append(counter.frame_count)
-    return counts
+                case = case_of(function.__name__, at.world, rows, 6, 8)
+
+            def marked(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+                if case.rows_of_b(at.rank) != case.k:
+                    torch._dynamo.maybe_mark_dynamic(w, 0)
+                return layer(x, w)  # noqa: B023  called at once
+
+            exact(at, case, marked, rows)
+        assert counter.frame_count == 1, function
 
 
-def test_rows_may_change_without_compiling_again() -> None:
-    assert run(2, _dynamic) == [[1] * (len(OPERATORS) + 1)] * 2
-
-
-def _arguments(at: Rank) -> None:
+def groups_and_schedules_of_compiled_calls(at: Rank) -> None:
     """Groups, meshes and schedules, as globals of a layer and as its arguments."""
     case, a, b = plain("all_gather_matmul", at)
     made = make(case, at.world)
@@ -196,41 +155,29 @@ def _arguments(at: Rank) -> None:
         lambda: lambda x, w: ficco.all_gather_matmul(x, w, schedule=parsed),
     ]
     for make_layer in layers:
-        torch._dynamo.reset()
-        compiled = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(a, b).double(), made.y[at.rank])
-    torch._dynamo.reset()
+        assert torch.equal(compiled(make_layer())(a, b).double(), made.y[at.rank])
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    @torch.compile(fullgraph=True, backend=keep)
-    def layer(x: torch.Tensor, w: torch.Tensor, group: Any, schedule: Any) -> torch.Tensor:
-        return ficco.all_gather_matmul(x, w, group=group, schedule=schedule)
-
+    layer = compiled(
+        lambda x, w, group, schedule: ficco.all_gather_matmul(x, w, group=group, schedule=schedule),
+        keep,
+    )
     for group, schedule in ((world, named), (mesh["tp"], parsed), (world, named), (None, "auto")):
         assert torch.equal(layer(a, b, group, schedule).double(), made.y[at.rank])
     text = [str(graph.code) for graph in graphs]
     assert len(text) == 3, text
     assert named in text[0] and str(parsed) in text[1] and "'auto'" in text[2]
-    torch._dynamo.reset()
-    found = caught(
-        lambda: torch.compile(
-            lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), fullgraph=True, backend="eager"
-        )(a, b)
-    )
+    layer = compiled(lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), "eager")
+    found = caught(lambda: layer(a, b))
     assert isinstance(found, Failure) and "required a mesh of one dimension" in found.text
     ficco.close(mesh["tp"].get_group())
 
 
-@since("2.13", "cannot compile a call with a Schedule, only with its name")
-def test_groups_and_schedules_of_compiled_calls() -> None:
-    run(2, _arguments)
-
-
-def _partly(at: Rank) -> None:
+def a_part_that_is_not_compiled(at: Rank) -> None:
     """A compiled step with a part that is not, and its backward inside."""
     torch._dynamo.reset()
 
@@ -253,42 +200,34 @@ def _partly(at: Rank) -> None:
         assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
 
 
-def test_a_part_that_is_not_compiled() -> None:
-    run(2, _partly)
+def compiled_under_autocast(at: Rank) -> None:
+    def cast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    for operator in OPERATORS:
+        case = case_of(operator, at.world, 4, 6, 8)
+
+        def inside(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
+            with cast():
+                return called(case, x, w)
+
+        assert exact(at, case, compiled(inside)) == torch.bfloat16
+    case = case_of(OPERATORS[0], at.world, 4, 6, 8)
+    layer = compiled(lambda x, w: called(case, x, w))
+
+    def outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with cast():
+            return layer(x, w)
+
+    assert exact(at, case, outside) == torch.bfloat16
 
 
-def _autocast(at: Rank) -> None:
-    def inside(x: torch.Tensor, w: torch.Tensor, case: Case) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return called(case, x, w)
-
-    def outside(x: torch.Tensor, w: torch.Tensor, case: Case) -> torch.Tensor:
-        return called(case, x, w)
-
-    for operator, layer in ((OPERATORS[0], outside), *((name, inside) for name in OPERATORS)):
-        torch._dynamo.reset()
-        case, a, b = plain(operator, at)
-        made = make(case, at.world)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layer is outside):
-            y = torch.compile(layer, fullgraph=True, backend="aot_eager")(a, b, case)
-        assert y.dtype == torch.bfloat16
-        y.backward(made.g[at.rank].to(y))
-        assert a.grad.dtype == b.grad.dtype == torch.float32
-        same(a.grad, made.grad_a[at.rank], "a")
-        same(b.grad, made.grad_b[at.rank], "b")
-
-
-def test_compiled_under_autocast() -> None:
-    run(2, _autocast)
-
-
-def _options(at: Rank) -> int:
-    """Options of a compiled call hold for its backward; other options compile anew."""
-    torch._dynamo.reset()
+def options_of_a_compiled_forward_are_those_of_its_backward(at: Rank) -> None:
+    """Other options compile anew."""
     counter = CompileCounterWithBackend("aot_eager")
     case = case_of("all_gather_matmul", at.world, 4, 6, 8)
     made = make(case, at.world)
-    layer = torch.compile(lambda x, w: called(case, x, w), fullgraph=True, backend=counter)
+    layer = compiled(lambda x, w: called(case, x, w), counter)
 
     def calls(**inside: Any) -> list[Any]:
         a, b = operands(case, made, at)
@@ -313,22 +252,13 @@ def _options(at: Rank) -> int:
         assert calls(timeout_s=None) == [(gather, None, False), (scatter, None, False)]
     finally:
         ficco.set_options(timeout_s=None)
-    return counter.frame_count
-
-
-def test_options_of_a_compiled_forward_are_those_of_its_backward() -> None:
     # Once outside of blocks, once with each of 33 s, kept, 44 s, and defaults inside a block.
-    assert run(2, _options) == [5, 5]
+    assert counter.frame_count == 5
 
 
-def _options_within(at: Rank) -> list[float]:
-    """Of a call that the backward of a layer makes, compiled in one block and run in another."""
-    torch._dynamo.reset()
-    layer = torch.compile(
-        lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD),
-        fullgraph=True,
-        backend="aot_eager",
-    )
+def options_of_a_call_inside_a_compiled_backward(at: Rank) -> None:
+    """It was compiled in one block and is run in another."""
+    layer = compiled(lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD))
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
     with ficco.options(timeout_s=33.0):
         y = layer(x, w)
@@ -336,28 +266,20 @@ def _options_within(at: Rank) -> list[float]:
     with noted(seen, library), ficco.options(timeout_s=19.0):
         y.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 8), 6.0 * at.world))
-    return [options.timeout_s for _, _, options in seen]
-
-
-def test_options_of_a_call_inside_a_compiled_backward() -> None:
-    assert run(2, _options_within) == [[33.0]] * 2
-
-
-def _seen_by_a_compiler() -> Callable[[], str]:
-    compiled = torch.compile(
-        lambda x: (x + 1, current_text()), fullgraph=True, backend="eager", dynamic=False
-    )
-    return lambda: compiled(torch.ones(1))[1]
+    assert [options.timeout_s for _, _, options in seen] == [33.0]
 
 
 def test_compiled_calls_see_the_options_of_their_task() -> None:
-    """Also where the blocks of two tasks overlap, and none of them when both are closed."""
-    torch._dynamo.reset()
-    compiled = _seen_by_a_compiler()
+    """Also where the blocks of two tasks overlap, in a copy of a context, and none of them when all
+    are closed."""
+    function = compiled(lambda x: (x + 1, current_text()), "eager", dynamic=False)
     seen: list[tuple[float | None, str]] = []
 
+    def text() -> str:
+        return function(torch.ones(1))[1]
+
     def look() -> None:
-        seen.append((current().timeout_s, compiled()))
+        seen.append((current().timeout_s, text()))
 
     async def task(opens: asyncio.Event, closes: asyncio.Event, timeout_s: float) -> None:
         with ficco.options(timeout_s=timeout_s):
@@ -380,86 +302,55 @@ def test_compiled_calls_see_the_options_of_their_task() -> None:
     look()
     five, seven = (5.0, '{"timeout_s": 5.0}'), (7.0, '{"timeout_s": 7.0}')
     assert seen == [(None, ""), five, (None, ""), seven, (None, "")]
-
-
-def test_compiled_calls_see_the_options_of_a_copied_context() -> None:
-    torch._dynamo.reset()
-    compiled = _seen_by_a_compiler()
     with ficco.options(timeout_s=9.0):
-        context = contextvars.copy_context()
-        inside = compiled()
+        context, inside = contextvars.copy_context(), text()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(context.run, compiled).result() == inside == '{"timeout_s": 9.0}'
-        assert pool.submit(compiled).result() == compiled() == ""
+        assert pool.submit(context.run, text).result() == inside == '{"timeout_s": 9.0}'
+        assert pool.submit(text).result() == text() == ""
 
 
-def _while_compiling(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:
-    torch._dynamo.reset()
-    layer = torch.compile(
-        lambda x, w: ficco.all_gather_matmul(x, w), fullgraph=True, backend="eager"
-    )
+def _while_compiling(a: torch.Tensor, b: torch.Tensor) -> Any:
+    layer = compiled(lambda x, w: ficco.all_gather_matmul(x, w), "eager")
     return caught(lambda: layer(a, b))
 
 
-#: Shapes and dtypes of operands, and what is said of them.
-REFUSED = [
-    ((4, 6), (6, 8), (torch.int32, torch.int32), "int32 is not served on cpu; use one of"),
-    ((4, 6), (7, 8), (torch.float32, torch.float32), "weight as weight.t()"),
-    ((6,), (6, 8), (torch.float32,) * 2, "required a_shard [..., m/W, k] and b [k, n]"),
-    ((4, 6), (6, 8), (torch.float32, torch.float64), "required one dtype"),
-]
-
-
-def _refused(at: Rank) -> None:
-    for of_a, of_b, (dtype_a, dtype_b), text in REFUSED:
-        a, b = torch.ones(of_a, dtype=dtype_a), torch.ones(of_b, dtype=dtype_b)
-        failure = _while_compiling(at, a, b)
+def wrong_operands_are_refused_while_compiling(at: Rank) -> None:
+    narrow, wide = torch.ones(4, 6), torch.ones(6, 8)
+    for a, b, text in (
+        (narrow.int(), wide.int(), "int32 is not served on cpu; use one of"),
+        (narrow, torch.ones(7, 8), "weight as weight.t()"),
+        (narrow[0], wide, "required a_shard [..., m/W, k] and b [k, n]"),
+        (narrow, wide.double(), "required one dtype"),
+    ):
+        failure = _while_compiling(a, b)
         assert isinstance(failure, Failure) and text in failure.text, failure.text
 
 
-def test_wrong_operands_are_refused_while_compiling() -> None:
-    run(2, _refused)
-
-
-def _sharded(at: Rank) -> list[Any]:
-    """DTensors in place of this rank's parts, eager and compiled."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (at.world,))
-    found = []
+def dtensors_are_refused(at: Rank) -> None:
+    """In place of this rank's parts, eager and compiled."""
+    mesh, found = init_device_mesh("cpu", (at.world,)), []
     for operator in OPERATORS:
         case, a, b = plain(operator, at)
         sharded = DTensor.from_local(a.detach(), mesh, [Shard(0)])
-        found.append(caught(lambda case=case, a=sharded, b=b: called(case, a, b)))
-    found.append(_while_compiling(at, sharded, b))
-    found.append(caught(lambda: called(case, a, DTensor.from_local(b, mesh, [Shard(1)]))))
-    return found
+        found.append(caught(partial(called, case, sharded, b)))
+    other = caught(partial(called, case, a, DTensor.from_local(b, mesh, [Shard(1)])))
+    assert all(failure.type == "ValueError" for failure in (*found, other))
+    assert "b: required" in other.text and "pass b.to_local()" in other.text
+    for failure in (*found, _while_compiling(sharded, b)):
+        assert "a: required a plain tensor, got a DTensor with (Shard(dim=0),)" in failure.text
+        assert "pass a.to_local()" in failure.text
 
 
-@since("2.13", "has its own text for an error in a compiled function")
-def test_dtensors_are_refused() -> None:
-    for *found, other in run(2, _sharded):
-        for failure in found:
-            assert "a: required a plain tensor, got a DTensor with (Shard(dim=0),)" in failure.text
-            assert "pass a.to_local()" in failure.text
-        assert all(failure.type == "ValueError" for failure in (*found[:-1], other))
-        assert "b: required" in other.text and "pass b.to_local()" in other.text
-
-
-def _traced(at: Rank) -> str:
+def make_fx_sees_one_operator(at: Rank) -> None:
     case, a, b = plain("matmul_all_reduce", at, needs="")
-    return make_fx(lambda x, w: called(case, x, w), tracing_mode="fake")(a, b).code
-
-
-def test_make_fx_sees_one_operator() -> None:
-    for code in run(2, _traced):
-        assert "torch.ops.ficco.matmul_all_reduce.default(" in code
+    code = make_fx(lambda x, w: called(case, x, w), tracing_mode="fake")(a, b).code
+    assert "torch.ops.ficco.matmul_all_reduce.default(" in code
 
 
 # What it costs.
 
 
-def _counted(at: Rank) -> None:
+def operations_are_counted(at: Rank) -> None:
     """A product of this rank counts, and as much for each gradient that is needed."""
     for operator, needs in itertools.product(OPERATORS, ("ab", "a", "b")):
         for case in special(operator, at.world):
@@ -476,7 +367,7 @@ def _counted(at: Rank) -> None:
             assert counter.get_total_flops() == forward * (1 + len(needs)), (case, needs)
 
 
-def _counted_beside(at: Rank) -> None:
+def operations_are_counted_of_layers_and_compiled(at: Rank) -> None:
     group: Any = dist.group.WORLD
     x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
     one = 2 * 4 * at.world * 6 * 8
@@ -493,11 +384,6 @@ def _counted_beside(at: Rank) -> None:
     with FlopCounterMode(display=False) as counter:
         layer(case, x, w.t()).sum().backward()
     assert counter.get_total_flops() == 3 * one
-
-
-def test_operations_are_counted() -> None:
-    run(2, _counted)
-    run(2, _counted_beside)
 
 
 def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
@@ -620,47 +506,32 @@ def test_layout_of_a_transposed_view() -> None:
     assert not by_columns(torch.ones(3, 8)[:, ::2])
 
 
-def _mapped(at: Rank) -> None:
+def vmap_makes_many_calls(at: Rank) -> None:
     for operator in OPERATORS:
         case, a, b = plain(operator, at, needs="")
         many = torch.vmap(partial(called, case, b=b))(torch.stack([a, a + 1]))
         assert torch.equal(many, torch.stack([called(case, a, b), called(case, a + 1, b)]))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_makes_many_calls() -> None:
-    run(2, _mapped)
-
-
-def _jit(at: Rank) -> Any:
-    case, a, b = plain("all_gather_matmul", at, needs="")
-    found = [caught(lambda: torch.jit.trace(lambda x: called(case, x, b), (a,)))]
+def what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
+    a, b = torch.ones(4, 6), torch.ones(6, 8)
     q, tokens = torch.ones(1, 2, 4, 8), torch.ones(4, 8)
     x, weights = torch.ones(1, 4, 8), (torch.ones(4 * at.world, 8),) * 3
     indices, up, down = torch.zeros(4, 2).long(), torch.ones(1, 8, 6), torch.ones(1, 6, 8)
-    for trace in (
-        lambda: torch.jit.trace(lambda q: ficco.all_gather_attention(q, q, q), (q,)),
-        lambda: torch.jit.trace(lambda q: ficco.ulysses_attention(q, q, q), (q,)),
-        lambda: torch.jit.trace(lambda x: ficco.ulysses_project(x, *weights, size=4), (x,)),
-        lambda: torch.jit.trace(
-            lambda q: ficco.ulysses_output(q, torch.ones(8, 16 * at.world)), (q,)
-        ),
-        lambda: torch.jit.trace(lambda i: ficco.route(i, at.world, capacity=4).counts, (indices,)),
-        lambda: torch.jit.trace(
-            lambda t: ficco.experts(t, indices, torch.ones(4, 2), up, down, capacity=4), (tokens,)
-        ),
+    for function, given in (
+        (lambda a: ficco.all_gather_matmul(a, b), a),
+        (lambda q: ficco.all_gather_attention(q, q, q), q),
+        (lambda q: ficco.ulysses_attention(q, q, q), q),
+        (lambda x: ficco.ulysses_project(x, *weights, size=4), x),
+        (lambda q: ficco.ulysses_output(q, torch.ones(8, 16 * at.world)), q),
+        (lambda i: ficco.route(i, at.world, capacity=4).counts, indices),
+        (lambda t: ficco.experts(t, indices, torch.ones(4, 2), up, down, capacity=4), tokens),
     ):
-        found.append(caught(trace))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_what_traces_sizes_as_tensors_is_refused() -> None:
-    for failure in (failure for rank in run(2, _jit) for failure in rank):
+        failure = caught(partial(torch.jit.trace, function, (given,)))
         assert failure.type == "NotImplementedError" and "torch.compile" in failure.text
 
 
-def _behind_symm_mem(at: Rank) -> None:
+def pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     """PyTorch's fused operators, as its own collectives and products compute them."""
     import torch.distributed._symmetric_memory as stock
 
@@ -717,4 +588,38 @@ def _behind_symm_mem(at: Rank) -> None:
 
 @since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
 def test_pytorchs_fused_operators_run_ficco() -> None:
-    run(2, _behind_symm_mem, fresh=True)
+    run(2, pytorchs_fused_operators_run_ficco, fresh=True)
+
+
+def on_a_later_pytorch(program: Callable[[Rank], None], lacks: str) -> Any:
+    return pytest.param(program, marks=since("2.13", lacks))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        second_derivatives_are_refused,
+        layouts_and_single_gradients_compiled,
+        rows_may_change_without_compiling_again,
+        on_a_later_pytorch(
+            groups_and_schedules_of_compiled_calls,
+            "cannot compile a call with a Schedule, only with its name",
+        ),
+        a_part_that_is_not_compiled,
+        compiled_under_autocast,
+        options_of_a_compiled_forward_are_those_of_its_backward,
+        options_of_a_call_inside_a_compiled_backward,
+        wrong_operands_are_refused_while_compiling,
+        on_a_later_pytorch(
+            dtensors_are_refused, "has its own text for an error in a compiled function"
+        ),
+        make_fx_sees_one_operator,
+        operations_are_counted,
+        operations_are_counted_of_layers_and_compiled,
+        vmap_makes_many_calls,
+        what_traces_sizes_as_tensors_is_refused,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_on_two_ranks(program: Callable[[Rank], None]) -> None:
+    run(2, program)
