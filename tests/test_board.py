@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Rank, caught, ranks, run
 
 from ficco.dma.hosts import hosts_of
 from ficco.errors import RankMismatch
@@ -88,51 +88,6 @@ def test_numbers_are_told_with_calls() -> None:
         assert late.type == "SignalTimeout" and late.fields["step"].startswith("learn the counts")
 
 
-def differs(at: Rank) -> Any:
-    """Calls in which ranks disagree: new to all, new to rank 0 alone, and refused by rank 1 that
-    goes on. Others take part in none that follows, and find out at once."""
-    found = []
-    for case in ("new", "known", "refused", "absent"):
-        mine = board()
-        begin = time.monotonic()
-        if case == "new":
-            mine.post(1, mine.describe(f"m={8 if at.rank == 2 else 16}"))
-            failure = caught(partial(agree, mine, 1))
-        elif case == "known":
-            mine.post(1, mine.describe("new" if at.rank == 0 else "known"))
-            failure = caught(partial(agree, mine, 1)) if at.rank == 0 else None
-            dist.barrier()
-            failure = failure or mine.mismatch(1)
-        elif case == "refused":
-            mine.post(1, 9)
-            mine.post(2, mine.describe("wrong" if at.rank == 1 else "right"))
-            dist.barrier()
-            if at.rank == 1:
-                mine.post(3, 9)
-            failure = caught(partial(agree, mine, 3 if at.rank == 1 else 2))
-        else:  # a difference counts before an absent rank
-            if at.rank != 1:
-                mine.post(1, mine.describe(f"rank {at.rank}"))
-            failure = None if at.rank == 1 else caught(partial(agree, mine, 1, 20.0))
-        seconds = time.monotonic() - begin
-        dist.barrier()
-        if isinstance(failure, Failure):
-            found.append((failure.fields["values"], seconds))
-        else:
-            found.append((failure and failure.values, seconds))
-    return found
-
-
-def test_a_difference_is_a_mismatch_on_every_rank() -> None:
-    for rank, found in enumerate(run(3, differs)):
-        new, known, refused, absent = (values for values, _ in found)
-        assert new == {0: "m=16", 1: "m=16", 2: "m=8"}
-        assert known == {0: "new", 1: "known", 2: "known"}
-        assert refused == {0: "right", 1: "wrong", 2: "right"}
-        assert absent == (None if rank == 1 else {0: "rank 0", 2: "rank 2"})
-        assert all(seconds < 2 for _, seconds in found)
-
-
 def warm(at: Rank) -> Any:
     mine = board()
     usual, other = mine.describe("usual"), mine.describe("other")
@@ -159,32 +114,6 @@ def test_a_call_that_differs_is_found_later_on_every_rank() -> None:
         assert found == {0: "usual", 1: "other", 2: "usual", 3: secret}
 
 
-def late(at: Rank) -> Any:
-    mine = board()
-    for number in range(1, 4 if at.rank == 1 else 6):
-        mine.post(number, 9)
-    dist.barrier()
-    failure = None
-    begin = time.monotonic()
-    if at.rank != 1:
-        failure = caught(lambda: agree(mine, 5, 0.3))
-    seconds = time.monotonic() - begin
-    dist.barrier()
-    return failure, seconds
-
-
-def test_an_absent_rank_is_named() -> None:
-    results = run(3, late)
-    for rank in (0, 2):
-        failure, seconds = results[rank]
-        assert failure.type == "SignalTimeout"
-        fields = failure.fields
-        assert (fields["operator"], fields["schedule"]) == ("operator", "schedule")
-        assert (fields["rank"], fields["peer"]) == (rank, 1)
-        assert (fields["wanted"], fields["found"]) == (5, 3)
-        assert 0.3 <= seconds < 2
-
-
 def ends(at: Rank) -> Any:
     mine = board()
     mine.post(1, 9)
@@ -200,6 +129,29 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
     for failure, seconds in run(3, ends, fresh=True, catch=True)[::2]:
         assert failure.type == "SignalTimeout" and seconds < 1.0
         assert failure.fields["peer"] == 1 and failure.fields["ended"]
+
+
+def disagrees(at: Rank) -> list[Any]:
+    """Rank 1 stays away from a call of which the others disagree, or from one that is equal."""
+    found = []
+    for text, seconds in ((f"rank {at.rank}", 20.0), ("equal", 0.3)):
+        mine, failure = board(), None
+        if at.rank != 1:
+            mine.post(1, mine.describe(text))
+            failure = caught(partial(agree, mine, 1, seconds))
+        dist.barrier()
+        found.append(failure)
+    return found
+
+
+def test_a_difference_counts_before_an_absent_rank() -> None:
+    for rank, (different, absent) in enumerate(run(3, disagrees)):
+        if rank != 1:
+            assert different.type == "RankMismatch"
+            assert different.fields["values"] == {0: "rank 0", 2: "rank 2"}
+            assert absent.type == "SignalTimeout"
+            assert absent.fields["operator"] == "operator" and absent.fields["peer"] == 1
+            assert (absent.fields["wanted"], absent.fields["found"]) == (1, 0)
 
 
 def fails(at: Rank, how: str) -> Any:
@@ -267,33 +219,28 @@ def test_numbers_wrap() -> None:
 
 
 def texts(at: Rank) -> None:
-    mine = board()
-    if at.rank == 0:
-        first = mine.describe("first")
-        assert first == mine.describe("first") == digest("first")
-        for i in range(TEXTS - 1):
-            mine.describe(f"text {i}")
+    """Rank 0 writes texts, and rank 1 reads them, by turns."""
+    mine, reads = board(), at.rank == 1
+
+    def shows(text: str, whole: bool = True) -> None:
+        if reads:
+            found = mine._text(0, digest(text))
+            assert found == text if whole else "unknown" in found
+
+    written = ["first", *(f"text {i}" for i in range(TEXTS - 1))]
+    for text in () if reads else written:
+        assert mine.describe(text) == digest(text)
+    dist.barrier()
+    shows(written[0]), shows(written[-1])
+    assert "unknown" in mine._text(1, digest("first"))
+    for text, gone in (("one more", "first"), ("first", "text 0")):
         dist.barrier()
+        if not reads:
+            mine.describe(text)  # takes the place of the oldest
         dist.barrier()
-        mine.describe("one more")  # takes the place of the first
-        dist.barrier()
-        dist.barrier()
-        mine.describe("first")
-        dist.barrier()
-    else:
-        dist.barrier()
-        assert mine._text(0, digest("first")) == "first"
-        assert mine._text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
-        assert "unknown" in mine._text(1, digest("first"))
-        dist.barrier()
-        dist.barrier()
-        assert mine._text(0, digest("one more")) == "one more"
-        assert "unknown" in mine._text(0, digest("first"))
-        dist.barrier()
-        dist.barrier()
-        assert mine._text(0, digest("first")) == "first"
-    long = "\N{SNOWMAN} long " * TEXT_BYTES
-    short = "\N{SNOWMAN}" * 10
+        shows(text), shows(gone, whole=False)
+    dist.barrier()
+    long, short = "\N{SNOWMAN} long " * TEXT_BYTES, "\N{SNOWMAN}" * 10
     mine.describe(long)
     mine.describe(short)
     dist.barrier()

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, run
 from torch.distributed import distributed_c10d
 
 from ficco.dma import host
@@ -53,11 +55,6 @@ def exchange(at: Rank) -> None:
     memory.close()
 
 
-@ranks(1, 3)
-def test_peers_see_what_is_written(world: int) -> None:
-    run(world, exchange)
-
-
 def again(at: Rank) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     for turn in range(10):
@@ -73,39 +70,29 @@ def again(at: Rank) -> None:
     share(64, purpose="leftover").barrier(10.0)
 
 
-def test_names_in_the_store_can_be_used_again() -> None:
-    run(3, again)
-
-
-def descriptors() -> list[str]:
-    found = []
+def held() -> tuple[int, int]:
+    """Descriptors and mappings of this process whose memory is called "leak"."""
+    names = []
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
-    return [name for name in found if "ficco" in name]
-
-
-def mappings() -> int:
-    with open("/proc/self/maps") as file:
-        return sum("ficco leak" in line for line in file)
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    with open("/proc/self/maps") as maps:
+        counts = [sum("ficco leak" in name for name in some) for some in (names, maps)]
+    return counts[0], counts[1]
 
 
 def leave_nothing(at: Rank) -> None:
     before = sorted(os.listdir("/dev/shm"))
     memory = share(purpose="leak")
-    assert mappings() == at.world
+    assert held()[1] == at.world
     assert sorted(os.listdir("/dev/shm")) == before
     memory.close()
     gc.collect()
-    assert mappings() == 0
-    assert not [name for name in descriptors() if "leak" in name]
+    assert held() == (0, 0)
     for _ in range(3):
         caught(lambda: share(0 if at.rank else 8, purpose="leak"))
     gc.collect()
-    assert mappings() == 0
-    assert not [name for name in descriptors() if "leak" in name]
+    assert held() == (0, 0)
     dist.barrier()
 
 
@@ -121,9 +108,17 @@ def outlive(at: Rank) -> None:
     assert [int(tensor[0]) for tensor in tensors] == list(range(1, at.world + 1))
 
 
-def test_nothing_is_left_behind_but_memory_that_tensors_keep() -> None:
-    run(2, leave_nothing)
-    run(2, outlive)
+PROGRAMS: dict[Callable[[Rank], None], int] = {
+    exchange: 3,
+    again: 3,
+    leave_nothing: 2,
+    outlive: 2,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_memory_is_shared_and_given_back(program: Callable[[Rank], None]) -> None:
+    run(PROGRAMS[program], program)
 
 
 def absent(at: Rank, missing: list[int]) -> Any:
@@ -285,24 +280,17 @@ def test_absent_ranks_different_sizes_and_other_hosts_are_named() -> None:
         assert "host0" in hosts.text and "host1" in hosts.text
 
 
-class Alone:
-    """A group of one rank."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(NotImplementedError, match="Linux"):
-        HostMemory(Alone(), 8, 1.0, "test")
+        HostMemory(ALONE, 8, 1.0, "test")
 
 
 def test_semaphores_count_and_time_out() -> None:
-    memory = HostMemory(Alone(), 2 * SEMAPHORE_STRIDE, 1.0, "test")
+    memory = HostMemory(ALONE, 2 * SEMAPHORE_STRIDE, 1.0, "test")
     words = semaphores()
     first = memory.address(0)
     second = first + SEMAPHORE_STRIDE
@@ -317,27 +305,3 @@ def test_semaphores_count_and_time_out() -> None:
     assert words.value(first) == 2 and words.value(second) == 0
     assert words.wait(first, 0.0) and words.wait(first, 1.0)
     assert words.value(first) == 0
-
-
-def order(at: Rank, turns: int) -> int:
-    """Data written before a post is there behind the wait, whoever looks."""
-    memory = share(2 * SEMAPHORE_STRIDE + 4096, purpose="order")
-    words = semaphores()
-    parts = [
-        torch.frombuffer(part, dtype=torch.int64, count=64, offset=128) for part in memory.maps
-    ]
-    words.init(memory.address(at.rank), 0)
-    memory.barrier(10.0)
-    peer = 1 - at.rank
-    wrong = 0
-    for turn in range(turns):
-        parts[peer].fill_(turn)
-        words.post(memory.address(peer))
-        assert words.wait(memory.address(at.rank), 10.0)
-        wrong += int((parts[at.rank] != turn).sum())
-        memory.barrier(10.0)
-    return wrong
-
-
-def test_semaphores_order_memory() -> None:
-    assert run(2, order, 200) == [0, 0]
