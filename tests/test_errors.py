@@ -92,16 +92,13 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "devices differ": (_call(_a(), _b().to(META)), "required one device", "cpu", META, "move"),
     "no engine for the device": (_call(_a().to(META), _b().to(META)), META, "cpu"),
     "integers": (_of(torch.int32), "int32", "bfloat16", "float32"),
-    "complex": (_of(torch.complex64), "complex64", "bfloat16"),
     "fp8 e4m3": (_of(torch.float8_e4m3fn), "float8_e4m3fn", "scale_a, scale_b"),
-    "fp8 e5m2": (_of(torch.float8_e5m2), "float8_e5m2", "scale_a, scale_b"),
     "sparse a": (_call(_a().to_sparse(), _b()), "a_shard", "sparse", r"to_dense\(\)"),
     "sparse b": (_call(_a(), _b().to_sparse()), "b: sparse", r"to_dense\(\)"),
     "a is no tensor": (
         _call([[1.0] * K] * ROWS, _b()),
         *("a_shard: required a torch.Tensor", "list"),
     ),
-    "b is no tensor": (_call(_a(), _b().numpy()), "b: required a torch.Tensor", "ndarray"),
     # Schedules.
     "unknown schedule": (
         _scheduled("fastest"),
@@ -111,14 +108,9 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     "unknown knob": (_scheduled("serial:speed=9"), "speed=9", "pieces=4"),
     "knob twice": (_scheduled("serial:copy=1,copy=2"), "copy=2", "twice"),
     "no pieces": (_scheduled("growing:pieces=0"), "pieces", "positive"),
-    "negative pieces": (_scheduled("growing:pieces=-2"), "pieces"),
-    "an empty piece": (_scheduled("growing:pieces=4+0"), "pieces"),
-    "no lanes": (_scheduled("growing:copy=0"), "copy", "at least 1"),
     "no tail": (_scheduled("growing:tail=0"), "tail", "at least 1"),
     "unknown order": (_scheduled("growing:order=random"), "order=random"),
-    "unknown mover": (_scheduled("growing:mover=bus"), "mover=bus"),
     "schedule is a number": (_scheduled(3), "schedule", "required", "3"),
-    "schedule is None": (_scheduled(None), "schedule", "required", "None"),
     "schedule is a list": (
         _scheduled(["growing"]),
         *("schedule: required a name", r"got \['growing'\]"),
@@ -134,12 +126,10 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     # Rows.
     "rows too short": (_rows([ROWS]), "rows: required 2 numbers", r"got \[4\]"),
-    "rows too long": (_rows([ROWS] * 3), "required 2", r"\[4, 4, 4\]"),
     "rows negative": (_rows([ROWS, -1]), "negative", r"\[4, -1\]"),
     "rows not the shard's": (_rows([ROWS + 1, ROWS + 1]), r"rows\[\d\]=5", "got 4"),
     "rows no integers": (_rows([4.0, 4.0]), "rows", r"4\.0"),
     "rows a number": (_rows(8), "rows: required", "8"),
-    "rows a text": (_rows("44"), "rows: required 2 numbers", "got '44'"),
     "rows a tensor of one number": (_rows(torch.tensor(8)), "required 2 numbers", "got 8"),
     "rows a tensor of fractions": (
         _rows(torch.tensor([4.5, 3.5])),
@@ -178,7 +168,6 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
     ),
     "explain of half a row": (_explained(m=8.5), "m: required a whole number", r"8\.5"),
     "explain for ranks in words": (_explained(world="2"), "world: required a whole number", "'2'"),
-    "explain for no ranks": (_explained(world=0), "world", "0"),
     # Options.
     "an engine for other tensors": (
         _under({"engine": "cuda"}, _call(_a(), _b())),
@@ -193,10 +182,10 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
 #: Errors that are no ``ValueError``.
 KINDS = {
     **dict.fromkeys(
-        ("no engine for the device", "integers", "complex", "sparse a", "sparse b"),
+        ("no engine for the device", "integers", "sparse a", "sparse b"),
         "NotImplementedError",
     ),
-    **dict.fromkeys(("explain of an unknown operator", "explain for no ranks"), "InvalidArgument"),
+    "explain of an unknown operator": "InvalidArgument",
 }
 
 
@@ -255,28 +244,15 @@ def test_rows_of_any_type() -> None:
     run(2, _refused_rows)
 
 
-def _not_a_member(at: Rank) -> Any:
-    group = dist.new_group([0])
-    found = None
+def _no_group(at: Rank) -> list[Any]:
+    """Groups that this rank is not in, and groups that are destroyed, used before or not."""
+    group, found = dist.new_group([0]), []
     if at.rank == 1:
-        found = caught(_call(_a(), _b(), group=group))
+        found.append(caught(_call(_a(), _b(), group=group)))
     else:
         assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
         ficco.close(group)
         dist.destroy_process_group(group)
-    exact(at, equal(at.world, ROWS, K, N), 0)
-    return found
-
-
-def test_group_that_this_rank_is_not_in() -> None:
-    found = run(2, _not_a_member)[1]
-    assert isinstance(found, Failure) and found.type == "ValueError", found
-    for word in ("group", "required", "this rank is in"):
-        assert word in found.text
-
-
-def _destroyed(at: Rank) -> list[Any]:
-    found = []
     for engine, used in product((None, "cpu"), (False, True)):
         group = dist.new_group([0, 1])
         with ficco.options(engine=engine):
@@ -285,14 +261,16 @@ def _destroyed(at: Rank) -> list[Any]:
             dist.destroy_process_group(group)
             found.append(caught(_call(_a(), _b(), group=group)))
         ficco.close(group)
+    exact(at, equal(at.world, ROWS, K, N), 0)
     return found
 
 
-def test_group_that_was_destroyed() -> None:
-    for failure in (failure for rank in run(2, _destroyed) for failure in rank):
+def test_group_that_this_rank_is_not_in_or_that_was_destroyed() -> None:
+    destroyed, (other, *also_destroyed) = run(2, _no_group)
+    for failure in (other, *destroyed, *also_destroyed):
         assert isinstance(failure, Failure) and failure.type == "ValueError", failure
-        for word in ("group", "required", "destroyed", "ficco.close"):
-            assert word in failure.text
+        told = ("this rank is in",) if failure is other else ("destroyed", "ficco.close")
+        assert all(word in failure.text for word in ("group", "required", *told)), failure.text
 
 
 def _mesh(at: Rank) -> None:
@@ -313,7 +291,7 @@ def test_a_mesh_is_a_group() -> None:
 
 def test_no_process_group() -> None:
     assert not dist.is_initialized()
-    for fn in (_call(_a(), _b()), lambda: ficco.empty((4, 4))):
+    for fn in (_call(_a(), _b()), partial(ficco.empty, (4, 4))):
         with pytest.raises(ValueError, match="required an initialised.*init_process_group"):
             fn()
 

@@ -179,21 +179,6 @@ def test_wrong_data_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 0: " in gathered and "in the rows of ranks [1]" in gathered
 
 
-def test_the_command_tells_of_a_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failure = CheckResult("memory of peers", "failed", "a wrong byte")
-    monkeypatch.setattr(selftest.run, "_launched", lambda run, batch: {failure.check: failure})
-    monkeypatch.setattr(selftest.run, "CHECKS", selftest.run.CHECKS[1:2])
-    monkeypatch.setattr(selftest.run, "about", dict)
-    out = tmp_path / "report.md"
-    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
-    assert cli.run(arguments) == 1
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "memory of peers" in printed and "1 failed" in printed and "report.md" in printed
-    assert "## memory of peers: failed" in out.read_text()
-
-
 def _by_kernel(do: Callable[[], Any]) -> None:
     """Rank 1 does something when it is to copy by the kernel."""
     right = cpu.CpuEngine.copy
@@ -257,35 +242,24 @@ def test_a_rank_that_fails(
     assert words in found[check].seen
 
 
-def test_ranks_that_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_tells_of_ranks_that_do_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
     assert failed(found) == {"memory of peers", "timeouts", "start of ranks"}
     assert "SIGABRT" in found["start of ranks"].seen
+    capsys.readouterr()
+    monkeypatch.setattr(selftest.run, "about", dict)
+    out = tmp_path / "report.md"
+    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
+    assert cli.run(arguments) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "memory of peers" in printed and "3 failed" in printed and "report.md" in printed
+    assert "## memory of peers: failed" in out.read_text()
 
 
 # Kernels: PyTorch's operations in their place, and the compiled ones on this CPU, where launches
 # are carried out at once, whatever their stream, one word of a signal after the other.
-
-
-class _ForgetsAPart(TorchKernels):
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        super().reduce(out, parts[:8], stream)
-
-
-class _CutsSmallHalves(TorchKernels):
-    """Sums of float16, and those in it, lose what is smaller than 2."""
-
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        super().reduce(out, parts, stream)
-        if out.dtype == torch.float16:
-            out.div_(2).trunc_().mul_(2)
-
-
-class _SumsWholeRows(TorchKernels):
-    """Where rows lie apart, what is between them is summed, too."""
-
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        super().reduce(*(_wide(out), list(map(_wide, parts))), stream)
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:
@@ -312,20 +286,37 @@ def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -
         return f"wrong: {error}"
 
 
+#: Wrong sums: what they do instead, what is said of it, and what is not.
+WRONG_SUMS: list[tuple[Callable[..., Any], list[str], str]] = [
+    (lambda right, out, parts, at: right(out, parts[:8], at), ["sum of 16 x 7"], "8 x"),
+    (  # what lies between rows is summed, too
+        lambda right, out, parts, at: right(_wide(out), list(map(_wide, parts)), at),
+        [f"4 x 33 x 100 torch.{name} at 8 of 160 is wrong" for name in ("bfloat16", "float16")],
+        "2 x",
+    ),
+    (  # what is smaller than 2 is lost
+        lambda right, out, parts, at: (
+            right(out, parts, at),
+            out.dtype == torch.float16 and out.div_(2).trunc_().mul_(2),
+        ),
+        [
+            *(f"2 x 4096 torch.{of} in torch.float16 is wrong" for of in ("float16", "float32")),
+            "sum of 4 x 33 x 100 torch.float16 at 8 of 160 is wrong",
+        ],
+        "bfloat16",
+    ),
+]
+
+
 def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _checked(TorchKernels(), monkeypatch)
     assert right.startswith("placement and sums exact, by PyTorch's operations; ")
     assert "posts and waits are not there" in right
-    short = _checked(_ForgetsAPart(), monkeypatch)
-    assert "sum of 16 x 7" in short and "8 x" not in short
-    wide = _checked(_SumsWholeRows(), monkeypatch)
-    for dtype in ("bfloat16", "float16"):
-        assert f"sum of 4 x 33 x 100 torch.{dtype} at 8 of 160 is wrong" in wide
-    cut = _checked(_CutsSmallHalves(), monkeypatch)
-    for part in ("float16", "float32"):
-        assert f"sum of 2 x 4096 torch.{part} in torch.float16 is wrong" in cut
-    assert "sum of 4 x 33 x 100 torch.float16 at 8 of 160 is wrong" in cut
-    assert "bfloat16" not in cut
+    for instead, said, unsaid in WRONG_SUMS:
+        kernels: Any = TorchKernels()
+        kernels.reduce = partial(instead, kernels.reduce)
+        found = _checked(kernels, monkeypatch)
+        assert all(words in found for words in said) and unsaid not in found, found
 
 
 @pytest.fixture(scope="module")
