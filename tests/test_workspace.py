@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from functools import partial, partialmethod
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,21 +37,17 @@ class Engine:
     def __init__(self, over_at: float = 0.0) -> None:
         self.over_at = over_at
         self.did: list[str] = []
+        for name in ("retire", "synchronize", "discard"):
+            setattr(self, name, partial(self.do, name))
+
+    def do(self, what: str, *_: Any) -> None:
+        self.did.append(what)
 
     def capturing(self) -> int:
         return 0
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
         return words
-
-    def retire(self, slot: Slot) -> None:
-        self.did.append("retire")
-
-    def synchronize(self) -> None:
-        self.did.append("synchronize")
-
-    def discard(self, slot: Slot) -> None:
-        self.did.append("discard")
 
     def symmetric(self, nbytes: int) -> Any:
         raise FiccoError("a peer did not come")
@@ -60,18 +56,24 @@ class Engine:
         return time.monotonic() >= self.over_at
 
 
-def workspace_on(engine: Engine, *slots: Slot | None) -> Workspace:
+class Failing(Engine):
+    """What is given back, one piece after the other, each with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("release", "discard", "free", "synchronize", "close"):
+            setattr(self, name, partial(self.fail, name))
+
+    def fail(self, what: str, *_: Any) -> None:
+        self.did.append(what)
+        raise FiccoError(f"{what} failed")
+
+
+def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
     found = Workspace.__new__(Workspace)
-    found.__dict__.update(
-        engine=engine,
-        calls=0,
-        programs={},
-        error=None,
-        watchdog=SimpleNamespace(timeout_s=0.2),
-        _slots={0: list(slots)},
-        _watched={},
-        _pinned=[],
-    )
+    watchdog, kept = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
+    found.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
+    found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], **more})
     return found
 
 
@@ -81,8 +83,7 @@ def a_plan() -> Plan:
 
 def test_a_slot_that_could_not_grow_is_given_back_once() -> None:
     engine = Engine()
-    small = Slot(None, 1)
-    workspace = workspace_on(engine, small, None)
+    workspace = workspace_on(engine, Slot(None, 1), None)
     with pytest.raises(FiccoError, match="did not come"):
         workspace.slot(a_plan(), False)
     assert workspace.slots == []
@@ -105,32 +106,17 @@ def test_a_process_settles_before_it_ends() -> None:
     assert 0.2 + GRACE_S <= time.monotonic() - begin < 0.2 + GRACE_S + 2
 
 
-class Failing(Engine):
-    """What is given back, one piece after the other, each with an error."""
-
-    def _fail(self, what: str, *_: Any) -> None:
-        self.did.append(what)
-        raise FiccoError(f"{what} failed")
-
-
-for what in ("release", "discard", "free", "synchronize", "close"):
-    setattr(Failing, what, partialmethod(Failing._fail, what))
-
-
-def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
+def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     engine = Failing()
-    slots = [Slot(None, 1) for _ in range(2)]
-    found = workspace_on(engine, *slots)
     board = SimpleNamespace(
-        close=lambda: engine.did.append("board"),
-        post=lambda number, digest: engine.did.append("told"),
+        close=partial(engine.do, "board"),
+        post=partial(engine.do, "told"),
         describe=lambda text, same_as: 1,
     )
-    stop = SimpleNamespace(stop=lambda: engine.did.append("stop"))
-    memories = dict.fromkeys((1, 2), engine)
-    found.__dict__.update(closed=False, error=error, board=board, watchdog=stop)
-    found.allocations = memories
-    return found, engine.did
+    more = {"closed": False, "error": error, "allocations": dict.fromkeys((1, 2), engine)}
+    stop = SimpleNamespace(stop=partial(engine.do, "stop"))
+    slots = Slot(None, 1), Slot(None, 1)
+    return workspace_on(engine, *slots, board=board, watchdog=stop, **more), engine.did
 
 
 def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
@@ -156,12 +142,6 @@ def test_a_group_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.Monkey
         assert found.closed and str(found.error) == "synchronize failed"
 
 
-def _program(slot: Slot) -> Program:
-    program = Program(a_plan(), slot, [("compute0", lambda call: None)])
-    slot.number(program)
-    return program
-
-
 def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,29 +149,27 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
-    made = {
-        name: CachedCall(a_plan(), 0, False, None, programs={id(at): _program(at)}, latest=latest)
-        for name, at, latest in (
-            ("in a graph", graphs, 1),
-            ("seldom", slot, 2),
-            ("often", slot, 9),
-            ("now and then", slot, 5),
-            ("new", slot, 10),
-            ("newer", slot, 11),
-        )
-    }
+    made = {}
+    for name, at, latest in (
+        ("in a graph", graphs, 1),
+        ("seldom", slot, 2),
+        ("often", slot, 9),
+        ("now and then", slot, 5),
+        ("new", slot, 10),
+        ("newer", slot, 11),
+    ):
+        program = Program(a_plan(), at, [("compute0", lambda call: None)])
+        at.number(program)
+        programs = {id(at): program}
+        made[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
     for name, cached in made.items():
         workspace.keep(name, cached)
     # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
     assert made["seldom"].programs == {} and made["often"].programs
-    left = {
-        id(program)
-        for name in ("often", "new", "newer")
-        for program in made[name].programs.values()
-    }
-    assert {id(program) for program in slot.programs.values()} == left
+    left = [made[name].programs[id(slot)] for name in ("often", "new", "newer")]
+    assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
 
 
@@ -217,9 +195,8 @@ def _in_child(fn: Any) -> Any:
 
 
 def _forked(at: Rank, schedule: str) -> Any:
-    group = everyone(at)
     case = Case((4,) * at.world, 8, 8, schedule=schedule)
-    exact(at, case, 0, group)
+    group = everyone(at, case)
     held = ficco.memory(group)
 
     def in_child() -> Any:
@@ -285,8 +262,7 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
         return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
     finally:
         workspaces.KINDS = before
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
 
 
 def test_ranks_may_remember_other_kinds_of_calls() -> None:
@@ -296,9 +272,8 @@ def test_ranks_may_remember_other_kinds_of_calls() -> None:
 
 def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
     """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
-    group = everyone(at)
     case = Case((4,) * at.world, 8, 8)
-    exact(at, case, 0, group)
+    group = everyone(at, case)
     (workspace,) = workspaces.workspaces(group)
 
     def none(nbytes: int) -> Any:
