@@ -142,12 +142,8 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
     engine = object.__new__(GpuEngine)
     states: set[Slots] = set()
     states.update(Slots(states) for _ in range(3))
-    engine.__dict__.update(
-        device=None,
-        timeout_s=PATIENCE_S,
-        _states=states,
-        driver=SimpleNamespace(aside=nullcontext),
-    )
+    driver = SimpleNamespace(aside=nullcontext)
+    engine.__dict__.update(device=None, timeout_s=PATIENCE_S, _states=states, driver=driver)
     memory = object.__new__(memories.TorchMapped)
     memory.__dict__.update(_engine=engine, tensor=None, _handle=None)
     monkeypatch.setattr(memories, "open_engines", {engine})
@@ -179,15 +175,8 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.empty(8, dtype=torch.uint8)
     torchs = SimpleNamespace(rendezvous=lambda tensor, group: tensor)
     monkeypatch.setattr(rendezvous, "_SymmetricMemory", torchs)
-    forever = float("inf")
-    engine: Any = SimpleNamespace(
-        group=alone,
-        hosts=Hosts.one(alone),
-        rank=0,
-        timeout_s=forever,
-        operator="empty",
-        interrupt=lambda: None,
-    )
+    engine: Any = SimpleNamespace(group=alone, hosts=Hosts.one(alone), rank=0, operator="empty")
+    engine.timeout_s, engine.interrupt = float("inf"), lambda: None
     assert rendezvous.Rendezvous(engine).meet(memory) is memory
 
 
