@@ -6,15 +6,15 @@ import os
 import signal
 import threading
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, run
 
 from ficco.dma.hosts import hosts_of
-from ficco.errors import RankMismatch
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problems.products import digest
 from ficco.runtime.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 
@@ -29,7 +29,7 @@ def agree(of: Board, number: int, timeout_s: float = 10.0) -> None:
     of.agree(number, timeout_s, "operator", "schedule")
 
 
-def same(at: Rank) -> None:
+def equal_entries_agree(at: Rank) -> None:
     mine = board()
     for number in range(1, 3 * ENTRIES):
         mine.post(number, mine.describe(f"problem {number % 7}"))
@@ -48,13 +48,8 @@ def same(at: Rank) -> None:
     assert mine.posted(number + 2) and not mine.refused(number + 2)
 
 
-@ranks(1, 3)
-def test_equal_entries_agree(world: int) -> None:
-    run(world, same)
-
-
-def telling(at: Rank) -> Any:
-    """Ranks tell numbers with calls that they have posted, in any order, as late as they like."""
+def numbers_are_told_with_calls(at: Rank) -> None:
+    """With calls that ranks have posted, in any order, as late as they like."""
     mine, counts = board(), [7, 0, (1 << 40) - 2 - at.rank]
     for number in (1, 2, 3):
         mine.post(number, mine.describe("counts"))
@@ -67,51 +62,42 @@ def telling(at: Rank) -> Any:
     assert (mine.told(4, TOLD, 10.0, "route") == range(TOLD)).all()
     mine.tell(5 + ENTRIES, [1])
     dist.barrier()
-    gone = caught(lambda: mine.told(5, 1, 10.0, "route"))
+    with pytest.raises(FiccoError, match="within 256 calls"):
+        mine.told(5, 1, 10.0, "route")
     if at.rank == 0:
         mine.tell(6, [1])
-    late = caught(lambda: mine.told(6, 2, 0.1, "route"))
+    with pytest.raises(SignalTimeout) as late:
+        mine.told(6, 2, 0.1, "route")
+    assert late.value.step.startswith("learn the counts")
     dist.barrier()
     # A 0 that is told with a call whose number wraps to 0 is not taken for none.
+    mine = board()
     for number in range(NUMBERS - 2, NUMBERS + 3):
         time.sleep(0.02 * at.rank)
         mine.post(number, 1)
         mine.tell(number, [0, 1, number % 3])
-        assert mine.told(number, 3, 10.0, "route").tolist() == [[0, 1, number % 3]] * 2
+        assert mine.told(number, 3, 10.0, "route").tolist() == [[0, 1, number % 3]] * at.world
         dist.barrier()
-    return gone, late
 
 
-def test_numbers_are_told_with_calls() -> None:
-    for gone, late in run(2, telling):
-        assert gone.type == "FiccoError" and "within 256 calls" in gone.text
-        assert late.type == "SignalTimeout" and late.fields["step"].startswith("learn the counts")
-
-
-def warm(at: Rank) -> Any:
+def a_call_that_differs_is_found_later_on_every_rank(at: Rank) -> None:
     mine = board()
     usual, other = mine.describe("usual"), mine.describe("other")
-    for number in range(1, 400):
-        mine.post(number, usual)
-    dist.barrier()
-    before = mine.mismatch(399)
-    mine.post(400, other if at.rank == 1 else digest("a secret") if at.rank == 3 else usual)
-    dist.barrier()
-    for number in range(401, 450):  # nobody waits
-        mine.post(number, usual)
-    dist.barrier()
-    found = mine.mismatch(449)
-    for number in range(450, 1000):
-        mine.post(number, usual)
-    dist.barrier()
-    return before, found and found.values, mine.mismatch(999)
 
+    def posted(first: int, last: int) -> RankMismatch | None:
+        for number in range(first, last):  # nobody waits
+            mine.post(number, usual)
+        dist.barrier()
+        return mine.mismatch(last - 1)
 
-def test_a_call_that_differs_is_found_later_on_every_rank() -> None:
+    assert posted(1, 400) is None
+    mine.post(400, (usual, other, digest("a secret"))[at.rank])
+    dist.barrier()
+    found = posted(401, 450)
     secret = f"unknown (digest {digest('a secret'):010x})"
-    for before, found, forgotten in run(4, warm):
-        assert before is None and forgotten is None
-        assert found == {0: "usual", 1: "other", 2: "usual", 3: secret}
+    assert found is not None and found.values == {0: "usual", 1: "other", 2: secret}
+    dist.barrier()
+    assert posted(450, 1000) is None
 
 
 def ends(at: Rank) -> Any:
@@ -131,58 +117,44 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
         assert failure.fields["peer"] == 1 and failure.fields["ended"]
 
 
-def disagrees(at: Rank) -> list[Any]:
-    """Rank 1 stays away from a call of which the others disagree, or from one that is equal."""
-    found = []
-    for text, seconds in ((f"rank {at.rank}", 20.0), ("equal", 0.3)):
-        mine, failure = board(), None
+def a_difference_counts_before_an_absent_rank(at: Rank) -> None:
+    """Rank 1 stays away from a call of which the others disagree, and from one that is equal."""
+    for text, seconds, kind in ((f"rank {at.rank}", 20.0, RankMismatch), ("", 0.3, SignalTimeout)):
+        mine = board()
         if at.rank != 1:
             mine.post(1, mine.describe(text))
-            failure = caught(partial(agree, mine, 1, seconds))
+            with pytest.raises(kind) as raised:
+                agree(mine, 1, seconds)
+            error: Any = raised.value
+            if text:
+                assert error.values == {0: "rank 0", 2: "rank 2"}
+            else:
+                assert (error.operator, error.peer) == ("operator", 1)
+                assert (error.wanted, error.found) == (1, 0)
         dist.barrier()
-        found.append(failure)
-    return found
 
 
-def test_a_difference_counts_before_an_absent_rank() -> None:
-    for rank, (different, absent) in enumerate(run(3, disagrees)):
-        if rank != 1:
-            assert different.type == "RankMismatch"
-            assert different.fields["values"] == {0: "rank 0", 2: "rank 2"}
-            assert absent.type == "SignalTimeout"
-            assert absent.fields["operator"] == "operator" and absent.fields["peer"] == 1
-            assert (absent.fields["wanted"], absent.fields["found"]) == (1, 0)
-
-
-def fails(at: Rank, how: str) -> Any:
+def a_rank_that_failed_is_named_without_waiting_for_the_rest(at: Rank) -> None:
     """Rank 1 fails in a call that rank 2 has not come to; rank 0 waits for both."""
-    mine = board()
-    mine.post(1, 9)
-    if at.rank != 2:
-        mine.post(2, mine.describe("both"))
-    if at.rank == 1:
-        mine.post(2, mine.describe("MemoryError: \udc80", how))
-    dist.barrier()
-    begin = time.monotonic()
-    failure = caught(lambda: agree(mine, 2)) if at.rank == 0 else None
-    seconds = time.monotonic() - begin
-    dist.barrier()
-    return mine.posted(1), mine.posted(2), mine.posted(3), failure, seconds
+    for how, patience in ((FAILED, 0.0), (LATE, LATE_S)):
+        mine = board()
+        mine.post(1, 9)
+        if at.rank != 2:
+            mine.post(2, mine.describe("both"))
+        if at.rank == 1:
+            mine.post(2, mine.describe("MemoryError: \udc80", how))
+        dist.barrier()
+        if at.rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(PeerFailed) as raised:
+                agree(mine, 2)
+            assert raised.value.reasons == {1: "MemoryError: ?"}
+            assert patience <= time.monotonic() - begin < patience + 0.4
+        assert [mine.posted(number) for number in (1, 2, 3)] == [True, at.rank != 2, False]
+        dist.barrier()
 
 
-@pytest.mark.parametrize(("how", "patience"), [(FAILED, 0.0), (LATE, LATE_S)])
-def test_a_rank_that_failed_is_named_without_waiting_for_the_rest(
-    how: str, patience: float
-) -> None:
-    found = run(3, fails, how)
-    assert [posted for *posted, _, _ in found] == [[True, True, False]] * 2 + [[True, False, False]]
-    *_, failure, seconds = found[0]
-    assert failure.type == "PeerFailed"
-    assert failure.fields["reasons"] == {1: "MemoryError: ?"}
-    assert patience <= seconds < patience + 0.4
-
-
-def ahead(at: Rank) -> None:
+def a_rank_may_be_ahead(at: Rank) -> None:
     for by in (1, ENTRIES - 1, ENTRIES, 5 * ENTRIES + 3):
         mine = board()
         for number in range(1, 11 + (by if at.rank else 0)):
@@ -193,32 +165,24 @@ def ahead(at: Rank) -> None:
         dist.barrier()
 
 
-def test_a_rank_may_be_ahead() -> None:
-    run(2, ahead)
-
-
-def wrap(at: Rank) -> Any:
+def numbers_wrap(at: Rank) -> None:
     mine = board()
-    first = NUMBERS - 300
-    for number in range(first, NUMBERS + 300):
+    for number in range(NUMBERS - 300, NUMBERS + 300):
         mine.post(number, number & 0xFF or 1)
         if number % 97 == 0:
             agree(mine, number)
     dist.barrier()
-    clean = mine.mismatch(number)
-    missing = caught(lambda: agree(mine, number + 1, 0.05))
+    assert mine.mismatch(number) is None
+    with pytest.raises(SignalTimeout) as missing:
+        agree(mine, number + 1, 0.05)
+    assert missing.value.found == number
     dist.barrier()
     mine.post(number + 1, 1 + at.rank)
     dist.barrier()
-    found = mine.mismatch(number + 1)
-    return clean, found is not None, missing.fields["found"] - number
+    assert mine.mismatch(number + 1) is not None
 
 
-def test_numbers_wrap() -> None:
-    assert run(2, wrap) == [(None, True, 0)] * 2
-
-
-def texts(at: Rank) -> None:
+def texts_are_shown_as_long_as_there_is_room(at: Rank) -> None:
     """Rank 0 writes texts, and rank 1 reads them, by turns."""
     mine, reads = board(), at.rank == 1
 
@@ -250,8 +214,44 @@ def texts(at: Rank) -> None:
     assert mine._text(peer, digest(short)) == short
 
 
-def test_texts_are_shown_as_long_as_there_is_room() -> None:
-    run(2, texts)
+def no_entry_is_ever_seen_in_part(at: Rank) -> None:
+    """Equal entries never look different, however the ranks run against each other."""
+    mine, latest, done = board(), 0, threading.Event()
+    found: list[RankMismatch] = []
+
+    def watch() -> None:
+        while not done.is_set():
+            if mismatch := mine.mismatch(latest):
+                found.append(mismatch)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    values = [digest(str(i)) for i in range(1000)]
+    for latest in range(1, 50_000):
+        mine.post(latest, values[latest % 1000])
+    done.set()
+    watcher.join()
+    dist.barrier()
+    assert not found
+
+
+#: What ranks do, and the number of ranks.
+PROGRAMS: dict[Callable[[Rank], None], int] = {
+    equal_entries_agree: 3,
+    numbers_are_told_with_calls: 2,
+    a_call_that_differs_is_found_later_on_every_rank: 3,
+    a_difference_counts_before_an_absent_rank: 3,
+    a_rank_that_failed_is_named_without_waiting_for_the_rest: 3,
+    a_rank_may_be_ahead: 2,
+    numbers_wrap: 2,
+    texts_are_shown_as_long_as_there_is_room: 2,
+    no_entry_is_ever_seen_in_part: 2,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_board(program: Callable[[Rank], None]) -> None:
+    run(PROGRAMS[program], program)
 
 
 def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:
@@ -290,31 +290,3 @@ def test_ranks_that_stop_do_not_answer(victim: int, leaver: int) -> None:
     found = run(4, calls_the_roll, victim, leaver, fresh=True, catch=True, lost=[victim])
     for rank in {*range(4)} - {victim}:
         assert found[rank] == [[], [victim]][: 2 - (rank == leaver)], (rank, found[rank])
-
-
-def hammer(at: Rank, calls: int) -> Any:
-    """Equal entries never look different, however the ranks run against each other."""
-    mine = board()
-    done = threading.Event()
-    found: list[RankMismatch] = []
-    latest = 0
-
-    def watch() -> None:
-        while not done.is_set():
-            if mismatch := mine.mismatch(latest):
-                found.append(mismatch)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    values = [digest(str(i)) for i in range(1000)]
-    for number in range(1, calls):
-        latest = number
-        mine.post(number, values[number % 1000])
-    done.set()
-    watcher.join()
-    dist.barrier()
-    return [str(mismatch) for mismatch in found]
-
-
-def test_no_entry_is_ever_seen_in_part() -> None:
-    assert run(2, hammer, 50_000) == [[], []]

@@ -209,7 +209,8 @@ def test_mistakes() -> None:
                 assert re.search(pattern, failure.text), text
 
 
-def _refused_rows(at: Rank) -> None:
+def rows_that_are_no_whole_numbers_are_refused(at: Rank) -> None:
+    """Even if they are equal to those of an earlier call."""
     a, b = _a(1, K), _b()
     for other in ([1.0, 1.0], [True, True], [1, 1.0]):
         assert ficco.all_gather_matmul(a, b, rows=[1, 1]).shape == (2, N)
@@ -217,7 +218,7 @@ def _refused_rows(at: Rank) -> None:
             ficco.all_gather_matmul(a, b, rows=other)
 
 
-def _rows_of_any_type(at: Rank) -> None:
+def rows_of_any_type_are_served(at: Rank) -> None:
     for rows in (
         (ROWS, ROWS + 1),
         torch.tensor([ROWS, ROWS + 1]),
@@ -236,12 +237,6 @@ def _rows_of_any_type(at: Rank) -> None:
     for some in (table, torch.from_numpy(table), list(table)):
         found = ficco.all_to_all_matmul(_a(3 * at.world, K), _b(), rows=some)  # type: ignore[arg-type]
         assert found.shape == (3 * at.world, N) and (found == K).all()
-
-
-def test_rows_of_any_type() -> None:
-    """Of whole numbers; others are refused, even if they are equal to those of an earlier call."""
-    run(2, _rows_of_any_type)
-    run(2, _refused_rows)
 
 
 def _no_group(at: Rank) -> list[Any]:
@@ -273,8 +268,8 @@ def test_group_that_this_rank_is_not_in_or_that_was_destroyed() -> None:
         assert all(word in failure.text for word in ("group", "required", *told)), failure.text
 
 
-def _mesh(at: Rank) -> None:
-    """A mesh means its group, everywhere."""
+def a_mesh_is_a_group(at: Rank) -> None:
+    """Everywhere."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     assert (ficco.all_gather_matmul(_a(), _b(), group=mesh) == K).all()
     held = ficco.memory(mesh)
@@ -285,8 +280,13 @@ def _mesh(at: Rank) -> None:
     assert ficco.memory(mesh) == 0
 
 
-def test_a_mesh_is_a_group() -> None:
-    run(2, _mesh)
+@pytest.mark.parametrize(
+    "program",
+    [rows_that_are_no_whole_numbers_are_refused, rows_of_any_type_are_served, a_mesh_is_a_group],
+    ids=lambda program: program.__name__,
+)
+def test_on_two_ranks(program: Callable[[Rank], None]) -> None:
+    run(2, program)
 
 
 def test_no_process_group() -> None:

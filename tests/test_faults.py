@@ -171,16 +171,11 @@ def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
     assert (raised.value.peer, raised.value.ended) == (0, True)
 
 
-def _with_a_casualty(
-    at: Rank, case: Case, victim: int, how: str | int, warm: bool
-) -> dict[str, Any]:
-    """``how``: a signal; "before" its peers call; or at which step."""
+def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) -> dict[str, Any]:
+    """``how``: a signal, or "before" if the process has ended when its peers call."""
     for iteration in range(3 * warm):
         exact(at, case, iteration)
     at.barrier()
-    if isinstance(how, int):
-        with disturb(Disturbance(delay_s=0.005, kill=(victim, how), seed=how)):
-            return outcome(at, case, patience=LONG_S)
     if at.rank == victim:
         # Rank 0 holds the store: it dies with it.
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
@@ -218,22 +213,6 @@ def test_stopped_rank(victim: int, warm: bool) -> None:
     else:
         # The store has stopped, too: what asks it can only give up.
         assert found[1]["first"].type == "SignalTimeout", found[1]
-
-
-#: Schedules, and a step of theirs at which a rank is killed.
-MIDDLE = {"hetero-unfused-1d:pieces=2": 4, "uniform-fused-1d:pull,copy=2": 2}
-
-
-@pytest.mark.parametrize("schedule", MIDDLE)
-def test_rank_killed_in_the_middle_of_a_call(schedule: str) -> None:
-    case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _with_a_casualty, case, 2, MIDDLE[schedule], True, fresh=True, catch=True)
-    assert isinstance(found[2], Died)
-    for survivor in found[:2]:
-        # Who had all it needed ends this call well, and fails in the next.
-        told = survivor["first"] or survivor["again"]
-        assert {one["peer"] for one in gave_up(told)} == {2}
-        assert survivor["torn"] is None
 
 
 SURVIVOR = """

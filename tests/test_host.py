@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ficco.dma import host
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
-from ficco.errors import BackendError
+from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
 NBYTES = 100_003  # no multiple of anything
 
@@ -36,7 +36,7 @@ def fill(at: Rank, turn: int) -> bytes:
     return bytes([(at.rank * 31 + turn) % 251]) * NBYTES
 
 
-def exchange(at: Rank) -> None:
+def peers_see_what_is_written(at: Rank) -> None:
     memory = share()
     assert len(memory.maps) == at.world and memory.nbytes == NBYTES
     assert all(part[:NBYTES] == bytes(NBYTES) for part in memory.maps)
@@ -55,7 +55,7 @@ def exchange(at: Rank) -> None:
     memory.close()
 
 
-def again(at: Rank) -> None:
+def names_in_the_store_can_be_used_again(at: Rank) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     for turn in range(10):
         memory = share(64)  # under the same names in the store as the one before
@@ -81,7 +81,7 @@ def held() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def leave_nothing(at: Rank) -> None:
+def nothing_is_left_behind(at: Rank) -> None:
     before = sorted(os.listdir("/dev/shm"))
     memory = share(purpose="leak")
     assert held()[1] == at.world
@@ -96,7 +96,7 @@ def leave_nothing(at: Rank) -> None:
     dist.barrier()
 
 
-def outlive(at: Rank) -> None:
+def tensors_keep_the_memory(at: Rank) -> None:
     memory = share()
     tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in memory.maps]
     memory.barrier(10.0)
@@ -108,70 +108,74 @@ def outlive(at: Rank) -> None:
     assert [int(tensor[0]) for tensor in tensors] == list(range(1, at.world + 1))
 
 
-PROGRAMS: dict[Callable[[Rank], None], int] = {
-    exchange: 3,
-    again: 3,
-    leave_nothing: 2,
-    outlive: 2,
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_memory_is_shared_and_given_back(program: Callable[[Rank], None]) -> None:
-    run(PROGRAMS[program], program)
-
-
-def absent(at: Rank, missing: list[int]) -> Any:
-    begin = time.monotonic()
-    failure = None
-    if at.rank not in missing:
-        failure = caught(lambda: share(timeout_s=0.4, purpose=f"nobody {missing}"))
-    seconds = time.monotonic() - begin
+def a_rank_that_is_absent_is_named(at: Rank) -> None:
+    for missing in ([1], [0, 2]):
+        if at.rank not in missing:
+            purpose, who, begin = f"nobody {missing}", f"rank {missing[0]}", time.monotonic()
+            with pytest.raises(SignalTimeout) as raised:
+                share(timeout_s=0.4, purpose=purpose)
+            error, text = raised.value, str(raised.value)
+            assert (error.rank, error.peer) == (at.rank, missing[0])
+            all_of_them = "; ranks 0, 2 are absent" * (len(missing) > 1)
+            says = f"for {who} to share host memory for {purpose}{all_of_them}. {who} died"
+            assert text.startswith("ficco: rank ") and says in text, text
+            assert error.step in says and "schedule" not in text
+            assert 0.3 < error.seconds < 2 and time.monotonic() - begin < 2
+        dist.barrier()
+    memory = share()
+    if at.rank != 1:
+        with pytest.raises(SignalTimeout) as raised:
+            memory.barrier(0.3)
+        assert raised.value.peer == 1
     dist.barrier()
-    return failure, seconds
 
 
-@pytest.mark.parametrize("missing", [[1], [0, 2]])
-def test_an_absent_rank_is_named(missing: list[int]) -> None:
-    for rank, (failure, seconds) in enumerate(run(3, absent, missing)):
-        if rank in missing:
-            continue
-        assert failure.type == "SignalTimeout"
-        assert failure.fields["rank"] == rank
-        assert failure.fields["peer"] == missing[0]
-        purpose, who = f"nobody {missing}", f"rank {missing[0]}"
-        all_of_them = "; ranks 0, 2 are absent" * (len(missing) > 1)
-        says = f"for {who} to share host memory for {purpose}{all_of_them}. {who} died"
-        assert failure.text.startswith("ficco: rank ") and says in failure.text, failure.text
-        assert failure.fields["step"] in says and "schedule" not in failure.text
-        assert 0.3 < failure.fields["seconds"] < 2 and 0.3 < seconds < 2
+def different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
+    with pytest.raises(RankMismatch, match="ranks 0, 2: 16 bytes.*rank 1: 8 bytes"):
+        share(8 if at.rank == 1 else 16, purpose="sizes")
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_read", lambda path: f"boot {at.rank // 2}")
+        patch.setattr(socket, "gethostname", lambda: f"host{at.rank // 2}")
+        with pytest.raises(NotImplementedError, match="host0.*host1"):
+            share(purpose="hosts")
+    dist.barrier()
 
 
-def stuck_store(at: Rank) -> Any:
+def a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
+    """A store hangs whose host is stopped."""
     with pytest.MonkeyPatch.context() as patch:
         store = SimpleNamespace(set=lambda *args: time.sleep(3))
         patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
         begin = time.monotonic()
-        failure = caught(lambda: share(timeout_s=0.3))
-    return failure, time.monotonic() - begin
+        with pytest.raises(SignalTimeout):
+            share(timeout_s=0.3)
+        assert time.monotonic() - begin < 2
 
-
-def interrupted(at: Rank) -> Any:
     def interrupt() -> None:
         raise KeyError("enough")
 
-    failure = None
     if at.rank == 0:
-        failure = caught(lambda: HostMemory(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
+        with pytest.raises(KeyError):
+            HostMemory(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt)
     dist.barrier()
-    return failure
 
 
-def test_a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank() -> None:
-    """A store hangs whose host is stopped."""
-    for failure, seconds in run(2, stuck_store):
-        assert failure.type == "SignalTimeout" and seconds < 2
-    assert run(2, interrupted)[0].type == "KeyError"
+#: What ranks do, and the number of ranks.
+PROGRAMS: dict[Callable[[Rank], None], int] = {
+    peers_see_what_is_written: 3,
+    names_in_the_store_can_be_used_again: 3,
+    nothing_is_left_behind: 2,
+    tensors_keep_the_memory: 2,
+    a_rank_that_is_absent_is_named: 3,
+    different_sizes_and_other_hosts_are_refused: 3,
+    a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank: 2,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_memory_of_ranks(program: Callable[[Rank], None]) -> None:
+    run(PROGRAMS[program], program)
 
 
 def given_up(at: Rank, says: bool, then: str) -> Any:
@@ -253,31 +257,6 @@ def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
         with pytest.raises(BackendError if ended else NotImplementedError, match=said):
             memory._open(1, hello, "here")
     peer.communicate(b"\n")
-
-
-def refused(at: Rank) -> list[Any]:
-    """A rank that is absent at a barrier, one that has another size, and ranks of two hosts."""
-    memory = share()
-    found = [None if at.rank == 1 else caught(lambda: memory.barrier(0.3))]
-    dist.barrier()
-    found.append(caught(lambda: share(8 if at.rank == 1 else 16, purpose="sizes")))
-    dist.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_read", lambda path: f"boot {at.rank // 2}")
-        patch.setattr(socket, "gethostname", lambda: f"host{at.rank // 2}")
-        found.append(caught(lambda: share(purpose="hosts")))
-    dist.barrier()
-    return found
-
-
-def test_absent_ranks_different_sizes_and_other_hosts_are_named() -> None:
-    for rank, (absent, sizes, hosts) in enumerate(run(3, refused)):
-        assert (absent is None) == (rank == 1)
-        assert rank == 1 or (absent.type, absent.fields["peer"]) == ("SignalTimeout", 1)
-        assert sizes.type == "RankMismatch"
-        assert "ranks 0, 2: 16 bytes" in sizes.text and "rank 1: 8 bytes" in sizes.text
-        assert hosts.type == "NotImplementedError"
-        assert "host0" in hosts.text and "host1" in hosts.text
 
 
 ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
