@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from cases import equal, exact
 from ranks import Rank, gave_up, run
-from test_faults import leave, timed
+from test_faults import everyone, leave, timed
 
 import ficco
 from ficco.dma import patience
@@ -131,7 +131,7 @@ def late_rank(at: Rank, key: str) -> Iterator[list[str]]:
             patience.LOGGER.removeHandler(handler)
 
 
-#: What is done before, what a rank is late for, and the step that the warning names.
+#: What a rank is late for, and what the warning says of it.
 WAITS: dict[str, str] = {
     "first call": "join the first call of this group (find out which ranks share a host)",
     "new kind": "step 'agree on what to compute' of schedule 'growing'",
@@ -139,26 +139,22 @@ WAITS: dict[str, str] = {
     "collective": "step 'all-gather (collective on compute0)' of schedule 'serial:collective'",
     "counts": "step 'agree on what to compute'",
     "memory": "to share host memory for allocation",
+    "first call of hosts": "join the first call",
+    "call of hosts": "on host host-1",
 }
 
 
 def _late(at: Rank, what: str) -> list[str]:
-    group = dist.new_group(list(range(at.world)))
+    if "hosts" in what:
+        os.environ["FICCO_HOST"] = f"host-{at.rank}"
     schedule = "serial:collective" if what == "collective" else "growing"
     case, index = equal(at.world, 8, 8, 8, schedule=schedule), torch.zeros(3, 1, dtype=torch.long)
-
-    def grown() -> None:
-        (workspace,) = workspaces(group)
-        workspace.engine.symmetric(64)
-
+    group = everyone(at, *[case] * 3 * (not what.startswith("first call")))
     calls: dict[str, Callable[[], Any]] = {
         "counts": lambda: ficco.route(index, 4, group=group).capacity,
         "new kind": partial(exact, at, case.on(n=24), 7, group),
-        "memory": grown,
+        "memory": lambda: workspaces(group)[0].engine.symmetric(64),
     }
-    if what != "first call":
-        for iteration in range(3):
-            exact(at, case, iteration, group)
     once = calls.get(what, partial(exact, at, case, 5, group))
     at.barrier()
     with late_rank(at, what) as said:
@@ -169,26 +165,7 @@ def _late(at: Rank, what: str) -> list[str]:
 
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_for_a_late_rank_warns(what: str) -> None:
-    said, _ = run(2, _late, what)
+    said, _ = run(2, _late, what, fresh="hosts" in what)
     assert WAITS[what] in said[0], said
-    for message in said:
-        assert "rank 0 waited" in message and "s for rank 1 " in message, message
-
-
-def _late_host(at: Rank, first: bool) -> list[str]:
-    os.environ["FICCO_HOST"] = f"host-{at.rank}"
-    case = equal(at.world, 8, 8, 8, schedule="growing")
-    for iteration in range(0 if first else 3):
-        exact(at, case, iteration)
-    at.barrier()
-    with late_rank(at, "host") as said:
-        exact(at, case, 4)
-    return said
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first", "warm"])
-def test_who_waits_for_a_late_host_warns(first: bool) -> None:
-    said, _ = run(2, _late_host, first, fresh=True)
-    assert ("join the first call" if first else "on host host-1") in said[0], said
     for message in said:
         assert "rank 0 waited" in message and "for rank 1" in message, message
