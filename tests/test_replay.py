@@ -366,7 +366,6 @@ class HostEvent:
 CASES = (
     Case("gather", 48, 12, 16, "float32"),
     Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"),
-    Case("scaled", 48, 16, 32, "fp8-row"),
 )
 NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=3 auto".split()
 
@@ -426,11 +425,11 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
 
 
 def test_the_bench_of_a_replay(tmp_path: Path) -> None:
-    rows = ranks.run(1, _bench, str(tmp_path), fresh=True)[0]
+    rows = ranks.run(1, _bench, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)
     assert machine is not None
     right = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
-    for case, mode in product(CASES[:2], ("queued", "idle")):
+    for case, mode in product(CASES, ("queued", "idle")):
         mine = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case.name, mode)}
         assert [mine[name]["status"] for name in right] == ["ok"] * len(right), mine
         assert "is " in mine["auto"]["note"]
