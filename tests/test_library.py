@@ -120,7 +120,7 @@ def rows_may_change_without_compiling_again(at: Rank) -> None:
     for function in (*(getattr(ficco, name) for name in OPERATORS[2::2]), computed):
         counter = CompileCounterWithBackend("aot_eager")
         layer = compiled(lambda x, w, function=function: function(x, w), counter)
-        for rows in (3, 4, 7):
+        for rows in (2, 3, 5):  # the first ones are equal to no other size
             if function is computed:
                 of_ranks = tuple(rows + rank for rank in range(at.world))
                 case = Case("all_gather_matmul", of_ranks, 6, 8)
