@@ -6,14 +6,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, run
 
 from ficco.dma.hosts import hosts_of
-from ficco.errors import RankMismatch
+from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problems.products import digest
 from ficco.runtime.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
 
@@ -28,7 +29,7 @@ def agree(of: Board, number: int, timeout_s: float = 10.0) -> None:
     of.agree(number, timeout_s, "operator", "schedule")
 
 
-def same(at: Rank) -> None:
+def equal_entries_agree(at: Rank) -> None:
     mine = board()
     for number in range(1, 3 * ENTRIES):
         mine.post(number, mine.describe(f"problem {number % 7}"))
@@ -47,13 +48,8 @@ def same(at: Rank) -> None:
     assert mine.posted(number + 2) and not mine.refused(number + 2)
 
 
-@ranks(1, 2, 4)
-def test_equal_entries_agree(world: int) -> None:
-    run(world, same)
-
-
-def telling(at: Rank) -> Any:
-    """Ranks tell numbers with calls that they have posted, in any order, as late as they like."""
+def numbers_are_told_with_calls(at: Rank) -> None:
+    """With calls that ranks have posted, in any order, as late as they like."""
     mine, counts = board(), [7, 0, (1 << 40) - 2 - at.rank]
     for number in (1, 2, 3):
         mine.post(number, mine.describe("counts"))
@@ -66,138 +62,42 @@ def telling(at: Rank) -> Any:
     assert (mine.told(4, TOLD, 10.0, "route") == range(TOLD)).all()
     mine.tell(5 + ENTRIES, [1])
     dist.barrier()
-    gone = caught(lambda: mine.told(5, 1, 10.0, "route"))
+    with pytest.raises(FiccoError, match="within 256 calls"):
+        mine.told(5, 1, 10.0, "route")
     if at.rank == 0:
         mine.tell(6, [1])
-    late = caught(lambda: mine.told(6, 2, 0.1, "route"))
+    with pytest.raises(SignalTimeout) as late:
+        mine.told(6, 2, 0.1, "route")
+    assert late.value.step.startswith("learn the counts")
     dist.barrier()
-    return gone, late
-
-
-def test_numbers_are_told_with_calls() -> None:
-    for gone, late in run(2, telling):
-        assert gone.type == "FiccoError" and "within 256 calls" in gone.text
-        assert late.type == "SignalTimeout" and late.fields["step"].startswith("learn the counts")
-
-
-def telling_while_numbers_wrap(at: Rank) -> None:
+    # A 0 that is told with a call whose number wraps to 0 is not taken for none.
     mine = board()
     for number in range(NUMBERS - 2, NUMBERS + 3):
         time.sleep(0.02 * at.rank)
         mine.post(number, 1)
         mine.tell(number, [0, 1, number % 3])
-        told = mine.told(number, 3, 10.0, "route")
-        assert told.tolist() == [[0, 1, number % 3]] * 2
+        assert mine.told(number, 3, 10.0, "route").tolist() == [[0, 1, number % 3]] * at.world
         dist.barrier()
 
 
-def test_numbers_are_told_while_those_of_calls_wrap() -> None:
-    """A 0 that is told with a call whose number wraps to 0 is not taken for none."""
-    run(2, telling_while_numbers_wrap)
-
-
-def cold(at: Rank, odd: int) -> Any:
-    mine = board()
-    mine.post(1, mine.describe(f"m={8 if at.rank == odd else 16}"))
-    failure = caught(lambda: agree(mine, 1))
-    dist.barrier()
-    return [failure]
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-def test_a_new_problem_that_differs_is_a_mismatch_on_every_rank(odd: int) -> None:
-    for [failure] in run(3, cold, odd):
-        assert failure.type == "RankMismatch"
-        assert failure.fields["values"] == {r: f"m={8 if r == odd else 16}" for r in range(3)}
-
-
-def warm(at: Rank) -> Any:
+def a_call_that_differs_is_found_later_on_every_rank(at: Rank) -> None:
     mine = board()
     usual, other = mine.describe("usual"), mine.describe("other")
-    for number in range(1, 400):
-        mine.post(number, usual)
-    dist.barrier()
-    before = mine.mismatch(399)
-    mine.post(400, other if at.rank == 1 else digest("a secret") if at.rank == 3 else usual)
-    dist.barrier()
-    for number in range(401, 450):  # nobody waits
-        mine.post(number, usual)
-    dist.barrier()
-    found = mine.mismatch(449)
-    for number in range(450, 1000):
-        mine.post(number, usual)
-    dist.barrier()
-    return before, found and found.values, mine.mismatch(999)
 
-
-def test_a_call_that_differs_is_found_later_on_every_rank() -> None:
-    secret = f"unknown (digest {digest('a secret'):010x})"
-    for before, found, forgotten in run(4, warm):
-        assert before is None and forgotten is None
-        assert found == {0: "usual", 1: "other", 2: "usual", 3: secret}
-
-
-def one_waits(at: Rank) -> Any:
-    """Rank 0 meets a problem for the first time, the others took it for a known one."""
-    mine = board()
-    mine.post(1, mine.describe("new" if at.rank == 0 else "known"))
-    if at.rank == 0:
-        result = caught(lambda: agree(mine, 1))
+    def posted(first: int, last: int) -> RankMismatch | None:
+        for number in range(first, last):  # nobody waits
+            mine.post(number, usual)
         dist.barrier()
-        return result.fields["values"]
+        return mine.mismatch(last - 1)
+
+    assert posted(1, 400) is None
+    mine.post(400, (usual, other, digest("a secret"))[at.rank])
     dist.barrier()
-    found = mine.mismatch(1)
-    return found and found.values
-
-
-def test_cold_and_warm_ranks_find_the_same_mismatch() -> None:
-    assert run(3, one_waits) == [{0: "new", 1: "known", 2: "known"}] * 3
-
-
-def refused(at: Rank) -> Any:
-    """Rank 1 refuses its third call; the others find out, fail, and make no further one."""
-    mine = board()
-    for number in (1, 2):
-        mine.post(number, 9)
-    mine.post(3, mine.describe("wrong" if at.rank == 1 else "right"))
+    found = posted(401, 450)
+    secret = f"unknown (digest {digest('a secret'):010x})"
+    assert found is not None and found.values == {0: "usual", 1: "other", 2: secret}
     dist.barrier()
-    begin = time.monotonic()
-    if at.rank == 1:
-        mine.post(4, 9)
-    result = caught(lambda: agree(mine, 4 if at.rank == 1 else 3))
-    return result.fields.get("values"), time.monotonic() - begin
-
-
-def test_nobody_waits_for_ranks_that_disagreed_before() -> None:
-    for values, seconds in run(3, refused):
-        assert values == {0: "right", 1: "wrong", 2: "right"}
-        assert seconds < 2
-
-
-def late(at: Rank) -> Any:
-    mine = board()
-    for number in range(1, 4 if at.rank == 1 else 6):
-        mine.post(number, 9)
-    dist.barrier()
-    failure = None
-    begin = time.monotonic()
-    if at.rank != 1:
-        failure = caught(lambda: agree(mine, 5, 0.3))
-    seconds = time.monotonic() - begin
-    dist.barrier()
-    return failure, seconds
-
-
-def test_an_absent_rank_is_named() -> None:
-    results = run(3, late)
-    for rank in (0, 2):
-        failure, seconds = results[rank]
-        assert failure.type == "SignalTimeout"
-        fields = failure.fields
-        assert (fields["operator"], fields["schedule"]) == ("operator", "schedule")
-        assert (fields["rank"], fields["peer"]) == (rank, 1)
-        assert (fields["wanted"], fields["found"]) == (5, 3)
-        assert 0.3 <= seconds < 2
+    assert posted(450, 1000) is None
 
 
 def ends(at: Rank) -> Any:
@@ -217,115 +117,94 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for() -> None:
         assert failure.fields["peer"] == 1 and failure.fields["ended"]
 
 
-def fails(at: Rank, how: str) -> Any:
+def a_difference_counts_before_an_absent_rank(at: Rank) -> None:
+    """Rank 1 stays away from a call of which the others disagree, and from one that is equal."""
+    for text, seconds, kind in ((f"rank {at.rank}", 20.0, RankMismatch), ("", 0.3, SignalTimeout)):
+        mine = board()
+        if at.rank != 1:
+            mine.post(1, mine.describe(text))
+            with pytest.raises(kind) as raised:
+                agree(mine, 1, seconds)
+            error: Any = raised.value
+            if text:
+                assert error.values == {0: "rank 0", 2: "rank 2"}
+            else:
+                assert (error.operator, error.peer) == ("operator", 1)
+                assert (error.wanted, error.found) == (1, 0)
+        dist.barrier()
+
+
+def a_rank_that_failed_is_named_without_waiting_for_the_rest(at: Rank) -> None:
     """Rank 1 fails in a call that rank 2 has not come to; rank 0 waits for both."""
+    for how, patience in ((FAILED, 0.0), (LATE, LATE_S)):
+        mine = board()
+        mine.post(1, 9)
+        if at.rank != 2:
+            mine.post(2, mine.describe("both"))
+        if at.rank == 1:
+            mine.post(2, mine.describe("MemoryError: \udc80", how))
+        dist.barrier()
+        if at.rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(PeerFailed) as raised:
+                agree(mine, 2)
+            assert raised.value.reasons == {1: "MemoryError: ?"}
+            assert patience <= time.monotonic() - begin < patience + 0.4
+        assert [mine.posted(number) for number in (1, 2, 3)] == [True, at.rank != 2, False]
+        dist.barrier()
+
+
+def a_rank_may_be_ahead(at: Rank) -> None:
+    for by in (1, ENTRIES - 1, ENTRIES, 5 * ENTRIES + 3):
+        mine = board()
+        for number in range(1, 11 + (by if at.rank else 0)):
+            mine.post(number, number)
+        dist.barrier()
+        agree(mine, 10, 0.0)
+        assert mine.mismatch(10) is None
+        dist.barrier()
+
+
+def numbers_wrap(at: Rank) -> None:
     mine = board()
-    mine.post(1, 9)
-    if at.rank != 2:
-        mine.post(2, mine.describe("both"))
-    if at.rank == 1:
-        mine.post(2, mine.describe("MemoryError: \udc80", how))
-    dist.barrier()
-    begin = time.monotonic()
-    failure = caught(lambda: agree(mine, 2)) if at.rank == 0 else None
-    seconds = time.monotonic() - begin
-    dist.barrier()
-    return mine.posted(1), mine.posted(2), mine.posted(3), failure, seconds
-
-
-@pytest.mark.parametrize(("how", "patience"), [(FAILED, 0.0), (LATE, LATE_S)])
-def test_a_rank_that_failed_is_named_without_waiting_for_the_rest(
-    how: str, patience: float
-) -> None:
-    found = run(3, fails, how)
-    assert [posted for *posted, _, _ in found] == [[True, True, False]] * 2 + [[True, False, False]]
-    *_, failure, seconds = found[0]
-    assert failure.type == "PeerFailed"
-    assert failure.fields["reasons"] == {1: "MemoryError: ?"}
-    assert patience <= seconds < patience + 0.4
-
-
-def absent_and_different(at: Rank) -> Any:
-    mine = board()
-    if at.rank != 1:
-        mine.post(1, mine.describe(f"rank {at.rank}"))
-    failure = None if at.rank == 1 else caught(lambda: agree(mine, 1, 20.0))
-    dist.barrier()
-    return [failure]
-
-
-def test_a_difference_counts_before_an_absent_rank() -> None:
-    results = run(3, absent_and_different)
-    for rank in (0, 2):
-        [failure] = results[rank]
-        assert failure.type == "RankMismatch"
-        assert failure.fields["values"] == {0: "rank 0", 2: "rank 2"}
-
-
-def ahead(at: Rank, by: int) -> None:
-    mine = board()
-    for number in range(1, 11 + (by if at.rank else 0)):
-        mine.post(number, number)
-    dist.barrier()
-    agree(mine, 10, 0.0)
-    assert mine.mismatch(10) is None
-    dist.barrier()
-
-
-@pytest.mark.parametrize("by", [1, ENTRIES - 1, ENTRIES, 5 * ENTRIES + 3])
-def test_a_rank_may_be_ahead(by: int) -> None:
-    run(2, ahead, by)
-
-
-def wrap(at: Rank) -> Any:
-    mine = board()
-    first = NUMBERS - 300
-    for number in range(first, NUMBERS + 300):
+    for number in range(NUMBERS - 300, NUMBERS + 300):
         mine.post(number, number & 0xFF or 1)
         if number % 97 == 0:
             agree(mine, number)
     dist.barrier()
-    clean = mine.mismatch(number)
-    missing = caught(lambda: agree(mine, number + 1, 0.05))
+    assert mine.mismatch(number) is None
+    with pytest.raises(SignalTimeout) as missing:
+        agree(mine, number + 1, 0.05)
+    assert missing.value.found == number
     dist.barrier()
     mine.post(number + 1, 1 + at.rank)
     dist.barrier()
-    found = mine.mismatch(number + 1)
-    return clean, found is not None, missing.fields["found"] - number
+    assert mine.mismatch(number + 1) is not None
 
 
-def test_numbers_wrap() -> None:
-    assert run(2, wrap) == [(None, True, 0)] * 2
+def texts_are_shown_as_long_as_there_is_room(at: Rank) -> None:
+    """Rank 0 writes texts, and rank 1 reads them, by turns."""
+    mine, reads = board(), at.rank == 1
 
+    def shows(text: str, whole: bool = True) -> None:
+        if reads:
+            found = mine._text(0, digest(text))
+            assert found == text if whole else "unknown" in found
 
-def texts(at: Rank) -> None:
-    mine = board()
-    if at.rank == 0:
-        first = mine.describe("first")
-        assert first == mine.describe("first") == digest("first")
-        for i in range(TEXTS - 1):
-            mine.describe(f"text {i}")
+    written = ["first", *(f"text {i}" for i in range(TEXTS - 1))]
+    for text in () if reads else written:
+        assert mine.describe(text) == digest(text)
+    dist.barrier()
+    shows(written[0]), shows(written[-1])
+    assert "unknown" in mine._text(1, digest("first"))
+    for text, gone in (("one more", "first"), ("first", "text 0")):
         dist.barrier()
+        if not reads:
+            mine.describe(text)  # takes the place of the oldest
         dist.barrier()
-        mine.describe("one more")  # takes the place of the first
-        dist.barrier()
-        dist.barrier()
-        mine.describe("first")
-        dist.barrier()
-    else:
-        dist.barrier()
-        assert mine._text(0, digest("first")) == "first"
-        assert mine._text(0, digest(f"text {TEXTS - 2}")) == f"text {TEXTS - 2}"
-        assert "unknown" in mine._text(1, digest("first"))
-        dist.barrier()
-        dist.barrier()
-        assert mine._text(0, digest("one more")) == "one more"
-        assert "unknown" in mine._text(0, digest("first"))
-        dist.barrier()
-        dist.barrier()
-        assert mine._text(0, digest("first")) == "first"
-    long = "\N{SNOWMAN} long " * TEXT_BYTES
-    short = "\N{SNOWMAN}" * 10
+        shows(text), shows(gone, whole=False)
+    dist.barrier()
+    long, short = "\N{SNOWMAN} long " * TEXT_BYTES, "\N{SNOWMAN}" * 10
     mine.describe(long)
     mine.describe(short)
     dist.barrier()
@@ -335,8 +214,44 @@ def texts(at: Rank) -> None:
     assert mine._text(peer, digest(short)) == short
 
 
-def test_texts_are_shown_as_long_as_there_is_room() -> None:
-    run(2, texts)
+def no_entry_is_ever_seen_in_part(at: Rank) -> None:
+    """Equal entries never look different, however the ranks run against each other."""
+    mine, latest, done = board(), 0, threading.Event()
+    found: list[RankMismatch] = []
+
+    def watch() -> None:
+        while not done.is_set():
+            if mismatch := mine.mismatch(latest):
+                found.append(mismatch)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    values = [digest(str(i)) for i in range(1000)]
+    for latest in range(1, 50_000):
+        mine.post(latest, values[latest % 1000])
+    done.set()
+    watcher.join()
+    dist.barrier()
+    assert not found
+
+
+#: What ranks do, and the number of ranks.
+PROGRAMS: dict[Callable[[Rank], None], int] = {
+    equal_entries_agree: 3,
+    numbers_are_told_with_calls: 2,
+    a_call_that_differs_is_found_later_on_every_rank: 3,
+    a_difference_counts_before_an_absent_rank: 3,
+    a_rank_that_failed_is_named_without_waiting_for_the_rest: 3,
+    a_rank_may_be_ahead: 2,
+    numbers_wrap: 2,
+    texts_are_shown_as_long_as_there_is_room: 2,
+    no_entry_is_ever_seen_in_part: 2,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_board(program: Callable[[Rank], None]) -> None:
+    run(PROGRAMS[program], program)
 
 
 def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:
@@ -370,36 +285,8 @@ def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:
 
 # Rank 0 has the store, without which nobody is silent.
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "leaver"), [(1, 0), (1, 3), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("victim", "leaver"), [(1, 0), (3, 1)])
 def test_ranks_that_stop_do_not_answer(victim: int, leaver: int) -> None:
     found = run(4, calls_the_roll, victim, leaver, fresh=True, catch=True, lost=[victim])
     for rank in {*range(4)} - {victim}:
         assert found[rank] == [[], [victim]][: 2 - (rank == leaver)], (rank, found[rank])
-
-
-def hammer(at: Rank, calls: int) -> Any:
-    """Equal entries never look different, however the ranks run against each other."""
-    mine = board()
-    done = threading.Event()
-    found: list[RankMismatch] = []
-    latest = 0
-
-    def watch() -> None:
-        while not done.is_set():
-            if mismatch := mine.mismatch(latest):
-                found.append(mismatch)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    values = [digest(str(i)) for i in range(1000)]
-    for number in range(1, calls):
-        latest = number
-        mine.post(number, values[number % 1000])
-    done.set()
-    watcher.join()
-    dist.barrier()
-    return [str(mismatch) for mismatch in found]
-
-
-def test_no_entry_is_ever_seen_in_part() -> None:
-    assert run(2, hammer, 100_000) == [[], []]

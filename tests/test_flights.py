@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -26,9 +25,6 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.stream, self.at = stream, stream.given
-
-    def hold(self, stream: Any) -> None:
-        raise AssertionError("nothing waits for these events")
 
     def over(self) -> bool:
         return self.stream.done >= self.at
@@ -95,7 +91,7 @@ def test_a_stuck_call_is_seen_beside_those_of_another_stream() -> None:
     assert not found.idle()
 
 
-def test_a_call_that_the_host_is_stuck_in_runs() -> None:
+def test_a_call_that_the_host_is_stuck_in_runs_until_it_is_broken_off() -> None:
     """The library waits for its peers while it is being called, say."""
     found, _ = flights()
     caller = Caller(found, 1)
@@ -103,26 +99,23 @@ def test_a_call_that_the_host_is_stuck_in_runs() -> None:
     assert found.look() == (3, True) and found.look() == (3, False) and not found.idle()
     found.end(flight, caller.stream)
     assert found.look() == (0, True) and found.idle()
-
-
-def test_a_call_that_was_broken_off_is_forgotten() -> None:
-    found, _ = flights()
-    caller = Caller(found, 1)
     caller.call(1)
-    flight = found.begin(2, 1, caller.stream)
-    found.drop(flight)
+    found.drop(found.begin(2, 1, caller.stream))
     caller.stream.done = caller.stream.given
     assert found.look() == (0, False) and found.idle()
     caller.call(3)
     assert found.look() == (3, True)
 
 
-def test_events_are_used_again() -> None:
-    """As many as calls are under way between two looks of the watchdog."""
+def test_events_are_used_again_and_asked_by_the_watchdog_alone() -> None:
+    """As many as calls are under way between two looks of the watchdog. Whoever else asked an event
+    while another stream is captured would break the capture."""
     found, made = flights()
     callers = Caller(found, 1), Caller(found, 2)
-    for number in range(1, 4):
-        callers[0].call(number)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Event, "over", lambda self: pytest.fail("asked"))
+        for number in range(1, 4):
+            callers[0].call(number)
     assert len(made) == 6
     for number in range(4, 50):
         caller = callers[number % 2]
@@ -132,17 +125,6 @@ def test_events_are_used_again() -> None:
         for _ in range(3):
             caller.call(number)
     assert len(made) == 6
-
-
-def test_nobody_but_the_watchdog_asks_an_event() -> None:
-    """Where another stream is captured that would break the capture."""
-    found, made = flights()
-    caller = Caller(found, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Event, "over", lambda self: pytest.fail("asked"))
-        for number in range(1, 5):
-            caller.call(number)
-    assert len(made) == 8
 
 
 def test_a_watchdog_looks_on() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,17 +36,17 @@ def beside(work: Callable[[], None]) -> threading.Event:
     return over
 
 
+def call(gate: Gate) -> None:
+    with gate:
+        pass
+
+
 def test_calls_go_in_beside_each_other_and_beside_who_waits_for_the_device() -> None:
     gate = Gate()
-
-    def call() -> None:
-        with gate:
-            pass
-
     with gate:
-        assert beside(call).wait(PATIENCE_S)
+        assert beside(lambda: call(gate)).wait(PATIENCE_S)
         with gate.waiting():
-            assert beside(call).wait(PATIENCE_S)
+            assert beside(lambda: call(gate)).wait(PATIENCE_S)
     assert gate.passed == 3
 
 
@@ -74,7 +74,7 @@ def test_who_waits_for_the_device_lets_recordings_end() -> None:
         assert first and second
         over = beside(wait)
         assert not over.wait(MOMENT_S)
-        # Those that begin behind it do not keep it waiting.
+        # Those that begin later do not keep it waiting.
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             with gate.recording() as allowed:
@@ -86,31 +86,31 @@ def test_who_waits_for_the_device_lets_recordings_end() -> None:
 
 def test_a_closed_gate_lets_no_call_begin_and_tells_of_those_inside() -> None:
     gate = Gate()
-
-    def call() -> None:
-        with gate:
-            pass
-
     with gate, gate.closed() as alone:
         assert not alone
     with gate.closed() as alone:
         assert alone
-        over = beside(call)
+        over = beside(lambda: call(gate))
         assert not over.wait(MOMENT_S) and gate.passed == 1
     assert over.wait(PATIENCE_S)
     assert gate.passed == 2
 
 
-def test_a_call_that_fails_leaves_the_gate() -> None:
+def test_who_fails_or_is_interrupted_leaves_the_gate() -> None:
     gate = Gate()
     for enter in (lambda: gate, gate.recording, gate.waiting, gate.closed):
-        try:
-            with enter():  # type: ignore[attr-defined]
-                raise ValueError
-        except ValueError:
-            pass
+        with suppress(ValueError), enter():  # type: ignore[attr-defined]
+            raise ValueError
     with gate.closed() as alone:
         assert alone
+
+    def interrupt(condition: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt), gate.waiting():
+            pass
     with gate.recording() as allowed:
         assert allowed
     assert beside(lambda: gate.waiting().__enter__()).wait(PATIENCE_S)
@@ -124,20 +124,6 @@ def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread()
             assert not alone
 
     assert beside(interrupted).wait(PATIENCE_S)
-
-
-def test_who_is_interrupted_while_it_waits_for_recordings_waits_no_more() -> None:
-    gate = Gate()
-
-    def interrupt(condition: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate._changed, "wait_for", interrupt)
-        with pytest.raises(KeyboardInterrupt), gate.waiting():
-            pass
-    with gate.recording() as allowed:
-        assert allowed
 
 
 class Slots:
@@ -156,12 +142,8 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
     engine = object.__new__(GpuEngine)
     states: set[Slots] = set()
     states.update(Slots(states) for _ in range(3))
-    engine.__dict__.update(
-        device=None,
-        timeout_s=PATIENCE_S,
-        _states=states,
-        driver=SimpleNamespace(aside=nullcontext),
-    )
+    driver = SimpleNamespace(aside=nullcontext)
+    engine.__dict__.update(device=None, timeout_s=PATIENCE_S, _states=states, driver=driver)
     memory = object.__new__(memories.TorchMapped)
     memory.__dict__.update(_engine=engine, tensor=None, _handle=None)
     monkeypatch.setattr(memories, "open_engines", {engine})
@@ -193,15 +175,8 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.empty(8, dtype=torch.uint8)
     torchs = SimpleNamespace(rendezvous=lambda tensor, group: tensor)
     monkeypatch.setattr(rendezvous, "_SymmetricMemory", torchs)
-    forever = float("inf")
-    engine: Any = SimpleNamespace(
-        group=alone,
-        hosts=Hosts.one(alone),
-        rank=0,
-        timeout_s=forever,
-        operator="empty",
-        interrupt=lambda: None,
-    )
+    engine: Any = SimpleNamespace(group=alone, hosts=Hosts.one(alone), rank=0, operator="empty")
+    engine.timeout_s, engine.interrupt = float("inf"), lambda: None
     assert rendezvous.Rendezvous(engine).meet(memory) is memory
 
 

@@ -10,18 +10,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, run
 from torch.distributed import distributed_c10d
 
 from ficco.dma import host
 from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
-from ficco.errors import BackendError
+from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
 NBYTES = 100_003  # no multiple of anything
 
@@ -34,12 +36,12 @@ def fill(at: Rank, turn: int) -> bytes:
     return bytes([(at.rank * 31 + turn) % 251]) * NBYTES
 
 
-def exchange(at: Rank) -> None:
+def peers_see_what_is_written(at: Rank) -> None:
     memory = share()
     assert len(memory.maps) == at.world and memory.nbytes == NBYTES
     assert all(part[:NBYTES] == bytes(NBYTES) for part in memory.maps)
     memory.barrier(10.0)
-    for turn in range(20):
+    for turn in range(10):
         memory.maps[at.rank][:NBYTES] = fill(at, turn)
         memory.barrier(10.0)
         for rank, part in enumerate(memory.maps):
@@ -53,14 +55,9 @@ def exchange(at: Rank) -> None:
     memory.close()
 
 
-@ranks(1, 2, 4)
-def test_peers_see_what_is_written(world: int) -> None:
-    run(world, exchange)
-
-
-def again(at: Rank) -> None:
+def names_in_the_store_can_be_used_again(at: Rank) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-    for turn in range(30):
+    for turn in range(10):
         memory = share(64)  # under the same names in the store as the one before
         memory.maps[at.rank][0] = turn
         memory.barrier(10.0)
@@ -73,49 +70,33 @@ def again(at: Rank) -> None:
     share(64, purpose="leftover").barrier(10.0)
 
 
-@ranks(3)
-def test_names_in_the_store_can_be_used_again(world: int) -> None:
-    run(world, again)
-
-
-def descriptors() -> list[str]:
-    found = []
+def held() -> tuple[int, int]:
+    """Descriptors and mappings of this process whose memory is called "leak"."""
+    names = []
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
-    return [name for name in found if "ficco" in name]
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    with open("/proc/self/maps") as maps:
+        counts = [sum("ficco leak" in name for name in some) for some in (names, maps)]
+    return counts[0], counts[1]
 
 
-def mappings() -> int:
-    with open("/proc/self/maps") as file:
-        return sum("ficco leak" in line for line in file)
-
-
-def leave_nothing(at: Rank) -> None:
+def nothing_is_left_behind(at: Rank) -> None:
     before = sorted(os.listdir("/dev/shm"))
     memory = share(purpose="leak")
-    assert mappings() == at.world
+    assert held()[1] == at.world
     assert sorted(os.listdir("/dev/shm")) == before
     memory.close()
     gc.collect()
-    assert mappings() == 0
-    assert not [name for name in descriptors() if "leak" in name]
+    assert held() == (0, 0)
     for _ in range(3):
         caught(lambda: share(0 if at.rank else 8, purpose="leak"))
     gc.collect()
-    assert mappings() == 0
-    assert not [name for name in descriptors() if "leak" in name]
+    assert held() == (0, 0)
     dist.barrier()
 
 
-@ranks(2)
-def test_nothing_is_left_behind(world: int) -> None:
-    run(world, leave_nothing)
-
-
-def outlive(at: Rank) -> None:
+def tensors_keep_the_memory(at: Rank) -> None:
     memory = share()
     tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in memory.maps]
     memory.barrier(10.0)
@@ -127,65 +108,74 @@ def outlive(at: Rank) -> None:
     assert [int(tensor[0]) for tensor in tensors] == list(range(1, at.world + 1))
 
 
-@ranks(2)
-def test_tensors_keep_the_memory(world: int) -> None:
-    run(world, outlive)
-
-
-def absent(at: Rank, missing: list[int]) -> Any:
-    begin = time.monotonic()
-    failure = None
-    if at.rank not in missing:
-        failure = caught(lambda: share(timeout_s=0.4, purpose=f"nobody {missing}"))
-    seconds = time.monotonic() - begin
+def a_rank_that_is_absent_is_named(at: Rank) -> None:
+    for missing in ([1], [0, 2]):
+        if at.rank not in missing:
+            purpose, who, begin = f"nobody {missing}", f"rank {missing[0]}", time.monotonic()
+            with pytest.raises(SignalTimeout) as raised:
+                share(timeout_s=0.4, purpose=purpose)
+            error, text = raised.value, str(raised.value)
+            assert (error.rank, error.peer) == (at.rank, missing[0])
+            all_of_them = "; ranks 0, 2 are absent" * (len(missing) > 1)
+            says = f"for {who} to share host memory for {purpose}{all_of_them}. {who} died"
+            assert text.startswith("ficco: rank ") and says in text, text
+            assert error.step in says and "schedule" not in text
+            assert 0.3 < error.seconds < 2 and time.monotonic() - begin < 2
+        dist.barrier()
+    memory = share()
+    if at.rank != 1:
+        with pytest.raises(SignalTimeout) as raised:
+            memory.barrier(0.3)
+        assert raised.value.peer == 1
     dist.barrier()
-    return failure, seconds
 
 
-@pytest.mark.parametrize("missing", [[1], [0, 2]])
-def test_an_absent_rank_is_named(missing: list[int]) -> None:
-    for rank, (failure, seconds) in enumerate(run(3, absent, missing)):
-        if rank in missing:
-            continue
-        assert failure.type == "SignalTimeout"
-        assert failure.fields["rank"] == rank
-        assert failure.fields["peer"] == missing[0]
-        purpose, who = f"nobody {missing}", f"rank {missing[0]}"
-        all_of_them = "; ranks 0, 2 are absent" * (len(missing) > 1)
-        says = f"for {who} to share host memory for {purpose}{all_of_them}. {who} died"
-        assert failure.text.startswith("ficco: rank ") and says in failure.text, failure.text
-        assert failure.fields["step"] in says and "schedule" not in failure.text
-        assert 0.3 < failure.fields["seconds"] < 2 and 0.3 < seconds < 2
+def different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
+    with pytest.raises(RankMismatch, match="(?s)ranks 0, 2: 16 bytes.*rank 1: 8 bytes"):
+        share(8 if at.rank == 1 else 16, purpose="sizes")
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_read", lambda path: f"boot {at.rank // 2}")
+        patch.setattr(socket, "gethostname", lambda: f"host{at.rank // 2}")
+        with pytest.raises(NotImplementedError, match="host0.*host1"):
+            share(purpose="hosts")
+    dist.barrier()
 
 
-def stuck_store(at: Rank) -> Any:
+def a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
+    """A store hangs whose host is stopped."""
     with pytest.MonkeyPatch.context() as patch:
         store = SimpleNamespace(set=lambda *args: time.sleep(3))
         patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
         begin = time.monotonic()
-        failure = caught(lambda: share(timeout_s=0.3))
-    return failure, time.monotonic() - begin
+        with pytest.raises(SignalTimeout):
+            share(timeout_s=0.3)
+        assert time.monotonic() - begin < 2
 
-
-def test_a_store_that_hangs_does_not_hang_the_rank() -> None:
-    """As one does whose host is stopped."""
-    for failure, seconds in run(2, stuck_store):
-        assert failure.type == "SignalTimeout" and seconds < 2
-
-
-def interrupted(at: Rank) -> Any:
     def interrupt() -> None:
         raise KeyError("enough")
 
-    failure = None
     if at.rank == 0:
-        failure = caught(lambda: HostMemory(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
+        with pytest.raises(KeyError):
+            HostMemory(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt)
     dist.barrier()
-    return failure, None
 
 
-def test_waiting_for_others_can_be_interrupted() -> None:
-    assert run(2, interrupted)[0][0].type == "KeyError"
+#: What ranks do, and the number of ranks.
+PROGRAMS: dict[Callable[[Rank], None], int] = {
+    peers_see_what_is_written: 3,
+    names_in_the_store_can_be_used_again: 3,
+    nothing_is_left_behind: 2,
+    tensors_keep_the_memory: 2,
+    a_rank_that_is_absent_is_named: 3,
+    different_sizes_and_other_hosts_are_refused: 3,
+    a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank: 2,
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_memory_of_ranks(program: Callable[[Rank], None]) -> None:
+    run(PROGRAMS[program], program)
 
 
 def given_up(at: Rank, says: bool, then: str) -> Any:
@@ -225,22 +215,22 @@ def given_up(at: Rank, says: bool, then: str) -> Any:
     return [failure]
 
 
-@pytest.mark.parametrize(
-    ("then", "code"),
-    [
-        ("nothing", "ENOENT"),
-        ("a file", "ESTALE"),
-        ("a socket", "ENXIO"),
-        ("a file of another user", "EACCES"),
-    ],
-)
+CODES = {
+    "nothing": "ENOENT",
+    "a file": "ESTALE",
+    "a socket": "ENXIO",
+    "a file of another user": "EACCES",
+}
+
+
 @pytest.mark.parametrize("says", [True, False])
-def test_a_peer_that_gives_up_has_the_word(says: bool, then: str, code: str) -> None:
+@pytest.mark.parametrize("then", CODES)
+def test_a_peer_that_gives_up_has_the_word(says: bool, then: str) -> None:
     [failure], _ = run(2, given_up, says, then)
     if says:
         assert failure.type == "KeyError", failure
     else:
-        assert failure.type == "BackendError" and failure.fields["code"] == code, failure
+        assert failure.type == "BackendError" and failure.fields["code"] == CODES[then], failure
         assert "rank 1 has just ended or given up" in failure.text
 
 
@@ -269,65 +259,17 @@ def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
     peer.communicate(b"\n")
 
 
-def absent_at_barrier(at: Rank) -> Any:
-    memory = share()
-    failure = None if at.rank == 1 else caught(lambda: memory.barrier(0.3))
-    dist.barrier()
-    return [failure]
-
-
-def test_a_barrier_names_the_absent_rank() -> None:
-    first, _, last = run(3, absent_at_barrier)
-    for [failure] in (first, last):
-        assert failure.type == "SignalTimeout"
-        assert failure.fields["peer"] == 1
-
-
-def different_sizes(at: Rank) -> Any:
-    failure = caught(lambda: share(8 if at.rank == 1 else 16, purpose="sizes"))
-    dist.barrier()
-    return [failure]
-
-
-def test_different_sizes_are_a_mismatch_on_every_rank() -> None:
-    for [failure] in run(3, different_sizes):
-        assert failure.type == "RankMismatch"
-        assert "ranks 0, 2: 16 bytes" in failure.text and "rank 1: 8 bytes" in failure.text
-
-
-def different_hosts(at: Rank) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_read", lambda path: f"boot {at.rank // 2}")
-        patch.setattr(socket, "gethostname", lambda: f"host{at.rank // 2}")
-        failure = caught(lambda: share(purpose="hosts"))
-    dist.barrier()
-    return [failure]
-
-
-def test_ranks_on_two_hosts_are_refused() -> None:
-    for [failure] in run(4, different_hosts):
-        assert failure.type == "NotImplementedError"
-        assert "host0" in failure.text and "host1" in failure.text
-
-
-class Alone:
-    """A group of one rank."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(NotImplementedError, match="Linux"):
-        HostMemory(Alone(), 8, 1.0, "test")
+        HostMemory(ALONE, 8, 1.0, "test")
 
 
 def test_semaphores_count_and_time_out() -> None:
-    memory = HostMemory(Alone(), 2 * SEMAPHORE_STRIDE, 1.0, "test")
+    memory = HostMemory(ALONE, 2 * SEMAPHORE_STRIDE, 1.0, "test")
     words = semaphores()
     first = memory.address(0)
     second = first + SEMAPHORE_STRIDE
@@ -342,27 +284,3 @@ def test_semaphores_count_and_time_out() -> None:
     assert words.value(first) == 2 and words.value(second) == 0
     assert words.wait(first, 0.0) and words.wait(first, 1.0)
     assert words.value(first) == 0
-
-
-def order(at: Rank, turns: int) -> int:
-    """Data written before a post is there behind the wait, whoever looks."""
-    memory = share(2 * SEMAPHORE_STRIDE + 4096, purpose="order")
-    words = semaphores()
-    parts = [
-        torch.frombuffer(part, dtype=torch.int64, count=64, offset=128) for part in memory.maps
-    ]
-    words.init(memory.address(at.rank), 0)
-    memory.barrier(10.0)
-    peer = 1 - at.rank
-    wrong = 0
-    for turn in range(turns):
-        parts[peer].fill_(turn)
-        words.post(memory.address(peer))
-        assert words.wait(memory.address(at.rank), 10.0)
-        wrong += int((parts[at.rank] != turn).sum())
-        memory.barrier(10.0)
-    return wrong
-
-
-def test_semaphores_order_memory() -> None:
-    assert run(2, order, 500) == [0, 0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
-import shutil
 import time
 import warnings
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from programs import Program
 from ranks import Failure, Rank, caught, counted, run, since
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -44,232 +43,137 @@ from ficco.runtime import ranges
 from ficco.schedules import Schedule
 
 
-def flat(rows: Any) -> list[int]:
-    return [size for row in rows for size in (row if isinstance(row, tuple) else (row,))]
-
-
 def called(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> torch.Tensor:
     return getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
 
 
-# torch.library.
+def plain(operator: str, at: Rank, **changes: Any) -> tuple[Case, torch.Tensor, torch.Tensor]:
+    """A case with equal rows, and the operands of this rank."""
+    case = case_of(operator, at.world, 4, 6, 8, **changes)
+    return (case, *operands(case, make(case, at.world), at))
 
 
-def _opcheck_backward(at: Rank, cases: list[Case]) -> None:
-    name = dist.group.WORLD.group_name
-    for case in cases:
-        made = make(case, at.world)
-        a, b = (x.detach() for x in operands(case, made, at))
-        grad = made.g[at.rank].to(a)
-        rows = None if case.equal else flat(case.rows)
-        for needs_a, needs_b in ((True, True), (True, False), (False, True)):
-            args = (
-                *(grad, None, a if needs_b else None, b if needs_a else None, None),
-                *(list(a.shape), case.transposed, needs_a, needs_b, name, "auto", rows),
-            )
-            torch.library.opcheck(OPS[case.operator].backward, args)
+def special(operator: str, world: int) -> Case:
+    """A case that the contract does not trace: of its layout, and of one gradient alone."""
+    case, rows = case_of(operator, world, 4, 6, 8), uneven(operator, world)
+    return case.on(rows=rows, transposed=True, dtype="bfloat16", needs="b")
 
 
-def cases_of(operator: str, world: int) -> list[Case]:
-    plain = case_of(operator, world, 4, 6, 8)
-    return [
-        plain,
-        plain.on(rows=uneven(operator, world), transposed=True, dtype="bfloat16", needs="b"),
-        plain.on(leading=True, needs="a"),
-    ]
+def exact(at: Rank, case: Case, function: Callable[..., Any], iteration: int = 0) -> torch.dtype:
+    """A call through a function of both operands, and its gradients; the dtype of its result. A
+    transposed b is the view of a leaf."""
+    made = make(case, at.world, iteration)
+    a, b = operands(case, made, at)
+    leaf = b.detach().t().contiguous() if case.transposed else b.detach()
+    leaf.requires_grad_("b" in case.needs)
+    y = function(a, leaf.t() if case.transposed else leaf)
+    same(y, made.y[at.rank], f"the product of {case}")
+    y.backward(made.g[at.rank].to(y))
+    if "a" in case.needs:
+        same(a.grad, made.grad_a[at.rank].view(a.shape), f"the gradient of a of {case}")
+    if "b" in case.needs:
+        want = made.grad_b[at.rank]
+        same(leaf.grad, want.t() if case.transposed else want, f"the gradient of b of {case}")
+        assert leaf.grad.is_contiguous()
+    assert leaf.grad is None or leaf.grad.dtype == leaf.dtype
+    return y.dtype
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_opcheck_of_the_backward(operator: str) -> None:
-    run(2, _opcheck_backward, cases_of(operator, 2))
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **how: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend, **how)
 
 
-def _second_derivatives(at: Rank) -> list[Any]:
-    """First ones are right where second ones may be asked for, which are refused."""
-    name, found = dist.group.WORLD.group_name, []
+def second_derivatives_are_refused(at: Rank) -> None:
+    """First ones are right where second ones may be asked for."""
     for operator in OPERATORS:
-        case = case_of(operator, at.world, 4, 6, 8)
+        case, a, b = plain(operator, at)
         made = make(case, at.world)
-        a, b = operands(case, made, at)
-        y = OPS[operator].product(a, b, name)
+        y = OPS[operator].product(a, b, dist.group.WORLD.group_name)
         g = made.g[at.rank].to(y).requires_grad_()
         grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
         same(grad_a, made.grad_a[at.rank], "a")
         same(grad_b, made.grad_b[at.rank], "b")
-        found.append(caught(partial(torch.autograd.grad, grad_a.sum(), b)))
-    return found
-
-
-def test_second_derivatives_are_refused_here_too() -> None:
-    for failure in (failure for rank in run(2, _second_derivatives) for failure in rank):
-        assert failure.type == "NotImplementedError" and "second derivatives" in failure.text
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(grad_a.sum(), b)
 
 
 # torch.compile.
 
 
-def _compiled(at: Rank, cases: list[Case], backend: str, options: dict[str, Any]) -> None:
-    """Forward and backward, equal to the eager call's in every element."""
-    for case in cases:
-        torch._dynamo.reset()
-
-        @torch.compile(fullgraph=True, backend=backend)
-        def layer(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
-            b = w.t() if case.transposed else w
-            return called(case, x * 2, b) + 1
-
-        made = make(case, at.world)
-        a, b = operands(case, made, at)
-        leaf = b.detach().t().contiguous() if case.transposed else b.detach()
-        leaf.requires_grad_("b" in case.needs)
-        with ficco.options(**options):
-            y = layer(a, leaf)
-        same(y, 2 * made.y[at.rank] + 1, "product")
-        if case.needs:
-            y.backward(made.g[at.rank].to(y))
-        if "a" in case.needs:
-            same(a.grad, 2 * made.grad_a[at.rank].view(a.shape), "a")
-        if "b" in case.needs:
-            want = 2 * made.grad_b[at.rank]
-            same(leaf.grad, want.t() if case.transposed else want, "b")
-            assert leaf.grad.is_contiguous()
+def layouts_and_single_gradients_compiled(at: Rank) -> None:
+    cases = [(special(operator, at.world), False) for operator in OPERATORS[::2]]
+    cases.append((case_of(GATHERING[0], at.world, 4, 6, 8, leading=True, needs="a"), False))
+    cases.append((case_of(GATHERING[1], at.world, 4, 6, 8, transposed=True), True))
+    for case, saves in cases:
+        with ficco.options(save_gathered=saves):
+            exact(at, case, compiled(lambda x, w, case=case: called(case, x, w)))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_compiled(operator: str) -> None:
-    plain = case_of(operator, 2, 4, 6, 8)
-    cases = [*cases_of(operator, 2), plain.on(needs=""), plain.on(transposed=True)]
-    run(2, _compiled, cases, "aot_eager", {})
-    if operator in GATHERING:
-        run(2, _compiled, cases[-1:], "aot_eager", {"save_gathered": True})
+def rows_may_change_without_compiling_again(at: Rank) -> None:
+    """Also those that the program computes from its operands."""
 
-
-def _mlp(at: Rank) -> None:
-    up = case_of("all_gather_matmul", at.world, 4, 6, 8)
-    down = Case("matmul_reduce_scatter", up.rows, 8, 6)
-    one, two = make(up, at.world), make(down, at.world)
-
-    def mlp(x: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        return called(down, torch.relu(called(up, x, b)), c)
-
-    found = []
-    for function in (mlp, torch.compile(mlp, fullgraph=True)):
-        (a, b), (_, c) = operands(up, one, at), operands(down, two, at)
-        y = function(a, b, c)
-        y.sum().backward()
-        found.append((y.detach(), a.grad, b.grad, c.grad))
-    for eager, compiled in zip(*found, strict=True):
-        assert torch.equal(eager, compiled)
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="the default backend needs a compiler")
-def test_compiled_by_the_default_backend() -> None:
-    run(2, _mlp, timeout=150)
-
-
-def _dynamic(at: Rank, operator: str) -> int:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    layer = torch.compile(
-        lambda x, w: getattr(ficco, operator)(x, w), fullgraph=True, backend=counter
-    )
-    for iteration, rows in enumerate((2, 3, 5, 7, 11)):
-        case = case_of(operator, at.world, rows, 6, 8)
-        made = make(case, at.world, iteration)
-        a, b = operands(case, made, at)
-        torch._dynamo.maybe_mark_dynamic(a, 0)
-        if case.rows_of_b(at.rank) != case.k:
-            torch._dynamo.maybe_mark_dynamic(b, 0)
-        y = layer(a, b)
-        y.backward(made.g[at.rank].to(y))
-        assert torch.equal(y.double(), made.y[at.rank])
-        assert torch.equal(a.grad.double(), made.grad_a[at.rank])
-        assert torch.equal(b.grad.double(), made.grad_b[at.rank])
-    return counter.frame_count
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_rows_may_change_without_compiling_again(operator: str) -> None:
-    assert run(2, _dynamic, operator) == [1, 1]
-
-
-def _dynamic_rows(at: Rank) -> int:
-    """Rows that the program computes from its operands."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def computed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         rows = [x.shape[0] - at.rank + rank for rank in range(at.world)]
         return ficco.all_gather_matmul(x, w, rows=rows)
 
-    compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for size in (3, 4, 6):
-        case = Case("all_gather_matmul", tuple(size + rank for rank in range(at.world)), 6, 8)
-        made = make(case, at.world)
-        a, b = operands(case, made, at)
-        torch._dynamo.maybe_mark_dynamic(a, 0)
-        y = compiled(a, b)
-        y.backward(made.g[at.rank].to(y))
-        assert torch.equal(y.double(), made.y[at.rank])
-        assert torch.equal(a.grad.double(), made.grad_a[at.rank])
-    return counter.frame_count
+    for function in (*(getattr(ficco, name) for name in OPERATORS[2::2]), computed):
+        counter = CompileCounterWithBackend("aot_eager")
+        layer = compiled(lambda x, w, function=function: function(x, w), counter)
+        for rows in (2, 3, 5):  # the first ones are equal to no other size
+            if function is computed:
+                of_ranks = tuple(rows + rank for rank in range(at.world))
+                case = Case("all_gather_matmul", of_ranks, 6, 8)
+            else:
+                case = case_of(function.__name__, at.world, rows, 6, 8)
+
+            def marked(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+                if case.rows_of_b(at.rank) != case.k:
+                    torch._dynamo.maybe_mark_dynamic(w, 0)
+                return layer(x, w)  # noqa: B023  called at once
+
+            exact(at, case, marked, rows)
+        assert counter.frame_count == 1, function
 
 
-def test_rows_computed_from_a_dynamic_shape() -> None:
-    assert run(2, _dynamic_rows) == [1, 1]
-
-
-def _arguments(at: Rank) -> None:
+def groups_and_schedules_of_compiled_calls(at: Rank) -> None:
     """Groups, meshes and schedules, as globals of a layer and as its arguments."""
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    case, a, b = plain("all_gather_matmul", at)
     made = make(case, at.world)
-    a, b = operands(case, made, at)
     mesh = init_device_mesh("cpu", (1, at.world), mesh_dim_names=("dp", "tp"))
     world = dist.group.WORLD
     named, parsed = "hetero-fused-1d:pieces=2", Schedule.parse("uniform-fused-1d:pull")
-    layers: list[Callable[[], Callable[..., torch.Tensor]]] = [
-        lambda: lambda x, w: ficco.all_gather_matmul(x, w),
-        lambda: lambda x, w: ficco.all_gather_matmul(x, w, group=world),
-        lambda: lambda x, w: ficco.all_gather_matmul(x, w, group=mesh["tp"]),
-        lambda: lambda x, w: ficco.all_gather_matmul(x, w, schedule=named),
-        lambda: lambda x, w: ficco.all_gather_matmul(x, w, schedule=parsed),
+    layers: list[Callable[..., torch.Tensor]] = [
+        lambda x, w: ficco.all_gather_matmul(x, w, group=world),
+        lambda x, w: ficco.all_gather_matmul(x, w, group=mesh["tp"]),
+        lambda x, w: ficco.all_gather_matmul(x, w, schedule=named),
+        lambda x, w: ficco.all_gather_matmul(x, w, schedule=parsed),
     ]
-    for make_layer in layers:
-        torch._dynamo.reset()
-        compiled = torch.compile(make_layer(), fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(a, b).double(), made.y[at.rank])
-    torch._dynamo.reset()
+    for layer in layers:
+        assert torch.equal(compiled(layer)(a, b).double(), made.y[at.rank])
     graphs: list[Any] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph
 
-    @torch.compile(fullgraph=True, backend=keep)
-    def layer(x: torch.Tensor, w: torch.Tensor, group: Any, schedule: Any) -> torch.Tensor:
-        return ficco.all_gather_matmul(x, w, group=group, schedule=schedule)
-
+    layer = compiled(
+        lambda x, w, group, schedule: ficco.all_gather_matmul(x, w, group=group, schedule=schedule),
+        keep,
+    )
     for group, schedule in ((world, named), (mesh["tp"], parsed), (world, named), (None, "auto")):
         assert torch.equal(layer(a, b, group, schedule).double(), made.y[at.rank])
     text = [str(graph.code) for graph in graphs]
     assert len(text) == 3, text
     assert named in text[0] and str(parsed) in text[1] and "'auto'" in text[2]
-    torch._dynamo.reset()
-    found = caught(
-        lambda: torch.compile(
-            lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), fullgraph=True, backend="eager"
-        )(a, b)
-    )
+    layer = compiled(lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), "eager")
+    found = caught(lambda: layer(a, b))
     assert isinstance(found, Failure) and "required a mesh of one dimension" in found.text
     ficco.close(mesh["tp"].get_group())
 
 
-@since("2.13", "cannot compile a call with a Schedule, only with its name")
-def test_groups_and_schedules_of_compiled_calls() -> None:
-    run(2, _arguments)
-
-
-def _partly(at: Rank) -> None:
+def a_part_that_is_not_compiled(at: Rank) -> None:
     """A compiled step with a part that is not, and its backward inside."""
     torch._dynamo.reset()
 
@@ -281,7 +185,7 @@ def _partly(at: Rank) -> None:
     def step(x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         layer(2 * x, w).backward(grad)
 
-    for rows in (2, 3, 5):
+    for rows in (2, 3):
         case = case_of("all_gather_matmul", at.world, rows, 6, 8)
         a, b = operands(case, make(case, at.world), at)
         grad = torch.arange(at.world * rows * 8.0).view(-1, 8) % 5 - 2
@@ -292,67 +196,34 @@ def _partly(at: Rank) -> None:
         assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
 
 
-def test_a_part_that_is_not_compiled() -> None:
-    run(2, _partly)
+def compiled_under_autocast(at: Rank) -> None:
+    def cast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    for operator in OPERATORS[2::2]:
+        case = case_of(operator, at.world, 4, 6, 8)
+
+        def inside(x: torch.Tensor, w: torch.Tensor, case: Case = case) -> torch.Tensor:
+            with cast():
+                return called(case, x, w)
+
+        assert exact(at, case, compiled(inside)) == torch.bfloat16
+    case = case_of(OPERATORS[0], at.world, 4, 6, 8)
+    layer = compiled(lambda x, w: called(case, x, w))
+
+    def outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with cast():
+            return layer(x, w)
+
+    assert exact(at, case, outside) == torch.bfloat16
 
 
-def _gathered(at: Rank) -> None:
-    torch._dynamo.reset()
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
-    made = make(case, at.world)
-    found = []
-    for compile in (False, True):
-
-        def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            y, gathered = ficco.all_gather_matmul(x, w, return_gathered=True)
-            return y.sum() + (3 * gathered).sum()
-
-        a, b = operands(case, made, at)
-        run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compile else layer
-        total = run(a, b)
-        total.backward()
-        found.append((total.detach(), a.grad, b.grad))
-    for eager, compiled in zip(*found, strict=True):
-        assert torch.equal(eager, compiled)
-
-
-def test_compiled_with_the_gathered_a() -> None:
-    run(2, _gathered)
-
-
-def _autocast(at: Rank, operator: str) -> None:
-    case = case_of(operator, at.world, 4, 6, 8)
-    made = make(case, at.world)
-
-    def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return called(case, x, w)
-
-    for outside in (False, True) if operator == OPERATORS[0] else (False,):
-        torch._dynamo.reset()
-        a, b = operands(case, made, at)
-        inner = (lambda x, w: called(case, x, w)) if outside else layer
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
-            y = torch.compile(inner, fullgraph=True, backend="aot_eager")(a, b)
-        assert y.dtype == torch.bfloat16
-        y.backward(made.g[at.rank].to(y))
-        assert a.grad.dtype == b.grad.dtype == torch.float32
-        same(a.grad, made.grad_a[at.rank], "a")
-        same(b.grad, made.grad_b[at.rank], "b")
-
-
-def test_compiled_under_autocast() -> None:
-    for operator in OPERATORS:
-        run(2, _autocast, operator)
-
-
-def _options(at: Rank) -> int:
-    """Options of a compiled call hold for its backward; other options compile anew."""
-    torch._dynamo.reset()
+def options_of_a_compiled_forward_are_those_of_its_backward(at: Rank) -> None:
+    """Other options compile anew."""
     counter = CompileCounterWithBackend("aot_eager")
     case = case_of("all_gather_matmul", at.world, 4, 6, 8)
     made = make(case, at.world)
-    layer = torch.compile(lambda x, w: called(case, x, w), fullgraph=True, backend=counter)
+    layer = compiled(lambda x, w: called(case, x, w), counter)
 
     def calls(**inside: Any) -> list[Any]:
         a, b = operands(case, made, at)
@@ -377,22 +248,13 @@ def _options(at: Rank) -> int:
         assert calls(timeout_s=None) == [(gather, None, False), (scatter, None, False)]
     finally:
         ficco.set_options(timeout_s=None)
-    return counter.frame_count
-
-
-def test_options_of_a_compiled_forward_are_those_of_its_backward() -> None:
     # Once outside of blocks, once with each of 33 s, kept, 44 s, and defaults inside a block.
-    assert run(2, _options) == [5, 5]
+    assert counter.frame_count == 5
 
 
-def _options_within(at: Rank) -> list[float]:
-    """Of a call that the backward of a layer makes, compiled in one block and run in another."""
-    torch._dynamo.reset()
-    layer = torch.compile(
-        lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD),
-        fullgraph=True,
-        backend="aot_eager",
-    )
+def options_of_a_call_inside_a_compiled_backward(at: Rank) -> None:
+    """It was compiled in one block and is run in another."""
+    layer = compiled(lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD))
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
     with ficco.options(timeout_s=33.0):
         y = layer(x, w)
@@ -400,28 +262,20 @@ def _options_within(at: Rank) -> list[float]:
     with noted(seen, library), ficco.options(timeout_s=19.0):
         y.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 8), 6.0 * at.world))
-    return [options.timeout_s for _, _, options in seen]
-
-
-def test_options_of_a_call_inside_a_compiled_backward() -> None:
-    assert run(2, _options_within) == [[33.0]] * 2
-
-
-def _seen_by_a_compiler() -> Callable[[], str]:
-    compiled = torch.compile(
-        lambda x: (x + 1, current_text()), fullgraph=True, backend="eager", dynamic=False
-    )
-    return lambda: compiled(torch.ones(1))[1]
+    assert [options.timeout_s for _, _, options in seen] == [33.0]
 
 
 def test_compiled_calls_see_the_options_of_their_task() -> None:
-    """Also where the blocks of two tasks overlap, and none of them when both are closed."""
-    torch._dynamo.reset()
-    compiled = _seen_by_a_compiler()
+    """Also where the blocks of two tasks overlap, in a copy of a context, and none of them when all
+    are closed."""
+    function = compiled(lambda x: (x + 1, current_text()), "eager", dynamic=False)
     seen: list[tuple[float | None, str]] = []
 
+    def text() -> str:
+        return function(torch.ones(1))[1]
+
     def look() -> None:
-        seen.append((current().timeout_s, compiled()))
+        seen.append((current().timeout_s, text()))
 
     async def task(opens: asyncio.Event, closes: asyncio.Event, timeout_s: float) -> None:
         with ficco.options(timeout_s=timeout_s):
@@ -444,87 +298,59 @@ def test_compiled_calls_see_the_options_of_their_task() -> None:
     look()
     five, seven = (5.0, '{"timeout_s": 5.0}'), (7.0, '{"timeout_s": 7.0}')
     assert seen == [(None, ""), five, (None, ""), seven, (None, "")]
-
-
-def test_compiled_calls_see_the_options_of_a_copied_context() -> None:
-    torch._dynamo.reset()
-    compiled = _seen_by_a_compiler()
     with ficco.options(timeout_s=9.0):
-        context = contextvars.copy_context()
-        inside = compiled()
+        context, inside = contextvars.copy_context(), text()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(context.run, compiled).result() == inside == '{"timeout_s": 9.0}'
-        assert pool.submit(compiled).result() == compiled() == ""
+        assert pool.submit(context.run, text).result() == inside == '{"timeout_s": 9.0}'
+        assert pool.submit(text).result() == text() == ""
 
 
-def _refused(at: Rank, a: torch.Tensor, b: torch.Tensor) -> Any:
-    torch._dynamo.reset()
-    layer = torch.compile(
-        lambda x, w: ficco.all_gather_matmul(x, w), fullgraph=True, backend="eager"
-    )
+def _while_compiling(a: torch.Tensor, b: torch.Tensor) -> Any:
+    layer = compiled(lambda x, w: ficco.all_gather_matmul(x, w), "eager")
     return caught(lambda: layer(a, b))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "text"),
-    [
-        (torch.ones(4, 6).int(), torch.ones(6, 8).int(), "int32 is not served on cpu; use one of"),
-        (torch.ones(4, 6), torch.ones(7, 8), "weight as weight.t()"),
-        (torch.ones(6), torch.ones(6, 8), "required a_shard [..., m/W, k] and b [k, n]"),
-        (torch.ones(4, 6), torch.ones(6, 8).double(), "required one dtype"),
-    ],
-)
-def test_wrong_operands_are_refused_while_compiling(
-    a: torch.Tensor, b: torch.Tensor, text: str
-) -> None:
-    for found in run(2, _refused, a, b):
-        assert isinstance(found, Failure) and text in found.text, found.text
+def wrong_operands_are_refused_while_compiling(at: Rank) -> None:
+    narrow, wide = torch.ones(4, 6), torch.ones(6, 8)
+    for a, b, text in (
+        (narrow.int(), wide.int(), "int32 is not served on cpu; use one of"),
+        (narrow, torch.ones(7, 8), "weight as weight.t()"),
+        (narrow[0], wide, "required a_shard [..., m/W, k] and b [k, n]"),
+        (narrow, wide.double(), "required one dtype"),
+    ):
+        failure = _while_compiling(a, b)
+        assert isinstance(failure, Failure) and text in failure.text, failure.text
 
 
-def _sharded(at: Rank) -> list[Any]:
-    """DTensors in place of this rank's parts, eager and compiled."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (at.world,))
-    found = []
+def dtensors_are_refused(at: Rank) -> None:
+    """In place of this rank's parts, eager and compiled."""
+    mesh, found = init_device_mesh("cpu", (at.world,)), []
     for operator in OPERATORS:
-        case = case_of(operator, at.world, 4, 6, 8)
-        a, b = operands(case, make(case, at.world), at)
+        case, a, b = plain(operator, at)
         sharded = DTensor.from_local(a.detach(), mesh, [Shard(0)])
-        found.append(caught(lambda case=case, a=sharded, b=b: called(case, a, b)))
-    found.append(_refused(at, sharded, b))
-    found.append(caught(lambda: called(case, a, DTensor.from_local(b, mesh, [Shard(1)]))))
-    return found
+        found.append(caught(partial(called, case, sharded, b)))
+    other = caught(partial(called, case, a, DTensor.from_local(b, mesh, [Shard(1)])))
+    assert all(failure.type == "ValueError" for failure in (*found, other))
+    assert "b: required" in other.text and "pass b.to_local()" in other.text
+    for failure in (*found, _while_compiling(sharded, b)):
+        assert "a: required a plain tensor, got a DTensor with (Shard(dim=0),)" in failure.text
+        assert "pass a.to_local()" in failure.text
 
 
-@since("2.13", "has its own text for an error in a compiled function")
-def test_dtensors_are_refused() -> None:
-    for *found, other in run(2, _sharded):
-        for failure in found:
-            assert "a: required a plain tensor, got a DTensor with (Shard(dim=0),)" in failure.text
-            assert "pass a.to_local()" in failure.text
-        assert all(failure.type == "ValueError" for failure in (*found[:-1], other))
-        assert "b: required" in other.text and "pass b.to_local()" in other.text
-
-
-def _traced(at: Rank) -> str:
-    case = case_of("matmul_all_reduce", at.world, 4, 6, 8)
-    a, b = (x.detach() for x in operands(case, make(case, at.world), at))
-    return make_fx(lambda x, w: called(case, x, w), tracing_mode="fake")(a, b).code
-
-
-def test_make_fx_sees_one_operator() -> None:
-    for code in run(2, _traced):
-        assert "torch.ops.ficco.matmul_all_reduce.default(" in code
+def make_fx_sees_one_operator(at: Rank) -> None:
+    case, a, b = plain("matmul_all_reduce", at, needs="")
+    code = make_fx(lambda x, w: called(case, x, w), tracing_mode="fake")(a, b).code
+    assert "torch.ops.ficco.matmul_all_reduce.default(" in code
 
 
 # What it costs.
 
 
-def _counted(at: Rank, operator: str) -> None:
+def operations_are_counted(at: Rank) -> None:
     """A product of this rank counts, and as much for each gradient that is needed."""
-    for case, needs in itertools.product(cases_of(operator, at.world), ("ab", "a", "b")):
-        a, b = operands(case.on(needs=needs), make(case, at.world), at)
+    for operator, needs in itertools.product(OPERATORS, ("ab", "a", "b")):
+        case = special(operator, at.world).on(needs=needs)
+        a, b = operands(case, make(case, at.world), at)
         with FlopCounterMode(display=False) as counter:
             y = called(case, a, b)
             forward = counter.get_total_flops()
@@ -534,15 +360,10 @@ def _counted(at: Rank, operator: str) -> None:
         else:
             rows = b.shape[0] if "transposed" in operator else case.rows_in(at.rank)
         assert forward == 2 * rows * case.k * case.n, case
-        assert counter.get_total_flops() == forward * (1 + len(needs)), (case, needs)
+        assert counter.get_total_flops() == forward * (1 + len(needs)), case
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_operations_are_counted(operator: str) -> None:
-    run(2, _counted, operator)
-
-
-def _counted_beside(at: Rank) -> None:
+def operations_are_counted_of_layers_and_compiled(at: Rank) -> None:
     group: Any = dist.group.WORLD
     x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
     one = 2 * 4 * at.world * 6 * 8
@@ -554,34 +375,18 @@ def _counted_beside(at: Rank) -> None:
         torch.cat(gathered_linears(x, (w, 2 * w), (None, None), group=group)).sum().backward()
     assert counter.get_total_flops() == 2 * 3 * one
     layer = torch.compile(called, backend="aot_eager")
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    case, *_ = plain("all_gather_matmul", at)
     layer(case, x, w.t())
     with FlopCounterMode(display=False) as counter:
         layer(case, x, w.t()).sum().backward()
     assert counter.get_total_flops() == 3 * one
 
 
-def test_operations_are_counted_of_layers_and_compiled() -> None:
-    run(2, _counted_beside)
-
-
-def test_operations_are_counted_where_the_counter_is_imported_last(tmp_path: Path) -> None:
-    program = (
-        "import torch, ficco, torch.distributed as dist\n"
-        "from torch.utils.flop_counter import FlopCounterMode\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "with FlopCounterMode(display=False) as counter:\n"
-        "    ficco.matmul_all_reduce(torch.ones(4, 8), torch.ones(8, 2))\n"
-        "assert counter.get_total_flops() == 2 * 4 * 8 * 2\n"
-    )
-    ended = Program(tmp_path, "counts", program, (), {}).end(time.monotonic() + 60)
-    assert ended.code == 0, ended.err
-
-
 def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
-    """By any thread, and not by the import, which takes no counter and no Triton with it."""
+    """By any thread, and not by the import, which takes no counter and no Triton with it. They are
+    counted by a counter that is imported last."""
     program = (
-        "import sys, torch, ficco\n"
+        "import sys, torch, ficco, torch.distributed as dist\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
         "assert 'torch.utils.flop_counter' not in sys.modules and 'triton' not in sys.modules\n"
         "names = torch._C._dispatch_get_all_op_names\n"
@@ -594,6 +399,12 @@ def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
         "assert registered == {'ficco::experts_backward'}, registered\n"
         "assert not hasattr(torch.ops.ficco, 'expert')\n"
         "assert torch.ops.ficco.all_gather_matmul.default._schema.arguments[0].name == 'a'\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, 2))\n"
+        "    ficco.matmul_all_reduce(torch.ones(4, 8), torch.ones(8, 2))\n"
+        "assert counter.get_total_flops() == 2 * 2 * 4 * 8 * 2\n"
     )
     ended = Program(tmp_path, "asks", program, (), {}).end(time.monotonic() + 60)
     assert ended.code == 0, ended.err
@@ -603,8 +414,7 @@ def _direct(at: Rank, needs: str) -> list[str]:
     """ficco's operators that the dispatcher sees of an eager forward and backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for operator in OPERATORS:
-            case = case_of(operator, at.world, 4, 6, 8, needs=needs)
-            y = called(case, *operands(case, make(case, at.world), at))
+            y = called(*plain(operator, at, needs=needs))
             if needs:
                 y.sum().backward()
         name = dist.group.WORLD.group_name
@@ -620,8 +430,7 @@ def test_eager_calls_do_not_pass_the_dispatcher() -> None:
 def _ranges(at: Rank, how: str) -> tuple[list[str], list[str]]:
     """What a profiler has of a forward and its backward, and what a tool is told."""
     group, told = dist.new_group(list(range(at.world))), []
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8, schedule="serial", needs="a")
-    a, b = operands(case, make(case, at.world), at)
+    case, a, b = plain("all_gather_matmul", at, schedule="serial", needs="a")
 
     def step() -> None:
         called(case, a, b, group).sum().backward()
@@ -658,43 +467,33 @@ def test_calls_are_ranges_where_anybody_sees_them() -> None:
         assert names[0] == asked and inside and all(" on compute0)" in name for name in inside)
 
 
-def _selective(at: Rank, save: bool) -> list[str]:
+def _selective(at: Rank, save: bool) -> dict[str, int]:
     """Calls of a backward whose block is checkpointed, but for what a policy saves."""
-    first = case_of("matmul_reduce_scatter", at.world, 4, 6, 8)
-    made = make(first, at.world)
-    a, b = operands(first, made, at)
+    case, a, b = plain("matmul_reduce_scatter", at)
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         chosen = save and op is torch.ops.ficco.matmul_reduce_scatter.default
         return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
 
     y = checkpoint(
-        lambda a, b: torch.relu(called(first, a, b)) ** 2,
+        lambda a, b: torch.relu(called(case, a, b)) ** 2,
         *(a, b),
         use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
     )
-    seen: list[str] = []
-    real = library.run
-
-    def spy(operator: str, *rest: Any, **more: Any) -> Any:
-        seen.append(operator)
-        return real(operator, *rest, **more)
-
-    library.run = spy  # type: ignore[assignment]
-    try:
+    with counted() as counts:
         y.sum().backward()
-    finally:
-        library.run = real
-    plain_a, plain_b = operands(first, made, at)
-    (torch.relu(called(first, plain_a, plain_b)) ** 2).sum().backward()
+    _, plain_a, plain_b = plain("matmul_reduce_scatter", at)
+    (torch.relu(called(case, plain_a, plain_b)) ** 2).sum().backward()
     assert torch.equal(a.grad, plain_a.grad) and torch.equal(b.grad, plain_b.grad)
-    return seen
+    return dict(counts)
 
 
 def test_selective_checkpointing_can_save_what_travelled() -> None:
-    assert run(2, _selective, True) == [[], []]
-    assert run(2, _selective, False) == [["matmul_reduce_scatter"]] * 2
+    again = "matmul_reduce_scatter"
+    saved, *_ = found = run(2, _selective, True)
+    assert found == [saved] * 2 and again not in saved
+    assert run(2, _selective, False) == [{**saved, again: 1}] * 2
 
 
 def test_layout_of_a_transposed_view() -> None:
@@ -703,58 +502,32 @@ def test_layout_of_a_transposed_view() -> None:
     assert not by_columns(torch.ones(3, 8)[:, ::2])
 
 
-def _transformed(at: Rank) -> list[Any]:
-    """What ``torch.func`` makes of a call: many of them, or no derivative that is none."""
-    found = []
+def vmap_makes_many_calls(at: Rank) -> None:
     for operator in OPERATORS:
-        case = case_of(operator, at.world, 4, 6, 8, needs="")
-        a, b = operands(case, make(case, at.world), at)
-        with_a, with_b = partial(called, case, a), partial(called, case, b=b)
-        many = torch.vmap(with_b)(torch.stack([a, a + 1]))
-        assert torch.equal(many, torch.stack([with_b(a), with_b(a + 1)]))
-        found.append(caught(partial(torch.func.jvp, with_b, (a,), (a,))))
-        with forward_ad.dual_level():
-            found.append(caught(partial(with_a, forward_ad.make_dual(b, b))))
-            assert torch.equal(with_a(b), many[0])
-    return found
+        case, a, b = plain(operator, at, needs="")
+        many = torch.vmap(partial(called, case, b=b))(torch.stack([a, a + 1]))
+        assert torch.equal(many, torch.stack([called(case, a, b), called(case, a + 1, b)]))
 
 
-def _jit(at: Rank) -> Any:
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8, needs="")
-    a, b = operands(case, make(case, at.world), at)
-    found = [caught(lambda: torch.jit.trace(lambda x: called(case, x, b), (a,)))]
+def what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
+    a, b = torch.ones(4, 6), torch.ones(6, 8)
     q, tokens = torch.ones(1, 2, 4, 8), torch.ones(4, 8)
     x, weights = torch.ones(1, 4, 8), (torch.ones(4 * at.world, 8),) * 3
     indices, up, down = torch.zeros(4, 2).long(), torch.ones(1, 8, 6), torch.ones(1, 6, 8)
-    for trace in (
-        lambda: torch.jit.trace(lambda q: ficco.all_gather_attention(q, q, q), (q,)),
-        lambda: torch.jit.trace(lambda q: ficco.ulysses_attention(q, q, q), (q,)),
-        lambda: torch.jit.trace(lambda x: ficco.ulysses_project(x, *weights, size=4), (x,)),
-        lambda: torch.jit.trace(
-            lambda q: ficco.ulysses_output(q, torch.ones(8, 16 * at.world)), (q,)
-        ),
-        lambda: torch.jit.trace(lambda i: ficco.route(i, at.world, capacity=4).counts, (indices,)),
-        lambda: torch.jit.trace(
-            lambda t: ficco.experts(t, indices, torch.ones(4, 2), up, down, capacity=4), (tokens,)
-        ),
+    for function, given in (
+        (lambda a: ficco.all_gather_matmul(a, b), a),
+        (lambda q: ficco.all_gather_attention(q, q, q), q),
+        (lambda q: ficco.ulysses_attention(q, q, q), q),
+        (lambda x: ficco.ulysses_project(x, *weights, size=4), x),
+        (lambda q: ficco.ulysses_output(q, torch.ones(8, 16 * at.world)), q),
+        (lambda i: ficco.route(i, at.world, capacity=4).counts, indices),
+        (lambda t: ficco.experts(t, indices, torch.ones(4, 2), up, down, capacity=4), tokens),
     ):
-        found.append(caught(trace))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_what_traces_sizes_as_tensors_is_refused() -> None:
-    for failure in (failure for rank in run(2, _jit) for failure in rank):
+        failure = caught(partial(torch.jit.trace, function, (given,)))
         assert failure.type == "NotImplementedError" and "torch.compile" in failure.text
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_of_torch_func() -> None:
-    for failure in (failure for rank in run(2, _transformed) for failure in rank):
-        assert failure.type == "NotImplementedError" and "forward mode" in failure.text
-
-
-def _behind_symm_mem(at: Rank) -> None:
+def pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     """PyTorch's fused operators, as its own collectives and products compute them."""
     import torch.distributed._symmetric_memory as stock
 
@@ -811,4 +584,38 @@ def _behind_symm_mem(at: Rank) -> None:
 
 @since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
 def test_pytorchs_fused_operators_run_ficco() -> None:
-    run(2, _behind_symm_mem, fresh=True)
+    run(2, pytorchs_fused_operators_run_ficco, fresh=True)
+
+
+def on_a_later_pytorch(program: Callable[[Rank], None], lacks: str) -> Any:
+    return pytest.param(program, marks=since("2.13", lacks))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        second_derivatives_are_refused,
+        layouts_and_single_gradients_compiled,
+        rows_may_change_without_compiling_again,
+        on_a_later_pytorch(
+            groups_and_schedules_of_compiled_calls,
+            "cannot compile a call with a Schedule, only with its name",
+        ),
+        a_part_that_is_not_compiled,
+        compiled_under_autocast,
+        options_of_a_compiled_forward_are_those_of_its_backward,
+        options_of_a_call_inside_a_compiled_backward,
+        wrong_operands_are_refused_while_compiling,
+        on_a_later_pytorch(
+            dtensors_are_refused, "has its own text for an error in a compiled function"
+        ),
+        make_fx_sees_one_operator,
+        operations_are_counted,
+        operations_are_counted_of_layers_and_compiled,
+        vmap_makes_many_calls,
+        what_traces_sizes_as_tensors_is_refused,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_on_two_ranks(program: Callable[[Rank], None]) -> None:
+    run(2, program, timeout=200)  # compilers take their time on a busy machine

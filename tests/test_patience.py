@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Rank, caught, gave_up, run
+from ranks import Rank, gave_up, run
+from test_faults import everyone, leave, timed
 
 import ficco
 from ficco.dma import patience
@@ -41,7 +41,7 @@ def error(seconds: float) -> SignalTimeout:
 
 
 def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    wait = Patience()
+    wait, late = Patience(), Patience()
     with caplog.at_level(logging.WARNING, "ficco"):
         for seconds in range(0, 601, 5):
             assert wait.ends(600.0, error, float(seconds)) is None
@@ -51,15 +51,12 @@ def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture
     for seconds, message in zip(waited, caplog.messages, strict=True):
         assert message.startswith(said.format(seconds)), message
         assert "600 s in all (ficco.options(timeout_s=...))" in message
-    late = wait.ends(600.0, error, 601.0)
-    assert late is not None and late.seconds == 601.0
-
-
-def test_a_look_that_comes_late_warns_once(caplog: pytest.LogCaptureFixture) -> None:
-    wait = Patience()
-    with caplog.at_level(logging.WARNING, "ficco"):
+    ended = wait.ends(600.0, error, 601.0)
+    assert ended is not None and ended.seconds == 601.0
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ficco"):  # of a wait that is looked at late
         for seconds in (500.0, 501.0, 959.0):
-            assert wait.ends(1000.0, error, seconds) is None
+            assert late.ends(1000.0, error, seconds) is None
     assert len(caplog.messages) == 1
 
 
@@ -77,35 +74,33 @@ def _limits(at: Rank) -> list[float]:
     found = []
     for timeout, asked in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
         group = dist.new_group(list(range(at.world)), timeout=timeout)
-        with ficco.options(timeout_s=asked):
-            exact(at, equal(at.world, 4, 4, 4), 0, group)
-        (workspace,) = workspaces(group)
-        found.append(workspace.engine.timeout_s)
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        for iteration in range(2):
+            with ficco.options(timeout_s=asked and asked + iteration):
+                exact(at, equal(at.world, 4, 4, 4), iteration, group)
+            (workspace,) = workspaces(group)
+            found.append(workspace.engine.timeout_s)
+        leave(group)
     return found
 
 
 def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise() -> None:
-    assert run(2, _limits) == [[77.0, 1800.0, 5.0]] * 2
+    assert run(2, _limits) == [[77.0] * 2 + [1800.0] * 2 + [5.0, 6.0]] * 2
 
 
 def _absent(at: Rank) -> Any:
     group = dist.new_group(list(range(at.world)), timeout=timedelta(seconds=1))
     exact(at, equal(at.world, 4, 4, 4), 0, group)
     at.barrier()
-    begin, outcome = time.monotonic(), None
+    found = None
     if at.rank == 0:
-        outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
-    seconds = time.monotonic() - begin
+        found = timed(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
     at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return outcome, seconds
+    leave(group)
+    return found
 
 
 def test_the_limit_of_the_group_ends_a_call() -> None:
-    (outcome, seconds), _ = run(2, _absent)
+    outcome, seconds = run(2, _absent)[0]
     (facts,) = gave_up(outcome)
     assert facts["peer"] == 1 and 1.0 <= seconds < 6.0
 
@@ -136,7 +131,7 @@ def late_rank(at: Rank, key: str) -> Iterator[list[str]]:
             patience.LOGGER.removeHandler(handler)
 
 
-#: What is done before, what a rank is late for, and the step that the warning names.
+#: What a rank is late for, and what the warning says of it.
 WAITS: dict[str, str] = {
     "first call": "join the first call of this group (find out which ranks share a host)",
     "new kind": "step 'agree on what to compute' of schedule 'growing'",
@@ -144,57 +139,33 @@ WAITS: dict[str, str] = {
     "collective": "step 'all-gather (collective on compute0)' of schedule 'serial:collective'",
     "counts": "step 'agree on what to compute'",
     "memory": "to share host memory for allocation",
+    "first call of hosts": "join the first call",
+    "call of hosts": "on host host-1",
 }
 
 
 def _late(at: Rank, what: str) -> list[str]:
-    group = dist.new_group(list(range(at.world)))
+    if "hosts" in what:
+        os.environ["FICCO_HOST"] = f"host-{at.rank}"
     schedule = "serial:collective" if what == "collective" else "growing"
     case, index = equal(at.world, 8, 8, 8, schedule=schedule), torch.zeros(3, 1, dtype=torch.long)
-
-    def grown() -> None:
-        (workspace,) = workspaces(group)
-        workspace.engine.symmetric(64)
-
+    group = everyone(at, *[case] * 3 * (not what.startswith("first call")))
     calls: dict[str, Callable[[], Any]] = {
         "counts": lambda: ficco.route(index, 4, group=group).capacity,
         "new kind": partial(exact, at, case.on(n=24), 7, group),
-        "memory": grown,
+        "memory": lambda: workspaces(group)[0].engine.symmetric(64),
     }
-    if what != "first call":
-        for iteration in range(3):
-            exact(at, case, iteration, group)
     once = calls.get(what, partial(exact, at, case, 5, group))
     at.barrier()
     with late_rank(at, what) as said:
         once()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return said
 
 
 @pytest.mark.parametrize("what", WAITS)
 def test_who_waits_for_a_late_rank_warns(what: str) -> None:
-    said, _ = run(2, _late, what)
+    said, _ = run(2, _late, what, fresh="hosts" in what)
     assert WAITS[what] in said[0], said
-    for message in said:
-        assert "rank 0 waited" in message and "s for rank 1 " in message, message
-
-
-def _late_host(at: Rank, first: bool) -> list[str]:
-    os.environ["FICCO_HOST"] = f"host-{at.rank}"
-    case = equal(at.world, 8, 8, 8, schedule="growing")
-    for iteration in range(0 if first else 3):
-        exact(at, case, iteration)
-    at.barrier()
-    with late_rank(at, "host") as said:
-        exact(at, case, 4)
-    return said
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first", "warm"])
-def test_who_waits_for_a_late_host_warns(first: bool) -> None:
-    said, _ = run(2, _late_host, first, fresh=True)
-    assert ("join the first call" if first else "on host host-1") in said[0], said
     for message in said:
         assert "rank 0 waited" in message and "for rank 1" in message, message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +17,17 @@ from ficco.tools.bench.inputs import GAIN
 from ficco.tools.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 
 CPU = torch.device("cpu")
+#: A group of two ranks.
+TWO: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 
 
 # What is measured during what.
 
 
-@pytest.mark.parametrize(
-    ("front", "back", "count"), [(4.0, 4.0, 2), (4.0, 1.0, 8), (1.0, 9.0, 1), (9.0, 0.01, 0)]
-)
-def test_what_runs_behind_goes_on_longer_than_what_is_in_front(
-    front: float, back: float, count: int
-) -> None:
-    assert calls_to_cover([front], [back]) == (count or MOST_IN_BACKGROUND)
+def test_what_runs_in_the_background_goes_on_longer_than_what_is_in_front() -> None:
+    for front, back, count in ((4.0, 4.0, 2), (4.0, 1.0, 8), (1.0, 9.0, 1)):
+        assert calls_to_cover([front], [back]) == count
+    assert calls_to_cover([9.0], [0.01]) == MOST_IN_BACKGROUND
 
 
 def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
@@ -48,52 +48,49 @@ def test_a_call_is_timed_while_others_run_and_ends_before_them() -> None:
     assert len(done) == 3, "nothing runs on once its context is left"
 
 
-def test_what_is_behind_has_the_options_in_force() -> None:
+def test_what_is_in_the_background_has_the_options_in_force_and_its_errors_are_not_lost() -> None:
     limits: list[float] = []
-    runner = contended(lambda: None, lambda: limits.append(current().timeout_s), 1, CPU)
-    with ficco.options(timeout_s=7), runner.context():
-        runner.run()
-    assert limits == [7.0]
 
-
-def test_an_error_behind_is_not_lost() -> None:
-    def fail() -> None:
+    def noted() -> None:
+        limits.append(current().timeout_s)
         raise OSError("in the background")
 
-    runner = contended(lambda: None, fail, 1, CPU)
-    with pytest.raises(OSError, match="in the background"), runner.context():
-        runner.run()
+    runner = contended(lambda: None, noted, 1, CPU)
+    with pytest.raises(OSError, match="in the background"):
+        with ficco.options(timeout_s=7), runner.context():
+            runner.run()
+    assert limits == [7.0]
 
 
 class FakeStream:
     """Stands for streams and events; ``now`` is the stream in force."""
 
-    now = "main"
-
-    def __init__(self, name: str = "side") -> None:
-        self.name = name
+    now, log = "main", list[str]()
 
     def record(self) -> None:
-        log.append(f"fork of {FakeStream.now}")
+        self.log.append(f"fork of {FakeStream.now}")
 
     def wait_event(self, event: FakeStream) -> None:
-        log.append(f"{self.name} waits")
+        self.log.append("side waits")
 
     def __enter__(self) -> None:
-        FakeStream.now = self.name
+        FakeStream.now = "side"
 
     def __exit__(self, *error: object) -> None:
         FakeStream.now = "main"
 
 
-log: list[str] = []
-
-
-def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_what_is_in_the_background_has_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = FakeStream.log
     log.clear()
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    for name, stand_in in (
+        ("Stream", FakeStream),
+        ("Event", FakeStream),
+        ("stream", lambda stream: stream),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     runner = contended(
         lambda: log.append(f"front on {FakeStream.now}"),
         lambda: log.append(f"back on {FakeStream.now}"),
@@ -101,26 +98,14 @@ def test_on_a_gpu_what_is_behind_has_a_stream_of_its_own(monkeypatch: pytest.Mon
         torch.device("cuda"),
     )
     runner.run()
-    assert log == [
-        "fork of main",
-        "side waits",
-        "back on side",
-        "front on main",
-        "back on side",
-        "back on side",
-    ]
-
-
-class FakeGroup:
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
+    assert (
+        log
+        == ["fork of main", "side waits", "back on side", "front on main"] + ["back on side"] * 2
+    )
 
 
 def test_products_are_those_of_their_operands() -> None:
-    made: Any = MeasuredCalls(FakeGroup(), CPU, torch.float32)
+    made: Any = MeasuredCalls(TWO, CPU, torch.float32)
     a, b = made.matrix("a", 7, 12), made.matrix("b", 12, 5)
     made.matmul(7, 5, 12)()
     torch.testing.assert_close(made.matrix("out", 7, 5), a @ b)
@@ -142,7 +127,7 @@ def test_products_are_those_of_their_operands() -> None:
 @pytest.mark.parametrize("kind", SCALED)
 def test_scaled_products_are_those_of_their_operands(kind: str) -> None:
     name, scaling = operands_of(kind)
-    made = MeasuredCalls(FakeGroup(), CPU, getattr(torch, name), scaling)
+    made = MeasuredCalls(TWO, CPU, getattr(torch, name), scaling)
     made.matmul(24, 32, 512)()
     whole = made.matrix("out", 24, 32, torch.bfloat16).clone()
     assert whole.isfinite().all() and whole.any(1).all()

@@ -86,10 +86,8 @@ def costs(at: Rank, operator: str) -> list[tuple[Cost, Counter[str]]]:
 
 @pytest.mark.parametrize("operator", LIMITS)
 def test_a_warm_call_costs_no_more_than_its_limits(operator: str) -> None:
-    (least, calls), limit = (
-        min(run(2, costs, operator)[0], key=lambda one: one[0].calls),
-        LIMITS[operator],
-    )
+    least, calls = min(run(2, costs, operator)[0], key=lambda one: one[0].calls)
+    limit = LIMITS[operator]
     above = [name for name in Cost._fields if getattr(least, name) > getattr(limit, name)]
     table = "\n".join(f"  {number:3} {name}" for name, number in sorted(calls.items()))
     assert not above, f"{operator}: {least}, limit {limit}\n{table}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,15 +21,19 @@ from ficco.schedules import NAMED, plan
 TIMEOUT_S = 0.4
 
 
+#: A product that waits for rank 1, as errors name it.
+STEP = "1.0 (matmul on compute0)"
+
+
 class Engine:
     """A GPU on which call ``running`` never ends, or on which calls end all the time."""
 
     rank = 0
     operator = "all_gather_matmul"
+    hosts = Hosts.one(SimpleNamespace(size=lambda: 4))  # type: ignore[arg-type]
 
-    def __init__(self, program: Program, running: int, ending: bool) -> None:
-        self.program, self.running, self.ending = program, running, ending
-        self.hosts, self.lost = Hosts.one(Group()), set[int]()
+    def __init__(self, running: int, ending: bool) -> None:
+        self.running, self.ending, self.lost = running, ending, set[int]()
         self.released: list[Slot] = []
         self.times = 0  # that everything was released
 
@@ -38,12 +41,12 @@ class Engine:
         return self.running, self.ending
 
     def missing(self, slot: Slot, program: Program) -> Missing:
-        assert program is self.program
-        for index, step in enumerate(program.plan.steps):
-            for signal in (*step.waits, *step.gates):
-                if signal.kind == "ready":
-                    return Missing(index, signal.poster, 1, 0, signal)
-        raise AssertionError("the plan waits for nobody")
+        return next(
+            Missing(index, signal.poster, 1, 0, signal)
+            for index, step in enumerate(program.plan.steps)
+            for signal in (*step.waits, *step.gates)
+            if signal.kind == "ready"
+        )
 
     def idle(self, slots: list[Slot]) -> bool:
         return not self.running
@@ -52,11 +55,6 @@ class Engine:
         self.released = list(slots)
         self.times += 1
         return True
-
-
-class Group:
-    def size(self) -> int:
-        return Board.world
 
 
 class Board:
@@ -86,36 +84,46 @@ class Workspace:
     ) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED[schedule], 0), None, [])
-        slot = Slot(None, programs={7: program})  # type: ignore
-        self.slots = [slot]
-        self.engine = Engine(program, running, ending)
-        self.board = Board(error)
+        self.slots = [Slot(None, programs={7: program})]  # type: ignore[call-arg]
+        self.engine, self.board = Engine(running, ending), Board(error)
         self.error: BaseException | None = None
 
     def fail(self, error: FiccoError) -> None:
         self.error = error
 
 
+Watch = Callable[..., Workspace]
+
+
 @pytest.fixture
-def watch() -> Iterator[Callable[..., Workspace]]:
+def watch() -> Iterator[Watch]:
     dogs: list[Watchdog] = []
 
     def start(
-        running: int,
+        running: int = 7,
         ending: bool = False,
         error: RankMismatch | None = None,
         schedule: str = "growing",
         timeout_s: float = TIMEOUT_S,
+        on_timeout: str = "raise",
     ) -> Workspace:
         workspace = Workspace(running, ending, error, schedule)
         dog = Watchdog(workspace)  # type: ignore[arg-type]
-        dog.timeout_s, dog.on_timeout = timeout_s, "raise"
+        dog.timeout_s, dog.on_timeout = timeout_s, on_timeout
         dogs.append(dog)
         return workspace
 
     yield start
     for dog in dogs:
         dog.stop()
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Exit codes with which this process would have ended. Asked for before ``watch``."""
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    return codes
 
 
 def until(workspace: Workspace, seconds: float) -> float:
@@ -136,9 +144,9 @@ def soon(condition: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize(("rank", "far"), [(1, False), (2, False), (1, True)])
 def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
-    watch: Callable[..., Workspace], rank: int, far: bool
+    watch: Watch, rank: int, far: bool
 ) -> None:
-    workspace = watch(running=7, timeout_s=20)
+    workspace = watch(timeout_s=20)
     # Of another host it is the connection that tells.
     (workspace.engine.lost if far else workspace.board.gone).add(rank)
     waited = until(workspace, 4 * ENDED_S)
@@ -152,91 +160,87 @@ def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
     assert "timeout_s" not in str(error)
 
 
-def test_calls_that_end_do_not_care_whose_process_has_ended(
-    watch: Callable[..., Workspace],
-) -> None:
-    workspace = watch(running=7, ending=True, timeout_s=20)
-    workspace.board.gone.add(1)
-    assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S
-
-
+@pytest.mark.parametrize(
+    ("schedule", "stopped", "peer", "wanted", "step"),
+    [
+        ("growing", [], 1, 1, STEP),
+        ("tiled", [], 1, 1, "all 8:16 (matmul on compute0)"),
+        # A rank that does not answer is named in place of one that waits for it.
+        ("growing", [2], 2, None, STEP),
+        ("growing", [2, 1], 1, 1, STEP),
+    ],
+)
 def test_a_stuck_call_is_named_and_released(
-    watch: Callable[..., Workspace], capfd: pytest.CaptureFixture[str]
+    watch: Watch,
+    capfd: pytest.CaptureFixture[str],
+    schedule: str,
+    stopped: list[int],
+    peer: int,
+    wanted: int | None,
+    step: str,
 ) -> None:
-    workspace = watch(running=7)
+    workspace = watch(schedule=schedule)
+    workspace.board.stopped = stopped
     waited = until(workspace, 10 * TIMEOUT_S)
     error = workspace.error
-    assert isinstance(error, SignalTimeout)
+    assert isinstance(error, SignalTimeout) and not error.ended
     assert TIMEOUT_S <= waited < 5 * TIMEOUT_S
-    assert (error.operator, error.rank, error.peer) == ("all_gather_matmul", 0, 1)
-    assert (error.schedule, error.wanted, error.found) == ("growing", 1, 0)
-    assert error.step == "1.0 (matmul on compute0)" and error.seconds >= TIMEOUT_S
-    time.sleep(2 * PERIOD_S)
+    assert (error.operator, error.rank, error.peer) == ("all_gather_matmul", 0, peer)
+    assert (error.wanted, error.step) == (wanted, step)
+    assert error.schedule.startswith(schedule) and error.seconds >= TIMEOUT_S
+    assert soon(lambda: workspace.engine.times >= 3)  # with the calls that come after it
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
 
 
+def test_a_program_that_is_forgotten_is_still_timed(watch: Watch) -> None:
+    workspace = watch()
+    workspace.slots[0].programs.clear()
+    until(workspace, 10 * TIMEOUT_S)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout)
+    assert (error.peer, error.step, error.schedule) == (None, "unknown", "unknown")
+    assert soon(lambda: workspace.engine.times)
+
+
 def test_a_call_that_lasts_is_logged_while_it_is_waited_for(
-    watch: Callable[..., Workspace],
+    watch: Watch,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
     with caplog.at_level("WARNING", "ficco"):
-        workspace = watch(running=7, timeout_s=60)
+        workspace = watch(timeout_s=60)
         assert soon(lambda: len(caplog.messages) >= 2)
     assert workspace.error is None and not workspace.engine.times
     for message in caplog.messages:
         assert "all_gather_matmul: rank 0 waited" in message and "s for rank 1 at" in message
-        assert "step '1.0 (matmul on compute0)' of schedule 'growing'" in message
+        assert f"step '{STEP}' of schedule 'growing'" in message
         assert "60 s in all" in message
     caplog.clear()
     workspace.engine.ending = True  # calls end all the time
-    assert not soon_logged(caplog)
-
-
-def soon_logged(caplog: pytest.LogCaptureFixture) -> bool:
-    """Whether anything is logged in the next looks of a watchdog."""
     time.sleep(2 * PERIOD_S)
     caplog.clear()
     time.sleep(10 * PERIOD_S)
-    return bool(caplog.messages)
-
-
-@pytest.mark.parametrize(("stopped", "peer", "wanted"), [([2], 2, None), ([2, 1], 1, 1)])
-def test_a_rank_that_does_not_answer_is_named_in_place_of_one_that_waits_for_it(
-    watch: Callable[..., Workspace], stopped: list[int], peer: int, wanted: int | None
-) -> None:
-    workspace = watch(running=7)
-    workspace.board.stopped = stopped
-    until(workspace, 10 * TIMEOUT_S)
-    error = workspace.error
-    assert isinstance(error, SignalTimeout) and not error.ended
-    assert (error.peer, error.wanted, error.step) == (peer, wanted, "1.0 (matmul on compute0)")
-
-
-def test_a_piece_that_a_product_waits_for_is_named(watch: Callable[..., Workspace]) -> None:
-    workspace = watch(running=7, schedule="tiled")
-    until(workspace, 10 * TIMEOUT_S)
-    assert isinstance(workspace.error, SignalTimeout)
-    assert workspace.error.step == "all 8:16 (matmul on compute0)" and workspace.error.peer == 1
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(("running", "ending"), [(0, False), (7, True)])
 def test_idle_slots_and_calls_that_end_are_left_alone(
-    watch: Callable[..., Workspace], running: int, ending: bool
+    watch: Watch, running: int, ending: bool
 ) -> None:
+    """Even if a process has ended."""
     workspace = watch(running, ending)
-    assert until(workspace, 3 * TIMEOUT_S) >= 3 * TIMEOUT_S
+    workspace.board.gone.add(1)
+    longest = max(3 * TIMEOUT_S, 2 * ENDED_S)
+    assert until(workspace, longest) >= longest
 
 
 def test_a_device_that_answers_with_errors_does_not_end_the_process(
-    watch: Callable[..., Workspace], monkeypatch: pytest.MonkeyPatch
+    ended: list[int], watch: Watch
 ) -> None:
     """The caller has its error already."""
-    ended: list[str] = []
-    monkeypatch.setattr(Watchdog, "_exit", lambda dog, why: ended.append(why))
-    workspace = watch(running=7)
+    workspace = watch()
 
     def lost(slots: list[Slot]) -> bool:
         raise BackendError("hipEventQuery", "hipErrorLaunchFailure", "unspecified launch failure")
@@ -246,14 +250,8 @@ def test_a_device_that_answers_with_errors_does_not_end_the_process(
     assert soon(lambda: workspace.engine.times) and not ended
 
 
-def test_calls_behind_a_stuck_one_are_released_too(watch: Callable[..., Workspace]) -> None:
-    workspace = watch(running=7)
-    until(workspace, 10 * TIMEOUT_S)
-    assert soon(lambda: workspace.engine.times >= 3)
-
-
-def test_the_time_of_a_slot_goes_with_it(watch: Callable[..., Workspace]) -> None:
-    workspace = watch(running=7)
+def test_the_time_of_a_slot_goes_with_it(watch: Watch) -> None:
+    workspace = watch()
     time.sleep(0.5 * TIMEOUT_S)
     slots, workspace.slots = workspace.slots, []
     time.sleep(3 * PERIOD_S)
@@ -261,15 +259,12 @@ def test_the_time_of_a_slot_goes_with_it(watch: Callable[..., Workspace]) -> Non
     assert until(workspace, 10 * TIMEOUT_S) >= TIMEOUT_S - PERIOD_S
 
 
-def test_disagreement_is_found_although_nothing_runs(watch: Callable[..., Workspace]) -> None:
+def test_what_is_known_although_nothing_runs(watch: Watch) -> None:
+    """A disagreement, and what broke off here before any peer has come to the call."""
     error = RankMismatch({0: "this", 1: "that"})
     workspace = watch(running=0, error=error)
     assert until(workspace, TIMEOUT_S) < TIMEOUT_S
     assert workspace.error is error
-
-
-def test_what_broke_off_here_alone_is_released(watch: Callable[..., Workspace]) -> None:
-    """No peer has come to that call, so that the board says nothing."""
     workspace = watch(running=0)
     workspace.error = FiccoError("broken off by MemoryError")
     assert soon(lambda: workspace.engine.times)
@@ -277,10 +272,11 @@ def test_what_broke_off_here_alone_is_released(watch: Callable[..., Workspace]) 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_the_caller_was_told_ends_no_process(
-    ends: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ends: bool,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
     monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
     workspace.error = told = FiccoError("broken off by OutOfMemoryError")
@@ -295,20 +291,10 @@ def test_what_the_caller_was_told_ends_no_process(
     assert not ended and capfd.readouterr().err == "" and workspace.error is told
 
 
-def test_a_program_that_is_forgotten_is_still_timed(watch: Callable[..., Workspace]) -> None:
-    workspace = watch(running=7)
-    workspace.slots[0].programs.clear()
-    until(workspace, 10 * TIMEOUT_S)
-    error = workspace.error
-    assert isinstance(error, SignalTimeout)
-    assert (error.peer, error.step, error.schedule) == (None, "unknown", "unknown")
-    assert soon(lambda: workspace.engine.times)
-
-
 def test_a_watchdog_that_cannot_look_says_so_and_ends_the_calls(
-    watch: Callable[..., Workspace], capfd: pytest.CaptureFixture[str]
+    watch: Watch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    workspace = watch(running=7)
+    workspace = watch()
 
     def unforeseen(slot: Slot) -> None:
         raise KeyError("unforeseen")
@@ -320,14 +306,10 @@ def test_a_watchdog_that_cannot_look_says_so_and_ends_the_calls(
     assert "no longer watched" in capfd.readouterr().err
 
 
-def test_streams_that_cannot_be_freed_end_the_process(
-    monkeypatch: pytest.MonkeyPatch,  # before the watchdog, which must not end this process
-    watch: Callable[..., Workspace],
-    capfd: pytest.CaptureFixture[str],
+def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
+    ended: list[int], watch: Watch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    workspace = watch(running=7)
+    workspace = watch()
 
     def refused(slots: list[Slot], seconds: float) -> bool:
         raise RuntimeError("the driver is gone")
@@ -336,24 +318,8 @@ def test_streams_that_cannot_be_freed_end_the_process(
     assert soon(lambda: ended) and ended == [1]
     said = capfd.readouterr().err
     assert "the driver is gone" in said and "could not be freed" in said
-
-
-def test_abort_ends_the_process_with_the_whole_text() -> None:
-    script = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
-from test_watchdog import Watchdog, Workspace
-dog = Watchdog(Workspace(7, False, None))
-dog.timeout_s = 0.2
-time.sleep(20)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "SignalTimeout: all_gather_matmul: rank 0 waited" in done.stderr
-    assert 0 < done.stderr.index("left the board") < done.stderr.index("on_timeout='abort'")
+    workspace = watch(on_timeout="abort")
+    assert soon(lambda: len(ended) > 1) and ended == [1, 1]
+    said = capfd.readouterr().err
+    assert "SignalTimeout: all_gather_matmul: rank 0 waited" in said
+    assert 0 < said.index("left the board") < said.index("on_timeout='abort'")

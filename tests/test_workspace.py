@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, equal, exact
 from ranks import Failure, Rank, caught, run
+from test_faults import everyone, leave
 
 import ficco
 from ficco.compute.program import Program, Slot
@@ -36,21 +37,17 @@ class Engine:
     def __init__(self, over_at: float = 0.0) -> None:
         self.over_at = over_at
         self.did: list[str] = []
+        for name in ("retire", "synchronize", "discard"):
+            setattr(self, name, partial(self.do, name))
+
+    def do(self, what: str, *_: Any) -> None:
+        self.did.append(what)
 
     def capturing(self) -> int:
         return 0
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
         return words
-
-    def retire(self, slot: Slot) -> None:
-        self.did.append("retire")
-
-    def synchronize(self) -> None:
-        self.did.append("synchronize")
-
-    def discard(self, slot: Slot) -> None:
-        self.did.append("discard")
 
     def symmetric(self, nbytes: int) -> Any:
         raise FiccoError("a peer did not come")
@@ -59,18 +56,24 @@ class Engine:
         return time.monotonic() >= self.over_at
 
 
-def workspace_on(engine: Engine, *slots: Slot | None) -> Workspace:
+class Failing(Engine):
+    """What is given back, one piece after the other, each with an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("release", "discard", "free", "synchronize", "close"):
+            setattr(self, name, partial(self.fail, name))
+
+    def fail(self, what: str, *_: Any) -> None:
+        self.did.append(what)
+        raise FiccoError(f"{what} failed")
+
+
+def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
     found = Workspace.__new__(Workspace)
-    found.__dict__.update(
-        engine=engine,
-        calls=0,
-        programs={},
-        error=None,
-        watchdog=SimpleNamespace(timeout_s=0.2),
-        _slots={0: list(slots)},
-        _watched={},
-        _pinned=[],
-    )
+    watchdog, kept = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
+    found.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
+    found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], **more})
     return found
 
 
@@ -80,8 +83,7 @@ def a_plan() -> Plan:
 
 def test_a_slot_that_could_not_grow_is_given_back_once() -> None:
     engine = Engine()
-    small = Slot(None, 1)
-    workspace = workspace_on(engine, small, None)
+    workspace = workspace_on(engine, Slot(None, 1), None)
     with pytest.raises(FiccoError, match="did not come"):
         workspace.slot(a_plan(), False)
     assert workspace.slots == []
@@ -104,43 +106,17 @@ def test_a_process_settles_before_it_ends() -> None:
     assert 0.2 + GRACE_S <= time.monotonic() - begin < 0.2 + GRACE_S + 2
 
 
-class Failing(Engine):
-    """What is given back, one piece after the other, each with an error."""
-
-    def release(self, slots: list[Slot], seconds: float) -> None:
-        self._fail("release")
-
-    def discard(self, slot: Slot) -> None:
-        self._fail("discard")
-
-    def free(self) -> None:
-        self._fail("free")
-
-    def synchronize(self) -> None:
-        self._fail("synchronize")
-
-    def close(self) -> None:
-        self._fail("close")
-
-    def _fail(self, what: str) -> None:
-        self.did.append(what)
-        raise FiccoError(f"{what} failed")
-
-
-def _on_failing(error: FiccoError | None) -> tuple[Any, list[str]]:
+def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     engine = Failing()
-    slots = [Slot(None, 1) for _ in range(2)]
-    found = workspace_on(engine, *slots)
     board = SimpleNamespace(
-        close=lambda: engine.did.append("board"),
-        post=lambda number, digest: engine.did.append("told"),
+        close=partial(engine.do, "board"),
+        post=partial(engine.do, "told"),
         describe=lambda text, same_as: 1,
     )
-    stop = SimpleNamespace(stop=lambda: engine.did.append("stop"))
-    memories = dict.fromkeys((1, 2), engine)
-    found.__dict__.update(closed=False, error=error, board=board, watchdog=stop)
-    found.allocations = memories
-    return found, engine.did
+    more = {"closed": False, "error": error, "allocations": dict.fromkeys((1, 2), engine)}
+    stop = SimpleNamespace(stop=partial(engine.do, "stop"))
+    slots = Slot(None, 1), Slot(None, 1)
+    return workspace_on(engine, *slots, board=board, watchdog=stop, **more), engine.did
 
 
 def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
@@ -166,12 +142,6 @@ def test_a_group_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.Monkey
         assert found.closed and str(found.error) == "synchronize failed"
 
 
-def _program(slot: Slot) -> Program:
-    program = Program(a_plan(), slot, [("compute0", lambda call: None)])
-    slot.number(program)
-    return program
-
-
 def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,29 +149,27 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
-    made = {
-        name: CachedCall(a_plan(), 0, False, None, programs={id(at): _program(at)}, latest=latest)
-        for name, at, latest in (
-            ("in a graph", graphs, 1),
-            ("seldom", slot, 2),
-            ("often", slot, 9),
-            ("now and then", slot, 5),
-            ("new", slot, 10),
-            ("newer", slot, 11),
-        )
-    }
+    made = {}
+    for name, at, latest in (
+        ("in a graph", graphs, 1),
+        ("seldom", slot, 2),
+        ("often", slot, 9),
+        ("now and then", slot, 5),
+        ("new", slot, 10),
+        ("newer", slot, 11),
+    ):
+        program = Program(a_plan(), at, [("compute0", lambda call: None)])
+        at.number(program)
+        programs = {id(at): program}
+        made[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
     for name, cached in made.items():
         workspace.keep(name, cached)
     # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
     assert made["seldom"].programs == {} and made["often"].programs
-    left = {
-        id(program)
-        for name in ("often", "new", "newer")
-        for program in made[name].programs.values()
-    }
-    assert {id(program) for program in slot.programs.values()} == left
+    left = [made[name].programs[id(slot)] for name in ("often", "new", "newer")]
+    assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
 
 
@@ -226,27 +194,9 @@ def _in_child(fn: Any) -> Any:
     return pickle.loads(answer) if answer else "no answer"
 
 
-def _alone_with_empty(at: Rank) -> Any:
-    group = dist.new_group(list(range(at.world)))
-    failure = None
-    if at.rank == 0:
-        with ficco.options(timeout_s=1):
-            failure = caught(lambda: ficco.empty((4, 4), group=group))
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return failure
-
-
-def test_a_first_call_that_is_empty_is_named() -> None:
-    failure, _ = run(2, _alone_with_empty)
-    assert failure.type == "SignalTimeout" and failure.text.startswith("empty: rank 0 waited 1.0 s")
-
-
 def _forked(at: Rank, schedule: str) -> Any:
-    group = dist.new_group(list(range(at.world)))
     case = Case((4,) * at.world, 8, 8, schedule=schedule)
-    exact(at, case, 0, group)
+    group = everyone(at, case)
     held = ficco.memory(group)
 
     def in_child() -> Any:
@@ -263,23 +213,20 @@ def _forked(at: Rank, schedule: str) -> Any:
     for iteration in range(3):  # the parent's ranks are in step, its memory is whole
         exact(at, case, iteration, group)
     assert ficco.memory(group) >= held
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return idle, found
 
 
 @pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
 def test_a_forked_process_leaves_the_group_to_its_parent(schedule: str) -> None:
-    for idle, found in run(2, _forked, schedule):
-        assert idle == 45
-        *failures, held = found
-        assert held == 0
+    for idle, (*failures, held) in run(2, _forked, schedule):
+        assert idle == 45 and held == 0
         for failure in failures:
             assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
 def _forked_in_a_first_call(at: Rank) -> Any:
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     case = equal(at.world, 4, 8, 8)
     if at.rank:
         time.sleep(0.6)
@@ -293,8 +240,7 @@ def _forked_in_a_first_call(at: Rank) -> Any:
             found = _in_child(lambda: exact(at, case, 0, group))
         waiting.join()
     exact(at, case, 1, group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return found
 
 
@@ -305,31 +251,29 @@ def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent() -> N
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:
     """Rows that differ in every call, on ranks that remember more or less of them."""
-    group = dist.new_group(list(range(at.world)))
+    group = everyone(at)
     before, workspaces.KINDS = workspaces.KINDS, (4, 7, 64)[at.rank]
     try:
         for iteration in range(rounds):
             rows = [(iteration % 11 + 3 * rank) % 6 for rank in range(at.world)]
             schedule = ("growing", "hetero-fused-1d:pieces=2,pull")[iteration % 3 == 0]
             exact(at, Case(tuple(rows), 8, 8, schedule=schedule), iteration, group)
-        [workspace] = [found for found in workspaces.workspaces(group)]
+        (workspace,) = workspaces.workspaces(group)
         return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
     finally:
         workspaces.KINDS = before
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
 
 
 def test_ranks_may_remember_other_kinds_of_calls() -> None:
-    found = run(3, _many_kinds, 40)
+    found = run(3, _many_kinds, 22)
     assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]
 
 
 def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
     """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
-    group = dist.new_group(list(range(at.world)))
     case = Case((4,) * at.world, 8, 8)
-    exact(at, case, 0, group)
+    group = everyone(at, case)
     (workspace,) = workspaces.workspaces(group)
 
     def none(nbytes: int) -> Any:
@@ -348,12 +292,11 @@ def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
         at.barrier()
     made = ficco.empty((4, 4), dtype=torch.float32, group=group)
     exact(at, case, 1, group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return {"first": first, "took": took, "shape": tuple(made.shape)}
 
 
-@pytest.mark.parametrize("victims", [(0,), (2,), (0, 1, 2)])
+@pytest.mark.parametrize("victims", [(2,), (0, 1, 2)])
 def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
     for rank, found in enumerate(run(3, _no_memory, victims)):
         first = found["first"]
@@ -363,28 +306,36 @@ def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
 
 
 def _other_order(at: Rank) -> Any:
-    """One rank asks for memory where the others multiply, or for memory of another shape."""
+    """One rank asks for memory where the others multiply, or for memory of another shape, or first
+    and alone."""
     found, a = [], torch.ones(4, 4)
     asked = {
         "memory": lambda group: ficco.empty((4, 4), group=group),
         "other": lambda group: ficco.empty((8, 2), group=group),
         "product": lambda group: ficco.all_gather_matmul(a, a, group=group),
+        "nothing": lambda group: None,
     }
-    for names in (("product", "memory"), ("memory", "other")):
-        group = dist.new_group(list(range(at.world)))
-        with ficco.options(timeout_s=20):
+    for names, timeout_s in (
+        (("product", "memory"), 20),
+        (("memory", "other"), 20),
+        (("memory", "nothing"), 1),
+    ):
+        group = everyone(at)
+        with ficco.options(timeout_s=timeout_s):
             found.append(caught(partial(asked[names[at.rank]], group)))
         at.barrier()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     return found
 
 
 def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told() -> None:
-    for first, second in run(2, _other_order):
+    (*told, alone), (*also_told, nothing) = run(2, _other_order)
+    for first, second in (told, also_told):
         assert first.type == second.type == "RankMismatch"
         assert "all_gather_matmul" in first.text and "empty(shape=(4, 4)" in first.text
         assert "empty(shape=(8, 2)" in second.text
+    assert alone.type == "SignalTimeout" and nothing is None
+    assert alone.text.startswith("empty: rank 0 waited 1.0 s")
 
 
 def _default_device(at: Rank) -> list[Any]:
