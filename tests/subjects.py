@@ -237,7 +237,7 @@ class Product(Subject):
                 beta = "beta" in knobs or base.beta
                 if (beta and base.uniform) or (name == "ring" and "pull" in knobs):
                     continue
-                if beta and name == "ring" or (not sums and (beta or name in ("ring", "one-shot"))):
+                if not sums and (beta or name == "one-shot"):
                     continue
                 reads = "pull" in knobs or name in ("ring", "one-shot") or base.pull
                 if hosts > 1 and (reads or beta):

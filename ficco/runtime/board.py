@@ -193,8 +193,9 @@ class Board:
         rings = [ring[number % ENTRIES, :count] for ring in self._told]
 
         def there(rank: int) -> bool:
-            behind = number - (rings[rank] >> np.uint64(_DIGEST_BITS)).astype(np.int64)
-            behind[rings[rank] == 0] = 1
+            entries = rings[rank].copy()  # which may arrive meanwhile
+            behind = number - (entries >> np.uint64(_DIGEST_BITS)).astype(np.int64)
+            behind[entries == 0] = 1
             if (behind % _NUMBERS > _NUMBERS // 2).any():
                 raise FiccoError(
                     f"what ranks told with call {number} is gone; use it within {ENTRIES} calls"
