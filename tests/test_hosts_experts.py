@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from experts import Layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, run
 from subjects import SUBJECTS, Case, compare
-from test_hosts import assert_all_learn, bereaved, described, host_of, problem_of
+from test_hosts import assert_all_learn, bereaved, described, host_of
 
 import ficco
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.proof import check
-from ficco.schedules import Schedule, plans
+from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 from ficco.simulate import simulate
 from ficco.simulate.timeline import work
@@ -62,32 +61,6 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
         sent = sum(move.batch * move.src.rows for move in moves if move.src.rank == plan.rank)
         come = sum(move.batch * move.src.rows for move in moves if move.dst.rank == plan.rank)
         assert sent == come == each * (layer.dispatches + layer.combines), layer
-
-
-#: Network steps of a rank of 3 hosts of 2, each way, and the ranks with which each exchanges.
-TOGETHER = {
-    "serial": (1, 4),
-    "uniform-fused-1d:pieces=2": (2, 4),
-    "growing": (2, 2),
-    "shard-overlap": (4, 1),
-    "uniform-unfused-1d:pieces=2": (8, 1),
-    "uniform-unfused-1d:pieces=2,order=peer": (8, 1),
-}
-
-
-@pytest.mark.parametrize("operator", ["experts", "matmul_all_to_all", "all_to_all_matmul"])
-def test_what_is_multiplied_together_crosses_in_one_step(operator: str) -> None:
-    for name, (steps, peers) in TOGETHER.items():
-        schedule, ways = Schedule.parse(name), 1
-        if operator == "experts":
-            made, ways = expert_plans(layer_of(operator, 3, 2), schedule), 2
-        else:
-            made = plans(replace(problem_of(operator, 3, 2, "equal"), n=64, k=64), schedule)
-        for plan in made:
-            crossing = [step.moves for step in plan.steps if step.op == "network"]
-            assert [len(moves) for moves in crossing] == [2 * peers] * steps * ways
-            for moves in crossing:
-                assert len({move.dst.rank for move in moves if move.src.rank == plan.rank}) == peers
 
 
 # The model.
@@ -160,15 +133,3 @@ def test_every_survivor_learns_of_a_lost_host() -> None:
     where: Any = {"fresh": True, "catch": True, "lost": victims}
     found = run(4, bereaved, victims, signal.SIGKILL, 2, None, layered, **where)
     assert_all_learn(found, victims)
-
-
-#: For GPUs.
-LAYERS = {
-    (2, 2): [
-        Layer((6, 3, 0, 9), experts=8, top_k=3),
-        Layer((19, 5, 0, 8), 8, 2, 8, 16, 24, True, "few", torch.bfloat16),
-        Layer((4, 4, 4, 4), experts=4, routes="one"),
-    ],
-    (2, 1): [Layer((7, 0), experts=2, top_k=1, gated=True), Layer((0, 0))],
-    (4, 1): [Layer((5, 5, 5, 5), experts=4, routes="few", gated=True)],
-}

@@ -11,7 +11,6 @@ import pytest
 from test_hosts import PIECES, network, problem_of
 from test_hosts_attention import attention
 from test_hosts_experts import layer_of
-from test_hosts_fp8 import problem_of as of_float8
 
 from ficco.plan import Plan, Region, Signal, Step
 from ficco.plan.model import Transfer
@@ -31,8 +30,8 @@ def of_product(operator: str, schedule: str, local: int = 2) -> list[Plan]:
 
 
 def scaled(recipe: str) -> list[Plan]:
-    scaling = Scaling(recipe, "float8_e4m3fn")
-    problem = of_float8("all_gather_matmul", 2, 2, scaling, "equal")
+    asked: Any = {"dtype": "float8_e4m3fn", "scaling": Scaling(recipe, "float8_e4m3fn")}
+    problem = problem_of("all_gather_matmul", 2, 2, "equal", 48, 256, **asked)
     return plans(problem, Schedule.parse(PIECES))
 
 

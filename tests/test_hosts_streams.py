@@ -28,10 +28,10 @@ from test_hosts import (
     PIECES,
     assert_all_learn,
     bereaved,
-    calls_in_turn,
     host_of,
     problem_of,
 )
+from test_hosts import exact as exactly
 from test_third_vendor import _on_threads
 
 import ficco
@@ -39,6 +39,7 @@ from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
 from ficco.errors import BackendError, SignalTimeout
+from ficco.problems.products import OPERATORS
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
 
@@ -72,7 +73,9 @@ def jitter(seed: int) -> Iterator[None]:
 
 def _jittered(at: Rank) -> None:
     with host_of(at, 2), jitter(at.rank):
-        calls_in_turn(at, 42)
+        for turn in range(42):
+            schedule = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")[turn % 3]
+            exactly(at, list(OPERATORS)[turn % len(OPERATORS)], turn, schedule)
 
 
 @pytest.mark.slow
