@@ -114,10 +114,10 @@ def all_operators(at: Rank, group: Any = None) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_plans_over_hosts_are_proven(operator: str) -> None:
-    for (hosts, local), kind in zip(TOPOLOGIES, ("equal", "uneven", "few") * 2, strict=False):
-        problem = problem_of(operator, hosts, local, kind)
+    for turn, topology in enumerate(TOPOLOGIES):
+        problem = problem_of(operator, *topology, ("equal", "uneven", "few")[turn % 3])
         assert len(schedules := served(problem)) > 10
-        for schedule in schedules:
+        for schedule in schedules[turn % 2 :: 2]:
             check(plans(problem, schedule))
 
 

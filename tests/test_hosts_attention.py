@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, gave_up, run
 from subjects import BY_HEADS, SUBJECTS
-from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, described, gathers
+from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, described
 
 import ficco
 from ficco.dma.gloo import GlooLinks
@@ -28,7 +28,7 @@ from ficco.plan import render
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import PLACEMENTS
-from ficco.problems.products import Problem
+from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.attention import attention_plans
@@ -70,28 +70,25 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
     render(made[0])
 
 
-@pytest.mark.parametrize(("hosts", "local"), TOPOLOGIES)
-def test_plans_by_heads_are_proven(hosts: int, local: int) -> None:
-    chance, subject = Random(local), SUBJECTS["ulysses_attention"]
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_plans_by_heads_are_proven(topology: tuple[int, int]) -> None:
+    chance, subject = Random(0), SUBJECTS["ulysses_attention"]
     ways = (False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards")
-    for turn, (kind, way) in enumerate(product(("uneven", "few", "none"), ways)):
-        case = subject.case(chance, hosts * local, kind, "cpu")
-        problem = HeadsProblem(attention(hosts, local, *case.sizes, **case.facts), *way)
+    for turn, (kind, way) in enumerate(product(("uneven", "few"), ways)):
+        case = subject.case(chance, topology[0] * topology[1], kind, "cpu")
+        problem = HeadsProblem(attention(*topology, *case.sizes, **case.facts), *way)
         check(heads_plans(problem, Schedule.parse(BY_HEADS[turn % len(BY_HEADS)])))
 
 
-@pytest.mark.parametrize(
-    "operator", ["matmul_all_to_all", "all_to_all_matmul", "all_to_all_transposed_matmul"]
-)
+@pytest.mark.parametrize("operator", [name for name, one in OPERATORS.items() if one.blocks])
 def test_plans_of_projections_are_proven(operator: str) -> None:
     channels = [8, 8], [1, 2, 3, 4], [6] * 6, [8, 4, 12] * 2
     for turn, schedule in enumerate(PROJECTED):
         some, hosts = channels[turn % 4], (2, 2, 3, 2)[turn % 4]
-        table = [[one] * len(some) for one in some]
-        if operator == "matmul_all_to_all":
-            table = [some] * len(some)
-        sizes = 12, 20, "bfloat16"
-        problem = Problem.of_blocks(operator, table, *sizes, transposed=True, hosts=hosts)
+        wide = operator == "matmul_all_to_all"
+        table = [some if wide else [one] * len(some) for one in some]
+        asked: Any = {"transposed": True, "hosts": hosts}
+        problem = Problem.of_blocks(operator, table, 12, 20, "bfloat16", **asked)
         check(plans(problem, Schedule.parse(schedule)))
 
 
@@ -150,7 +147,7 @@ def attends(at: Rank, group: Any) -> None:
     ficco.all_gather_attention(*shards, schedule="shard-overlap").sum().backward()
 
 
-def _loses(at: Rank, called: Any, how: Any) -> Any:
+def _loses(at: Rank, how: Any) -> Any:
     """What a rank learns where one ends, or all of its connections with other hosts."""
     connect = GlooLinks.__init__
 
@@ -159,9 +156,8 @@ def _loses(at: Rank, called: Any, how: Any) -> Any:
         connect(links, engine)
         wires.extend({*os.listdir("/proc/self/fd")} - before)
 
-    wires.clear()
     with mock.patch.object(GlooLinks, "__init__", connected):
-        return bereaved(at, (3,), how, 2, None, called)
+        return bereaved(at, (3,), how, 2, None, attends)
 
 
 #: Files that were opened to reach other hosts.
@@ -177,12 +173,10 @@ def _cut() -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize(
-    ("called", "how"), [(attends, signal.SIGKILL), (attends, _cut), (gathers, _cut)]
-)
-def test_a_lost_rank_or_wire_is_named(called: Any, how: Any) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, _cut])
+def test_a_lost_rank_or_wire_is_named(how: Any) -> None:
     lost = [] if how is _cut else [3]
-    found = run(4, _loses, called, how, fresh=True, catch=True, lost=lost)
+    found = run(4, _loses, how, fresh=True, catch=True, lost=lost)
     assert_all_learn(found, [3])
     assert lost or gave_up(found[3][0])
 
