@@ -15,7 +15,7 @@ from ficco.schedules import Schedule, refusal
 
 def _exact(at: Rank) -> None:
     with clean(), host_of(at, 2):
-        for turn, operator in enumerate(list(OPERATORS) * 2):
+        for turn, operator in enumerate(OPERATORS):
             problem, schedule = problem_of(operator, 2, 2, "uneven"), SCHEDULES[turn]
             if not refusal(problem, Schedule.parse(schedule)):
                 exact(at, operator, turn, schedule)
