@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,22 +39,27 @@ def test_rows_of_messages_tell_latency_and_rate() -> None:
 
 
 def _tuned(at: Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:
-    with host_of(at, hosts):
+    """A tuning run, in which messages of one rank and of all take latencies and rates that do not
+    depend on the pace of this machine."""
+    fitted = mock.patch.object(fits, "messages", side_effect=[(1e-4, 2e9), (2e-4, 1e9)])
+    with host_of(at, hosts), fitted as messages:
         outcome = tuning.tune(
             tuning.TuneSettings(path, "cpu", quick=True, only=only, fresh=True, command="tests")
         )
-    return outcome.error, outcome.failures, outcome.done
+    rows = [one for call in messages.call_args_list for one in call.args[0]]
+    assert all(one.seconds > 0 for one in rows)
+    sizes = {(one.nbytes, one.count) for one in rows}
+    return outcome.error, outcome.failures, outcome.done, len(sizes)
 
 
 def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
-    for error, failures, done in run(4, _tuned, path, ("network",), 2):
-        assert not error and not failures and done == ["network"]
+    for error, failures, done, rows in run(4, _tuned, path, ("network",), 2):
+        assert not error and not failures and done == ["network"] and rows >= 4
     machine = load(path)
     network = machine.network
     assert machine.ranks == 2 and network is not None
-    assert 1e7 < network.bandwidth < 1e11 and 0 <= network.latency < 0.05
-    assert network.sharing in (1, 2)
+    assert (network.bandwidth, network.latency, network.sharing) == (2e9, 1e-4, 2)
     assert network.provenance.source == "fitted"
     assert "2 hosts, gloo" in network.provenance.note
 
@@ -63,7 +69,7 @@ def test_steps_of_one_host_and_of_several_are_told_apart(
     tmp_path: Path, only: tuple[str, ...], hosts: int
 ) -> None:
     path = tmp_path / "none.yaml"
-    for error, _, done in run(2, _tuned, path, only, hosts):
+    for error, _, done, _ in run(2, _tuned, path, only, hosts):
         assert "those of several hosts that one alone" in error and not done
     assert not path.exists()
 
