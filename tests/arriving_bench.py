@@ -12,14 +12,13 @@ ahead: one kernel that waits for words, and the whole all-gather, a permutation 
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,17 @@ ROUNDS, WARM_UP = 15, 3
 AHEAD = 4_000_000
 
 
+def seconds_of(call: Callable[[], Any], ahead: int = AHEAD) -> float:
+    """Of a call on the current stream, the host ahead."""
+    torch.cuda._sleep(ahead)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e-3
+
+
 class Courier:
     """Writes words at given times after an event of the current stream."""
 
@@ -48,34 +58,28 @@ class Courier:
         self.stream = torch.cuda.Stream()
         self.host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
         self.room = torch.empty_like(self.host, device="cuda")
-        sizes = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
-        seconds = [self._seconds(size) for size in sizes]
-        rate, self.least = np.polyfit(sizes, seconds, 1)
-        self.rate = 1 / rate
+        word = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-    def _copy(self, nbytes: int) -> None:
+        def several(nbytes: int) -> None:
+            for _ in range(8):
+                self.send(nbytes, word)
+
+        sizes = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
+        with torch.cuda.stream(self.stream):
+            seconds = [
+                median(seconds_of(lambda n=n: several(n), AHEAD // 8) for _ in range(9)) / 8
+                for n in sizes
+            ]
+        seconds_a_byte, self.least = np.polyfit(sizes, seconds, 1)
+        self.rate = 1 / seconds_a_byte
+
+    def send(self, nbytes: int, word: torch.Tensor) -> None:
+        """Copy so many bytes, then write a word."""
         while nbytes > 0:
             part = min(nbytes, len(self.room))
             self.room[:part].copy_(self.host[:part], non_blocking=True)
             nbytes -= part
-
-    def _seconds(self, nbytes: int) -> float:
-        word, found = torch.zeros(1, dtype=torch.int32, device="cuda"), []
-        with torch.cuda.stream(self.stream):
-            for _ in range(9):
-                torch.cuda._sleep(AHEAD // 8)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(8):
-                    self._copy(nbytes)
-                    self._write(word.data_ptr())
-                end.record()
-                torch.cuda.synchronize()
-                found.append(begin.elapsed_time(end) / 8e3)
-        return statistics.median(found)
-
-    def _write(self, address: int) -> None:
-        (error,) = driver.cuStreamWriteValue32(self.stream.cuda_stream, address, 1, 0)
+        (error,) = driver.cuStreamWriteValue32(self.stream.cuda_stream, word.data_ptr(), 1, 0)
         assert not int(error), error
 
     def go(self, words: torch.Tensor, times: list[float]) -> None:
@@ -85,20 +89,8 @@ class Courier:
             now = 0.0
             for word, at in enumerate(times):
                 nbytes = max(4, int((at - now - self.least) * self.rate))
-                self._copy(nbytes)
-                self._write(words[word].data_ptr())
+                self.send(nbytes, words[word])
                 now += self.least + nbytes / self.rate
-
-
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call on the current stream, the host ahead."""
-    torch.cuda._sleep(AHEAD)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e-3
 
 
 def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str, Any]:
@@ -107,13 +99,9 @@ def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str
     torch.manual_seed(tokens + experts)
     a = torch.randn(tokens, K, device=device, dtype=torch.bfloat16)
     weights = torch.randn(experts, K, n, device=device, dtype=torch.bfloat16)
-    choice = example.routed(tokens, experts, 1, device)
-    cut = each // PIECES
-    pieces = tuple(
-        (peer * each + i * cut, peer * each + (i + 1) * cut)
-        for peer in range(1, world)
-        for i in range(PIECES)
-    )
+    choice, cut = example.routed(tokens, experts, 1, device), each // PIECES
+    firsts = [peer * each + i * cut for peer in range(1, world) for i in range(PIECES)]
+    pieces = tuple((first, first + cut) for first in firsts)
     times = [example.LATENCY_S + (i + 1) * cut * K * 2 / example.LINK for i in range(len(pieces))]
     block = example.block_for(tokens * 2 / experts, device)
     turn = example.turns(pieces, tokens, device)
@@ -128,51 +116,38 @@ def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str
         courier.go(words, times)
         return example.product(a, words, weights, order, block)
 
+    def multiplied() -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(a[source], weights, offs=offsets)
+
     def serial() -> torch.Tensor:
         courier.go(words, times[-1:])
         torch.cuda.current_stream().wait_stream(courier.stream)
-        return torch.nn.functional.grouped_mm(a[source], weights, offs=offsets)
+        return multiplied()
 
     def at_once() -> torch.Tensor:
         return example.product(a, there, weights, order, block)
 
-    def multiplied() -> torch.Tensor:
-        return torch.nn.functional.grouped_mm(a[source], weights, offs=offsets)
-
     ways = {"arriving": arriving, "serial": serial, "at once": at_once, "grouped_mm": multiplied}
     one, two = arriving().view(tokens * 2, n)[slots].float(), serial().float()
-    torch.cuda.synchronize()
     wrong = ((one - two).norm() / two.norm()).item()
     assert wrong < 2e-3, wrong  # both round once to bfloat16
     del one, two
     found: dict[str, list[float]] = {way: [] for way in ways}
-    for turn_number in range(WARM_UP + ROUNDS):
+    for _ in range(WARM_UP + ROUNDS):
         for way in random.sample(list(ways), len(ways)):
             words.zero_()
             torch.cuda.synchronize()
-            seconds = timed(ways[way])
-            if turn_number >= WARM_UP:
-                found[way].append(seconds)
+            found[way].append(seconds_of(ways[way]))
+    found = {way: seconds[WARM_UP:] for way, seconds in found.items()}
     ratios = [one / two for one, two in zip(found["serial"], found["arriving"], strict=True)]
-    return {
-        "world": world,
-        "experts": experts,
-        "tokens": tokens,
-        "n": n,
-        "last arrival us": times[-1] * 1e6,
-        **{f"{way} us": statistics.median(seconds) * 1e6 for way, seconds in found.items()},
-        "speed-up": statistics.median(ratios),
-        "worst": min(ratios),
-    }
+    facts = {"world": world, "experts": experts, "tokens": tokens, "n": n}
+    medians = {f"{way} us": median(seconds) * 1e6 for way, seconds in found.items()}
+    shares = {"speed-up": median(ratios), "worst": min(ratios)}
+    return {**facts, "last arrival us": times[-1] * 1e6, **medians, **shares}
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Measure all shapes and write both files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     random.seed(1)
     courier, rows = Courier(), []
@@ -198,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

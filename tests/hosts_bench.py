@@ -16,177 +16,110 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
+import multiprocessing
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from slow_wire import namespace, sh, slow_wire
+import torch
+import torch.distributed as dist
+from slow_wire import enter, namespace, sh, slow_wire
+
+import ficco
 
 #: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70
 #: GFLOP/s a rank, what crosses takes about as long as the product.
 SHAPES = ((2048, 320, 2048), (4096, 320, 1024), (1024, 320, 4096), (3072, 384, 2048))
-TBF = "tbf rate {}mbit burst 1mb latency 400ms"
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
+COLUMNS = "operator", "m", "n", "k", "candidate", "median_ms", "of_collective", "of_wire"
 
 
 @contextmanager
-def namespaces(hosts: int, rate: float, delay: float) -> Iterator[list[str]]:
-    """Namespaces 10.77.0.1, .2, ... that reach each other at so many MB/s each way, after a delay
-    in milliseconds."""
-    with ExitStack() as stack:
-        bridge = f"ficco{os.getpid()}"
-        names = [stack.enter_context(namespace(f"{bridge}-{host}")) for host in range(hosts)]
-        if delay:
-            stack.enter_context(slow_wire(names, rate * 1e6, delay * 1e-3))
-        else:
-            stack.enter_context(shaped(bridge, names, rate))
-        yield names
-
-
-@contextmanager
-def shaped(bridge: str, names: list[str], rate: float) -> Iterator[None]:
-    """A device ``wire`` in each namespace, on a bridge."""
+def shaped(names: list[str], rate: float) -> Iterator[None]:
+    """A device ``wire`` of so many MB/s each way in each namespace, on a bridge."""
+    bridge = f"ficco{os.getpid()}"
     sh(f"ip link add {bridge} type bridge")
     try:
         sh(f"ip link set {bridge} up")
-        for host, name in enumerate(names):
+        for host, name in enumerate(names, start=1):
             sh(f"ip link add {name} type veth peer name wire netns {name}")
             sh(f"ip link set {name} master {bridge} up")
-            sh(f"ip -n {name} addr add 10.77.0.{host + 1}/24 dev wire")
+            sh(f"ip -n {name} addr add 10.77.0.{host}/24 dev wire")
             sh(f"ip -n {name} link set wire up")
-            sh(f"ip netns exec {name} tc qdisc add dev wire root {TBF.format(rate * 8)}")
+            limit = f"tbf rate {rate * 8}mbit burst 1mb latency 400ms"
+            sh(f"ip netns exec {name} tc qdisc add dev wire root {limit}")
         yield
     finally:
-        for name in names:
-            # A namespace goes later, with its last process; the link would stay as long.
-            subprocess.run(["ip", "link", "del", name])
-        sh(f"ip link del {bridge}")
+        for link in (*names, bridge):  # a namespace goes later, with its last process
+            subprocess.run(["ip", "link", "del", link])
 
 
-def compare(
-    operator: str, shape: tuple[int, int, int], rank: int, world: int, schedules: list[str]
-) -> None:
-    """The results for small integers, which have one right product."""
-    import torch
-
-    import ficco
-
-    (m, n, k), part = shape, shape[0] // world
-    gathers = operator == "all_gather_matmul"
-    size = (part, k) if gathers else (m, k)
-    for turn, name in enumerate(schedules):
-        torch.manual_seed(turn)
-        every = [torch.randint(-3, 4, size).float() for _ in range(world)]
-        b = torch.randint(-3, 4, (k, n)).float()
-        result = getattr(ficco, operator)(every[rank], b, schedule=name)
-        if gathers:
-            expected = torch.cat(every) @ b
-        else:
-            expected = sum(every)[rank * part : (rank + 1) * part] @ b
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
-
-
-def calls_of(
-    operator: str, shape: tuple[int, int, int], rank: int, world: int, schedules: list[str]
-) -> dict[str, Callable[[], Any]]:
-    """The product alone, the collective alone, and calls by schedule."""
-    import torch
-    import torch.distributed as dist
-
-    import ficco
-
-    gathers = operator == "all_gather_matmul"
-    torch.manual_seed(rank)
-    (m, n, k), part = shape, shape[0] // world
-    a, b = torch.randn(part if gathers else m, k), torch.randn(k, n)
-    left, whole = torch.randn(m, k), torch.empty(m, k if gathers else n)
+def measured(operator: str, shape: tuple[int, int, int], arguments: Any) -> dict[str, float]:
+    """Median seconds of the product alone, of the collective alone, and of calls by schedule."""
+    (m, n, k), gathers = shape, operator == "all_gather_matmul"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)  # small integers, which have one right product
+    rows = m // world if gathers else m
+    a, b = (torch.randint(-3, 4, size).float() for size in ((rows, k), (k, n)))
+    whole = torch.empty(m, k) if gathers else a @ b
+    part, left = torch.empty(m // world, n), torch.ones(m, k)
 
     def collective() -> None:
         if gathers:
             dist.all_gather_into_tensor(whole, a)
         else:
-            dist.reduce_scatter_tensor(whole[:part], whole)
+            dist.reduce_scatter_tensor(part, whole)
 
     function = getattr(ficco, operator)
-    return {
-        "product": lambda: torch.mm(left, b),
-        "collective": collective,
-        **{name: partial(function, a, b, schedule=name) for name in schedules},
-    }
+    names = {name: partial(function, a, b, schedule=name) for name in arguments.schedules}
+    collective()
+    for call in names.values():
+        torch.testing.assert_close(call(), whole @ b if gathers else part, rtol=0, atol=0)
+    calls = {"product": partial(torch.mm, left, b), "collective": collective, **names}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for turn in range(arguments.rounds + 1):
+        random.Random(turn).shuffle(order)
+        for name in order:
+            dist.barrier()
+            begin = time.perf_counter()
+            calls[name]()
+            slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[name].append(float(slowest))
+    return {name: median(some[1:]) for name, some in times.items()}
 
 
-def crossing(operator: str, shape: tuple[int, int, int], arguments: Any) -> int:
-    """The bytes that leave each host: a block of float32 of each rank for each other host."""
-    m, n, k = shape
-    columns = k if operator == "all_gather_matmul" else n
-    return m // arguments.hosts * columns * 4 * (arguments.hosts - 1)
-
-
-def rank_main(rank: int, world: int, arguments: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    import ficco
-
+def rank_main(rank: int, host: str, arguments: Any) -> None:
+    enter(host)
+    os.environ.update(FICCO_HOST=host, GLOO_SOCKET_IFNAME="wire")
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method="tcp://10.77.0.1:29531", rank=rank, world_size=world
-    )
-
-    def slowest(seconds: float) -> float:
-        value = torch.tensor([seconds], dtype=torch.float64)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
-        return float(value)
-
-    rows = []
-    for operator in OPERATORS:
+    address, world = "tcp://10.77.0.1:29531", arguments.hosts * arguments.ranks
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+    rows = [COLUMNS]
+    for operator in ("all_gather_matmul", "matmul_reduce_scatter"):
         for m, n, k in arguments.shapes:
             shape = (m, n, k) if operator == "all_gather_matmul" else (m, k, n)
-            compare(operator, shape, rank, world, arguments.schedules)
-            calls = calls_of(operator, shape, rank, world, arguments.schedules)
-            times: dict[str, list[float]] = {name: [] for name in calls}
-            order = list(calls)
-            for turn in range(arguments.rounds + 1):
-                random.Random(turn).shuffle(order)
-                for name in order:
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    calls[name]()
-                    seconds = slowest(time.perf_counter() - begin)
-                    if turn:
-                        times[name].append(seconds)
-            medians = {name: statistics.median(some) for name, some in times.items()}
-            medians["wire"] = crossing(operator, shape, arguments) / (arguments.rate * 1e6)
-            for name, seconds in medians.items():
-                shares = [
-                    max(medians["product"], medians[other]) / seconds
-                    for other in ("collective", "wire")
-                ]
-                row = (
-                    operator,
-                    *shape,
-                    name,
-                    f"{seconds * 1e3:.2f}",
-                    *map("{:.3f}".format, shares),
-                )
-                rows.append(row)
+            seconds = measured(operator, shape, arguments)
+            # The bytes that leave each host: a block of float32 of each rank for each other host.
+            nbytes = m // arguments.hosts * k * 4 * (arguments.hosts - 1)
+            seconds["wire"] = nbytes / (arguments.rate * 1e6)
+            for name, one in seconds.items():
+                bounds = (max(seconds["product"], seconds[by]) for by in ("collective", "wire"))
+                shares = [f"{bound / one:.3f}" for bound in bounds]
+                rows.append((operator, *map(str, shape), name, f"{one * 1e3:.2f}", *shares))
                 if rank == 0:
-                    print(*row, flush=True)
+                    print(*rows[-1], flush=True)
     if rank == 0:
         with (Path(arguments.folder) / "hosts.csv").open("w") as file:
-            out = csv.writer(file)
-            shares = ("of_collective", "of_wire")
-            out.writerow(("operator", "m", "n", "k", "candidate", "median_ms", *shares))
-            out.writerows(rows)
+            csv.writer(file).writerows(rows)
     ficco.close()
     dist.destroy_process_group()
 
@@ -205,23 +138,27 @@ def main() -> None:
     parser.add_argument("--shapes", type=sizes, nargs="+", default=SHAPES, help="m,n,k of gathers")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--schedules", nargs="+", default=["auto", "serial:collective", "serial"])
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    world = arguments.hosts * arguments.ranks
-    if arguments.rank is not None:
-        rank_main(arguments.rank, world, arguments)
-        return
     Path(arguments.folder).mkdir(parents=True, exist_ok=True)
-    with namespaces(arguments.hosts, arguments.rate, arguments.delay) as names:
-        ranks = []
-        for rank in range(world):
-            name = names[rank // arguments.ranks]
-            env = {**os.environ, "FICCO_HOST": name, "GLOO_SOCKET_IFNAME": "wire"}
-            program = [sys.executable, *sys.argv, "--rank", str(rank)]
-            ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *program], env=env))
-        codes = [one.wait() for one in ranks]
-    print(json.dumps({"exit codes": codes}))
-    sys.exit(max(map(abs, codes)))
+    spawn, delay = multiprocessing.get_context("spawn"), arguments.delay * 1e-3
+    with ExitStack() as stack:
+        names = [f"ficco{os.getpid()}-{host}" for host in range(arguments.hosts)]
+        for name in names:
+            stack.enter_context(namespace(name))
+        stack.enter_context(
+            slow_wire(names, arguments.rate * 1e6, delay)
+            if delay
+            else shaped(names, arguments.rate)
+        )
+        ranks = [
+            spawn.Process(target=rank_main, args=(rank, names[rank // arguments.ranks], arguments))
+            for rank in range(arguments.hosts * arguments.ranks)
+        ]
+        for one in ranks:
+            one.start()
+        for one in ranks:
+            one.join()
+    sys.exit(max(abs(one.exitcode or 0) for one in ranks))
 
 
 if __name__ == "__main__":

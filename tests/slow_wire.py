@@ -7,6 +7,7 @@ Needs root, ``ip`` and ``/dev/net/tun``.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import select
@@ -20,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 
 #: From linux/if_tun.h: attach to a device; packets of IP, without a header of tun's own.
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
+#: From linux/sched.h, for setns.
+CLONE_NEWNET = 0x40000000
 #: Bytes of a packet. Large ones, since each costs this process some 20 us.
 MTU = 60_000
 
@@ -41,6 +44,14 @@ def namespace(name: str) -> Iterator[str]:
         yield name
     finally:
         subprocess.run(["ip", "netns", "del", name])
+
+
+def enter(name: str) -> None:
+    """Connections that this thread makes from now on, and threads that it starts, are those of a
+    namespace."""
+    with open(f"/run/netns/{name}") as file:
+        if ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(f"setns: no namespace {name} for this process")
 
 
 @contextmanager

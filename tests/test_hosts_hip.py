@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import test_hosts
 from hip_ranks import clean, run
 from ranks import Rank
-from test_hosts import cases_of
+from test_hosts import SCHEDULES, exact, host_of, problem_of
 
 from ficco.problems.products import OPERATORS
-
-#: Ways of signals, and so of the word that a stream waits for while the host sends.
-WAYS = ("signal", "uncached", "kernel")
+from ficco.schedules import Schedule, refusal
 
 
-def _exact(at: Rank, cases: Sequence[Any]) -> tuple[int, int]:
-    with clean():
-        return test_hosts._exact(at, 2, cases, ())
+def _exact(at: Rank) -> None:
+    with clean(), host_of(at, 2):
+        for turn, operator in enumerate(OPERATORS):
+            problem, schedule = problem_of(operator, 2, 2, "uneven"), SCHEDULES[turn]
+            if not refusal(problem, Schedule.parse(schedule)):
+                exact(at, operator, turn, schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_calls_over_hosts(way: str) -> None:
-    cases = [case for operator in OPERATORS for case in cases_of(operator, 2, 2)]
-    cases = cases[WAYS.index(way) :: 2 * len(WAYS)]
-    settings = {"JITTER_US": 100, "WAIT_ANY": int(way == "uncached")}
-    where: Any = {"env": {"FICCO_HIP": f"signals={way}"}, "settings": settings}
-    assert run(4, _exact, cases, series="10", **where) == [(len(cases), 0)] * 4
-
-
-def test_streams_share_one_hardware_queue() -> None:
-    """A lane that waits for another host holds up all that comes behind it."""
-    cases = [case for operator in list(OPERATORS)[:5:4] for case in cases_of(operator, 2, 2)][::5]
-    where: Any = {"settings": {"HW_QUEUES": 1, "JITTER_US": 50}, "timeout": 120}
-    assert run(4, _exact, cases, **where) == [(len(cases), 0)] * 4
+def test_calls_over_hosts() -> None:
+    """On one queue of the hardware a lane that waits for another host holds up all that comes after
+    it. The word that a stream waits for while the host sends is in uncached memory."""
+    settings = {"JITTER_US": 100, "WAIT_ANY": 1, "HW_QUEUES": 1}
+    where: Any = {"env": {"FICCO_HIP": "signals=uncached"}, "settings": settings}
+    run(4, _exact, series="10", **where)

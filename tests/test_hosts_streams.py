@@ -10,8 +10,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -20,18 +20,18 @@ from unittest import mock
 
 import pytest
 import ranks
-import test_operators
 import thread_driver
-from cases import Case, all_exact, call, equal, exact, make, verify
+import torch
+from cases import all_exact, call, equal, exact, make, verify
 from ranks import Rank, caught, gave_up
 from test_hosts import (
-    PATIENCE_S,
-    SLACK_S,
+    PIECES,
     assert_all_learn,
     bereaved,
     host_of,
     problem_of,
 )
+from test_hosts import exact as exactly
 from test_third_vendor import _on_threads
 
 import ficco
@@ -55,9 +55,6 @@ def engine() -> Any:
     return found
 
 
-# Calls.
-
-
 @contextmanager
 def jitter(seed: int) -> Iterator[None]:
     """Whatever a stream does comes late."""
@@ -71,35 +68,33 @@ def jitter(seed: int) -> Iterator[None]:
         yield
 
 
-def _jittered(at: Rank, hosts: int, calls: int) -> int:
-    with host_of(at, hosts), jitter(at.rank):
-        for turn in range(calls):
+# Calls.
+
+
+def _jittered(at: Rank) -> None:
+    with host_of(at, 2), jitter(at.rank):
+        for turn in range(42):
             schedule = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")[turn % 3]
-            operator = list(OPERATORS)[turn % len(OPERATORS)]
-            rows = test_operators.rows_for(operator, at.world, "ragged")
-            if operator == "all_gather_matmul":
-                exact(at, Case(rows, 24, 16, schedule=schedule), turn)
-            else:
-                case = test_operators.Case(operator, rows, 24, 16, schedule=schedule)
-                test_operators.exact(at, case, turn)
-    return calls
+            exactly(at, list(OPERATORS)[turn % len(OPERATORS)], turn, schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 1)])
-def test_calls_under_jitter(hosts: int, local: int) -> None:
-    assert ranks.run(hosts * local, _jittered, hosts, 120) == [120] * (hosts * local)
+def test_calls_under_jitter() -> None:
+    ranks.run(4, _jittered)
 
 
-def _in_flight(at: Rank, names: Sequence[str]) -> int:
-    """Calls that are enqueued before anybody waits for them."""
-    with host_of(at, 2):
+def _in_flight(at: Rank, most: int) -> None:
+    """Calls that are enqueued before anybody waits for them. With ``most`` streams take so many
+    things at a time, and let their caller wait for more; what goes between hosts must not need it.
+    """
+    names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
+    full = mock.patch.object(thread_driver, "SimpleQueue", partial(Queue, most))
+    with host_of(at, 2), full if most else nullcontext(), jitter(at.rank * most):
         cases = [equal(at.world, 5 + i, 16, 8, schedule=name) for i, name in enumerate(names)]
         all_exact(at, cases)
         assert engine().capabilities().network == "gloo through pinned host memory"
-        engine().work.waits = False
-        under_way = []
-        for number, case in enumerate(cases * 10):
+        engine().work.waits, under_way = False, []
+        for number, case in enumerate(cases * 5):
             made = make(at, case, number)
             if number % 7 == at.rank:
                 time.sleep(0.02)
@@ -107,24 +102,11 @@ def _in_flight(at: Rank, names: Sequence[str]) -> int:
         ficco.synchronize()
         for case, results, made in under_way:
             verify(case, results, made)
-    return len(under_way)
 
 
-def test_calls_in_flight() -> None:
-    names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
-    assert ranks.run(4, _in_flight, names) == [40] * 4
-
-
-def _full(at: Rank, names: Sequence[str], most: int) -> int:
-    """Streams that take so many things at a time, and let their caller wait for more."""
-    with mock.patch.object(thread_driver, "SimpleQueue", partial(Queue, most)), jitter(at.rank):
-        return _in_flight(at, names)
-
-
-def test_calls_in_flight_on_full_queues() -> None:
-    """The caller is kept waiting there, and what goes between hosts must not need it."""
-    names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
-    assert ranks.run(4, _full, names, 4) == [40] * 4
+@pytest.mark.parametrize("most", [0, 4])
+def test_calls_in_flight(most: int) -> None:
+    ranks.run(4, _in_flight, most)
 
 
 def _allocates(at: Rank) -> list[bool]:
@@ -163,111 +145,84 @@ def _captured(at: Rank) -> Any:
 
 
 def test_a_call_in_a_capture_is_refused() -> None:
+    why = "gloo moves what goes between the hosts of this group.*outside of the capture, or use"
     for found in ranks.run(2, _captured):
-        assert found.type == "NotImplementedError"
-        assert "gloo moves what goes between the hosts of this group" in found.text
-        assert "outside of the capture, or use an NCCL group" in found.text
+        assert found.type == "NotImplementedError" and re.search(why, found.text), found
 
 
-def _comes_and_goes(at: Rank) -> tuple[int, int]:
-    """Open files, and threads of ficco's, before and after groups that come and go."""
-
-    def held() -> int:
-        gc.collect()
-        threads = [one for one in threading.enumerate() if one.name.startswith("ficco")]
-        return len(os.listdir("/proc/self/fd")) + len(threads)
-
+def _comes_and_goes(at: Rank) -> list[int]:
+    """Open files and threads of ficco's after groups that come and go."""
     counts = []
-    for turn in range(4):
+    for turn in range(3):
         with host_of(at, 2):
-            exact(at, equal(4, 64, 64, 64, schedule="growing"), turn)
-            exact(at, equal(4, 256, 64, 64, schedule="growing"), turn)
+            exact(at, equal(2, 64, 64, 64, schedule="growing"), turn)
+            exact(at, equal(2, 256, 64, 64, schedule="growing"), turn)
             at.barrier()
         at.barrier()
         time.sleep(0.2)  # threads end by themselves
-        counts.append(held())
-    return counts[0], counts[-1]
+        gc.collect()
+        threads = [one for one in threading.enumerate() if one.name.startswith("ficco")]
+        counts.append(len(os.listdir("/proc/self/fd")) + len(threads))
+    return counts
 
 
 def test_what_a_group_holds_is_given_back() -> None:
     # Rank 0 hosts the store, whose clients are not all gone at the same time.
-    for first, last in ranks.run(4, _comes_and_goes, fresh=True)[1:]:
-        assert last == first
+    _, (first, *_, last) = ranks.run(2, _comes_and_goes)
+    assert last == first
 
 
 # Faults.
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("victims", [(3,), (2, 3), (1,)])
-def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
-    found = ranks.run(4, bereaved, victims, how, 2, fresh=True, catch=True, lost=victims)
-    assert_all_learn(found, victims)
-    if how == signal.SIGKILL:  # which a connection tells that breaks, before the time is up
-        texts = [found[rank][0].text for rank in {*range(4)} - {*victims}]
-        ended = [f"The process of rank {victim} on host" for victim in victims]
-        assert any(text in one for text in ended for one in texts), texts
-    for rank in {*range(4)} - {*victims}:
-        assert {one["peer"] for one in gave_up(found[rank][0])} <= {*victims}
+def reduces(at: Rank, group: Any) -> None:
+    ficco.matmul_all_reduce(torch.ones(96, 8), torch.ones(8, 8), schedule=PIECES)
 
 
-def _ends_in_an_exchange(at: Rank, victim: int, turn: int) -> Any:
-    """A rank ends when it has begun to send, in one of its exchanges."""
-    exchanges, begin = [0], GlooLinks.exchange
+def _ends_in_an_exchange(turn: int) -> None:
+    """This process ends when it has begun to send, in one of its next exchanges."""
+    begin, left = GlooLinks.exchange, iter(range(turn - 1, -1, -1))
 
-    def exchange(links: GlooLinks, parts: Any, *more: Any) -> Any:
-        found = begin(links, parts, *more)
-        exchanges[0] += 1
-        if at.rank == victim and exchanges[0] == turn:
+    def exchange(*given: Any) -> Any:
+        found = begin(*given)
+        if not next(left):
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    os.environ["FICCO_HOST"] = f"host-{at.rank // 2}"
-    rows = test_operators.rows_for("matmul_all_reduce", at.world, "equal")
-    case = test_operators.Case("matmul_all_reduce", rows, 8, 8, schedule="hetero-fused-1d:pieces=2")
-    a, b = test_operators.operands(case, at.rank, 0, at.device)
-    with mock.patch.object(GlooLinks, "exchange", exchange):
-        begun = time.monotonic()
-        with ficco.options(timeout_s=PATIENCE_S):
-            outcome = caught(
-                lambda: [ficco.matmul_all_reduce(a, b, **case.arguments()) for _ in range(9)]
-            )
-        return outcome, time.monotonic() - begun
+    mock.patch.object(GlooLinks, "exchange", exchange).start()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "turn"), [(1, 1), (0, 4), (3, 9), (2, 6)])
-def test_a_rank_that_ends_in_an_exchange(victim: int, turn: int) -> None:
-    found = ranks.run(4, _ends_in_an_exchange, victim, turn, fresh=True, catch=True, lost=[victim])
-    for rank in {*range(4)} - {victim}:
-        outcome, seconds = found[rank]
-        gave_up(outcome)
-        assert seconds < PATIENCE_S + SLACK_S
-
-
-def _disagree(at: Rank) -> Any:
-    with host_of(at, 2):
-        exact(at, equal(at.world, 4, 8, 8), 0)
-        n = 8 if at.rank < 2 else 16
-        return caught(lambda: exact(at, equal(at.world, 4, 8, n, schedule="growing"), 1))
-
-
-def test_ranks_of_different_hosts_that_disagree() -> None:
-    for failure in ranks.run(4, _disagree, fresh=True):
-        assert failure.type == "RankMismatch", failure
-        assert "ranks 0, 1: " in failure.text and "ranks 2, 3: " in failure.text
+@pytest.mark.parametrize(
+    ("victims", "how"),
+    [
+        *(((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)),
+        ((3,), partial(_ends_in_an_exchange, 6)),
+    ],
+    ids=["killed", "stopped", "in an exchange"],
+)
+def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: Any) -> None:
+    where: Any = {"fresh": True, "catch": True, "lost": victims}
+    found = ranks.run(4, bereaved, victims, how, 2, None, reduces, **where)
+    assert_all_learn(found, victims)
+    survivors = [found[rank][0] for rank in range(4) if rank not in victims]
+    if how != signal.SIGSTOP:  # which a connection tells that breaks, before the time is up
+        ended = [f"The process of rank {victim} on host" for victim in victims]
+        assert any(text in one.text for text in ended for one in survivors), survivors
+    if how in (signal.SIGKILL, signal.SIGSTOP):
+        for outcome in survivors:
+            assert {one["peer"] for one in gave_up(outcome)} <= {*victims}
 
 
 def _one_host_without_access(at: Rank) -> tuple[Any, list[str]]:
     """The error of a call, and the threads that are left."""
     why = "device 0 of rank 3 cannot access the memory of device 1 of rank 2"
+    known = thread_driver.ThreadDriver.means
 
     def means(driver: Any, engine: Any) -> Any:
         if at.rank > 1:
             raise NotImplementedError(why)
         return known(driver, engine)
 
-    known = thread_driver.ThreadDriver.means
     with host_of(at, 2), mock.patch.object(thread_driver.ThreadDriver, "means", means):
         failure = caught(lambda: exact(at, equal(at.world, 4, 8, 8), 0))
     names = [thread.name for thread in threading.enumerate()]
@@ -275,8 +230,7 @@ def _one_host_without_access(at: Rank) -> tuple[Any, list[str]]:
 
 
 def test_one_host_without_peer_access_is_named_on_all() -> None:
-    found = ranks.run(4, _one_host_without_access, fresh=True)
-    for rank, (failure, threads) in enumerate(found):
+    for rank, (failure, threads) in enumerate(ranks.run(4, _one_host_without_access)):
         assert failure.type == ("PeerFailed" if rank < 2 else "NotImplementedError"), failure
         assert "device 0 of rank 3 cannot access the memory of device 1" in failure.text
         # Which of the two is first varies.
@@ -285,38 +239,27 @@ def test_one_host_without_peer_access_is_named_on_all() -> None:
         assert not threads, threads
 
 
-# NCCL, without NCCL: what its step says of a peer.
-
-
-def _nccl() -> tuple[NcclNetwork, ctypes.c_uint32]:
+def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
+    """NCCL, without NCCL: what its step says of a peer."""
     network, word = NcclNetwork.__new__(NcclNetwork), ctypes.c_uint32(0)
     network._at = ctypes.addressof(word)
     hosts = SimpleNamespace(named=lambda rank: "" if rank is None else f"host-{rank}")
     network._engine = SimpleNamespace(hosts=hosts)
-    return network, word
-
-
-def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
-    network, word = _nccl()
-    plan = plans(problem_of("all_gather_matmul", 2, 2, "equal"), NAMED["growing"])[1]
-    step = next(i for i, one in enumerate(plan.steps) if one.op == "network")
-    assert network.missing(plan) is None
-    for value in range(len(plan.steps) + 2):
-        word.value = value
-        missing = network.missing(plan)
-        if value - 1 in range(len(plan.steps)) and plan.steps[value - 1].op == "network":
-            assert missing is not None and (missing.step, missing.peer) == (value - 1, 3)
-        else:
-            assert missing is None
-    lost = network._refused(plan, step, RuntimeError("NCCL error: ncclRemoteError: it is gone"))
-    assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (3, True)
-    assert "The process of rank 3 on host host-3 has ended" in str(lost)
-    fused = plans(problem_of("matmul_all_to_all", 2, 2, "equal"), NAMED["uniform-fused-1d"])[1]
-    step = next(i for i, one in enumerate(fused.steps) if one.op == "network")
-    word.value = step + 1  # it receives from two ranks
-    assert network.missing(fused) == Missing(step, None)
-    lost = network._refused(fused, step, RuntimeError("NCCL error: ncclRemoteError: it is gone"))
-    assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (None, True)
-    assert "The process of a peer has ended" in str(lost)
-    other = network._refused(plan, step, RuntimeError("NCCL error: ncclInvalidUsage"))
+    gone = RuntimeError("NCCL error: ncclRemoteError: it is gone")
+    for operator, schedule, peer, words in (
+        ("all_gather_matmul", "growing", 3, "The process of rank 3 on host host-3 has ended"),
+        # It receives from two ranks.
+        ("matmul_all_to_all", "uniform-fused-1d", None, "The process of a peer has ended"),
+    ):
+        plan = plans(problem_of(operator, 2, 2, "equal"), NAMED[schedule])[1]
+        crossing = [i for i, step in enumerate(plan.steps) if step.op == "network"]
+        for value in range(len(plan.steps) + 2):
+            word.value = value
+            missing = Missing(value - 1, peer) if value - 1 in crossing else None
+            assert network.missing(plan) == missing
+        word.value = crossing[0] + 1
+        lost = network._refused(plan, crossing[0], gone)
+        assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (peer, True)
+        assert words in str(lost)
+    other = network._refused(plan, crossing[0], RuntimeError("NCCL error: ncclInvalidUsage"))
     assert isinstance(other, BackendError) and "ncclInvalidUsage" in str(other)
