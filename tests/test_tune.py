@@ -446,7 +446,7 @@ def tune_with(
 
 
 def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Path) -> None:
-    for name in ("gemm", "topology", "thresholds"):  # the first one, the last one, one between
+    for name in ("gemm", "topology", "thresholds"):  # the first one, one between, the last one
         folder, number = tmp_path / name, list(BLOCKS).index(name)
         folder.mkdir()
         path = folder / "m.yaml"
