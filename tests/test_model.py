@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 
 from docs.make import rule_table
@@ -35,7 +34,6 @@ from ficco.machine import (
     Thresholds,
     Topology,
 )
-from ficco.machine.model import result_bytes
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans, refusal, same_plans
 from ficco.simulate import predict
@@ -154,14 +152,6 @@ def test_what_is_serial() -> None:
     serial = ("serial", "serial:collective", "serial:pull,copy=7")
     others = ("uniform-fused-1d:pieces=2", "serial:tail=4", "shard-overlap")
     assert [name for name in (*serial, *others) if is_serial(Schedule.parse(name))] == [*serial]
-
-
-def test_the_model_on_a_machine_of_round_figures() -> None:
-    # Own tile 1 ms while the first shard travels, then a tile as each arrives: 4 ms, and serial
-    # takes 3 + 4. Nothing beats 4 ms of products, and of equals the first is taken.
-    decision = decide(PROBLEM, machine=MACHINE, mode="queued")
-    assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
-    assert "take 4 ms queued on toy, 1.75 times as fast as serial" in decision.reason
 
 
 # Candidates.
@@ -459,10 +449,3 @@ def test_no_batch_of_scaled_products_is_predicted() -> None:
     assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)
     parts = losses(problem, schedule, late, predict).gemm  # over a whole that has one start, too
     assert products * 0.95 < parts < products
-
-
-def test_the_product_of_bytes_has_more_of_them() -> None:
-    assert result_bytes(1, False) == result_bytes(2, False) == 2
-    assert result_bytes(2, True) == 8 and result_bytes(1, True) == 16  # by a pass of its own
-    columns = np.array([1.0, 2.0, 4.0])
-    assert list(result_bytes(columns, np.array([False, True, False]))) == [2, 8, 4]
