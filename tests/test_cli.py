@@ -1,4 +1,4 @@
-"""The command line, the launcher behind it, and the timelines that it draws."""
+"""The command line: what its commands print, refuse, draw and start; the doctor and the demo."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.candidates import BenchCandidate, parse
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.demo import verdict
+from ficco.tools.bench.draw import draw
 from ficco.tools.bench.frames import BENCH
 from ficco.tools.bench.traces import machine_of, measured
 from ficco.tools.cli import bench as bench_command
@@ -470,7 +471,8 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     code, text = ranks.run(2, _demo, tmp_path, timeout=300.0)[0]
     lines = text.splitlines()
     rows = (tmp_path / "demo.csv").read_text().splitlines()[2:]
-    assert len(rows) > len(NAMED) and all(",True," in row for row in rows)
+    assert {*NAMED, *demo.KNOBS[:2]} - {row.split(",")[0] for row in rows} == {"ring", "one-shot"}
+    assert all(",True," in row for row in rows)
     assert code == 0 and lines[-1] == f"demo ok: {len(rows)} schedules exact on 2 ranks"
     assert (tmp_path / "timelines.png").stat().st_size > 10_000
     assert str(tmp_path / "timelines.png") in text
@@ -520,10 +522,11 @@ def test_the_demo_says_why_auto_takes_a_schedule_and_what_is_wrong() -> None:
 
 
 def _demo(at: ranks.Rank, out: Path) -> tuple[int, str]:
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        code = demo.demo("cpu", out)
-    return code, text.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "ROUNDS", 2)
+        patch.setattr(demo, "KNOBS", demo.KNOBS[:2])
+        patch.setattr(demo, "draw", lambda lines, *where, **how: draw(lines[:4], *where, **how))
+        return demo.demo("cpu", out), text.getvalue()
 
 
 def _wrong_demo(at: ranks.Rank) -> tuple[pd.DataFrame, list[str]]:
