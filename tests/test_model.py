@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
-import numpy as np
 import pytest
 
 from docs.make import rule_table
@@ -34,7 +34,6 @@ from ficco.machine import (
     Thresholds,
     Topology,
 )
-from ficco.machine.model import result_bytes
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, plans, refusal, same_plans
 from ficco.simulate import predict
@@ -52,20 +51,13 @@ MACHINE = Machine(
     copies=Copies(2, 0.0, 0.0, ((1, RATE), (2**40, RATE)), BY),
     all_gather=Collective(((1, 3e-3), (2**23, 3e-3)), BY),
     gemm=Gemm(
-        peak=2.0 * 1024 * 1024 * 4096 / TILE_S,
-        units=1,
-        launch=0.0,
-        efficiency=1.0,
-        start=0.0,
-        tile_rows=(1024,),
-        tile_cols=(1024,),
-        bandwidth=1e15,
-        provenance=BY,
+        peak=2.0 * 1024 * 1024 * 4096 / TILE_S, units=1, launch=0.0, efficiency=1.0, start=0.0,
+        tile_rows=(1024,), tile_cols=(1024,), bandwidth=1e15, provenance=BY,
     ),
     memory=Memory(1e12, 1e15, BY, 0.0),
     contention=Contention(1.0, 1.0, 1.0, 1.0, BY),
     host=Host(0.0, 0.0, 0.0, 0.0, 0.0, BY),
-)
+)  # fmt: skip
 
 #: The same with 8 ranks, each joined to every other by a link of its own.
 MESH = replace(MACHINE, name="mesh", ranks=8, topology=Topology("mesh", RATE, BY))
@@ -101,20 +93,21 @@ def test_the_fastest_is_taken_and_the_reason_gives_its_figures() -> None:
     assert choice.reason == "predicted to take 2 ms queued on toy, 2.00 times as fast as serial"
 
 
-@pytest.mark.parametrize(("overlap", "taken"), [(3.91e-3, "serial"), (3.93e-3, "serial")])
-def test_a_gain_below_the_margin_takes_serial(overlap: float, taken: str) -> None:
-    found = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(overlap,))
+def test_a_gain_below_the_margin_takes_serial() -> None:
     strict, lax = (replace(MACHINE, margin=margin) for margin in (0.03, 0.01))
-    assert str(choose(found, strict, "queued").chosen.schedule) == taken
-    assert "margin of 3.0%" in choose(found, strict, "queued").reason
-    assert str(choose(found, lax, "queued").chosen.schedule) == "shard-overlap"
-    worse = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(4.1e-3,))
-    reason = choose(worse, strict, "queued").reason
-    assert reason == "shard-overlap is predicted to lose 2.4% on toy"
-    for overlap in (4e-3, 4.0001e-3, 3.9999e-3):
-        equal = made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(overlap,))
-        reason = choose(equal, strict, "queued").reason
-        assert reason == "shard-overlap is predicted to gain nothing on toy"
+
+    def overlapping(seconds: float) -> list[Prediction]:
+        return made_up(collective=(4.1e-3,), serial=(4e-3,), overlap=(seconds,))
+
+    for seconds in (3.91e-3, 3.93e-3):
+        choice = choose(overlapping(seconds), strict, "queued")
+        assert str(choice.chosen.schedule) == "serial" and "margin of 3.0%" in choice.reason
+        choice = choose(overlapping(seconds), lax, "queued")
+        assert str(choice.chosen.schedule) == "shard-overlap"
+    no_gain = dict.fromkeys((4e-3, 4.0001e-3, 3.9999e-3), "gain nothing")
+    for seconds, said in {4.1e-3: "lose 2.4%", **no_gain}.items():
+        reason = choose(overlapping(seconds), strict, "queued").reason
+        assert reason == f"shard-overlap is predicted to {said} on toy"
 
 
 def test_an_eager_call_takes_nothing_that_loses_to_serial_in_a_mode() -> None:
@@ -141,77 +134,51 @@ def test_serial_is_the_form_that_would_be_taken_and_not_the_best_of_two_modes() 
 
 
 def test_an_eager_call_takes_what_loses_least_in_its_worse_mode() -> None:
-    found = made_up(
-        collective=(9e-3, 9e-3),
-        overlap=(2e-3, 4e-3),
-        growing=(2.2e-3, 3.2e-3),
-        shrinking=(4e-3, 3e-3),
-    )
     # Losses against the best of a mode: 0 and 1/3; 1/10 and 1/15; 1 and 0.
+    found = made_up(
+        collective=(9e-3, 9e-3), overlap=(2e-3, 4e-3), growing=(2.2e-3, 3.2e-3),
+        shrinking=(4e-3, 3e-3),
+    )  # fmt: skip
     assert str(choose(found, MACHINE, "eager").chosen.schedule) == "growing"
+    # Of what is as good as equal the first is taken.
+    for growing, taken in (
+        (2e-3, "shard-overlap"), (1.985e-3, "shard-overlap"), (1.97e-3, "growing")
+    ):  # fmt: skip
+        found = made_up(collective=(4e-3,), overlap=(2e-3,), growing=(growing,))
+        assert str(choose(found, MACHINE, "queued").chosen.schedule) == taken
 
 
-@pytest.mark.parametrize(
-    ("growing", "taken"),
-    [(2e-3, "shard-overlap"), (1.985e-3, "shard-overlap"), (1.97e-3, "growing")],
-)
-def test_of_what_is_as_good_as_equal_the_first_is_taken(growing: float, taken: str) -> None:
-    found = made_up(collective=(4e-3,), overlap=(2e-3,), growing=(growing,))
-    assert str(choose(found, MACHINE, "queued").chosen.schedule) == taken
-
-
-@pytest.mark.parametrize(
-    ("name", "serial"),
-    [
-        ("serial", True),
-        ("serial:collective", True),
-        ("serial:pull,copy=7", True),
-        ("uniform-fused-1d:pieces=2", False),
-        ("serial:tail=4", False),
-        ("shard-overlap", False),
-    ],
-)
-def test_what_is_serial(name: str, serial: bool) -> None:
-    assert is_serial(Schedule.parse(name)) is serial
-
-
-def test_the_model_on_a_machine_of_round_figures() -> None:
-    # Own tile 1 ms while the first shard travels, then a tile as each arrives: 4 ms, and serial
-    # takes 3 + 4. Nothing beats 4 ms of products, and of equals the first is taken.
-    decision = decide(PROBLEM, machine=MACHINE, mode="queued")
-    assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
-    assert "take 4 ms queued on toy, 1.75 times as fast as serial" in decision.reason
+def test_what_is_serial() -> None:
+    serial = ("serial", "serial:collective", "serial:pull,copy=7")
+    others = ("uniform-fused-1d:pieces=2", "serial:tail=4", "shard-overlap")
+    assert [name for name in (*serial, *others) if is_serial(Schedule.parse(name))] == [*serial]
 
 
 # Candidates.
 
 
-@pytest.mark.parametrize("machine", [MESH, MACHINE, None], ids=["mesh", "switch", "unknown"])
-def test_candidates_are_few_and_different(machine: Machine | None) -> None:
-    asked = problem(8192, 4096, 4096, machine.ranks if machine else 4)
-    found = candidates(asked, machine)
-    assert 12 <= len(found) <= 20
-    assert len({str(one) for one in found}) == len(found)
-    assert [str(one) for one in found if is_serial(one)][0] == "serial:collective"
-    for one in found:
-        assert Schedule.parse(str(one)) == one
-        plan(asked, one, 0)
+def test_candidates_are_what_the_device_serves_and_was_measured() -> None:
+    on_cpu = replace(MACHINE, accelerator="cpu")
+    assert {one.compute for one in candidates(PROBLEM, on_cpu)} == {1}
+    measured = replace(MACHINE, kernel_copies=MACHINE.copies)
+    for machine, offers, served in (
+        (measured, (), False), (MACHINE, ("dma", "kernel"), False),
+        (measured, ("dma", "kernel"), True),
+    ):  # fmt: skip
+        found = candidates(PROBLEM, machine, *([offers] if offers else []))
+        assert any(one.mover == "kernel" for one in found) == served
 
 
-def test_on_a_switch_two_compute_lanes_come_first_of_what_is_alike() -> None:
+def test_what_comes_first_on_a_switch_and_copies_on_a_mesh() -> None:
     even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
     even["serial:collective"] = even["serial"] = 2.0
     found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
     assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
-
-
-def test_on_a_mesh_all_links_copy_at_once() -> None:
     assert on_mesh(MESH) and not on_mesh(MACHINE)
-    found = candidates(problem(8192, 4096, 4096, 8), MESH)
-    lanes = {str(one): one.copy for one in found if one.mover == "dma"}
-    assert lanes.pop("shard-overlap") == 1  # Async TP as it is
-    assert set(lanes.values()) == {7}
-    assert all(one.order == "piece" for one in found if str(one) != "shard-overlap")
+    lanes = {str(one): one for one in candidates(problem(8192, 4096, 4096, 8), MESH)}
+    lanes = {name: one for name, one in lanes.items() if one.mover == "dma"}
+    assert lanes.pop("shard-overlap").copy == 1  # Async TP as it is
+    assert {(one.copy, one.order) for one in lanes.values()} == {(7, "piece")}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -224,25 +191,13 @@ def test_every_operator_has_candidates_that_it_can_take(
         found = candidates(asked, machine)
         assert 8 <= len(found) <= 20
         assert set(same_plans(asked, found).values()) == set(found)  # each a plan of its own
-        assert [str(one) for one in found[:2]] == ["serial:collective", str(found[1])]
+        assert str(found[0]) == "serial:collective"
         assert is_serial(found[1]) and not any(map(is_serial, found[2:]))
         for one in found:
-            assert refusal(asked, one) == ""
+            assert refusal(asked, one) == "" and Schedule.parse(str(one)) == one
             plan(asked, one, 0)
     rings = [one for one in found if one.grouping == "ring"]
     assert bool(rings) is (asked.kind.sums and machine is not MESH)
-
-
-def test_a_second_compute_lane_is_no_candidate_on_cpus() -> None:
-    machine = replace(MACHINE, accelerator="cpu")
-    assert {one.compute for one in candidates(PROBLEM, machine)} == {1}
-
-
-def test_copy_kernels_are_candidates_where_they_are_served_and_measured() -> None:
-    measured = replace(MACHINE, kernel_copies=MACHINE.copies)
-    assert not any(one.mover == "kernel" for one in candidates(PROBLEM, measured))
-    assert not any(one.mover == "kernel" for one in candidates(PROBLEM, MACHINE, ("dma", "kernel")))
-    assert any(one.mover == "kernel" for one in candidates(PROBLEM, measured, ("dma", "kernel")))
 
 
 # The rule.
@@ -250,44 +205,30 @@ def test_copy_kernels_are_candidates_where_they_are_served_and_measured() -> Non
 MARKS = Thresholds(1e12, 5e12, BY)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "taken"),
-    [
+def test_the_rule_of_the_paper() -> None:
+    for sizes, taken in (
         ((4096, 4096, 4096), "uniform-fused-2d"),  # m = k
         ((4096, 4096, 8192), "uniform-fused-2d"),
         ((8192, 4096, 4096), "uniform-fused-1d"),  # 2.7e11
         ((65536, 2048, 8192), "hetero-fused-1d"),  # 2.2e12
         ((65536, 16384, 8192), "hetero-unfused-1d"),  # 1.8e13
-    ],
-)
-def test_the_rule_of_the_paper(sizes: tuple[int, int, int], taken: str) -> None:
-    name, reason = rule(problem(*sizes), MARKS)
-    assert name == taken
-    assert f"k={sizes[2]}" in reason
-
-
-def test_the_rule_counts_the_operations_of_one_rank() -> None:
-    asked = problem(65536, 2048, 8192)
-    at = Thresholds(float(asked.flops), 5.0 * asked.flops, BY)
-    assert rule(asked, at)[0] == "hetero-fused-1d"  # the threshold itself is not below it
-    above = Thresholds(asked.flops / 5 - 1, asked.flops - 1.0, BY)
-    assert rule(asked, above)[0] == "hetero-unfused-1d"
-    # Whoever counted those of all four ranks would be above both.
-    assert (
-        rule(asked, Thresholds(asked.flops + 1.0, 2.0 * asked.flops, BY))[0] == "uniform-fused-1d"
-    )
-
-
-@pytest.mark.parametrize("operator", [name for name, kind in OPERATORS.items() if kind.scatters])
-def test_the_rule_reads_what_scatters_as_the_gather_that_it_is_the_transpose_of(
-    operator: str,
-) -> None:
-    for m, n, k in (
-        (4096, 4096, 512),
-        (8192, 4096, 512),
-        (65536, 8192, 2048),
-        (65536, 8192, 16384),
     ):
+        name, reason = rule(problem(*sizes), MARKS)
+        assert name == taken and f"k={sizes[2]}" in reason
+    # It counts the operations of one rank: whoever counted those of all four would be above.
+    asked = problem(65536, 2048, 8192)
+    for low, high, taken in (
+        (asked.flops, 5.0 * asked.flops, "hetero-fused-1d"),  # the threshold is not below itself
+        (asked.flops / 5 - 1, asked.flops - 1.0, "hetero-unfused-1d"),
+        (asked.flops + 1.0, 2.0 * asked.flops, "uniform-fused-1d"),
+    ):
+        assert rule(asked, Thresholds(low, high, BY))[0] == taken
+
+
+def test_the_rule_reads_what_scatters_as_the_gather_that_it_is_the_transpose_of() -> None:
+    sizes = (4096, 4096, 512), (8192, 4096, 512), (65536, 8192, 2048), (65536, 8192, 16384)
+    operators = [name for name, kind in OPERATORS.items() if kind.scatters]
+    for operator, (m, n, k) in product(operators, sizes):
         sent = problem_of_sizes(operator, m, n, k, "bfloat16", 4)
         gathered = problem_of_sizes("all_gather_matmul", m, k, n, "bfloat16", 4)
         name, reason = rule(sent, MARKS)
@@ -298,44 +239,39 @@ def test_the_rule_reads_what_scatters_as_the_gather_that_it_is_the_transpose_of(
         assert "transpose" in decision.reason
 
 
-def test_the_literal_reading_takes_the_peak_as_a_number() -> None:
-    marks = rule_table.literal(MACHINE)
+def test_blocks_that_a_prediction_and_the_literal_rule_need() -> None:
     assert MACHINE.gemm is not None
+    bare = replace(MACHINE, gemm=None, host=None)
+    assert lacking(MACHINE, "eager") == ()
+    assert lacking(bare, "eager") == ("gemm", "host") and lacking(bare, "queued") == ("gemm",)
+    marks = rule_table.literal(MACHINE)  # which takes the peak as a number
     assert (marks.low, marks.high) == (MACHINE.gemm.peak, 5 * MACHINE.gemm.peak)
     with pytest.raises(ValueError, match="required its block gemm"):
-        rule_table.literal(replace(MACHINE, gemm=None))
+        rule_table.literal(bare)
 
 
-def test_thresholds_are_fitted_to_what_was_fastest() -> None:
-    sizes = [2**i for i in range(10, 20)]
-    best = ["uniform-fused-1d"] * 3 + ["hetero-fused-1d"] * 4 + ["hetero-unfused-1d"] * 3
+def test_thresholds_are_fitted_to_what_was_fastest_and_weigh_what_is_lost() -> None:
+    names = "uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d"
+    best = [names[0]] * 3 + [names[1]] * 4 + [names[2]] * 3
     seen = [
-        Observation(problem(m, 512, 512), {name: 1.0}) for m, name in zip(sizes, best, strict=True)
+        Observation(problem(2**i, 512, 512), {name: 1.0}) for i, name in enumerate(best, start=10)
     ]
     marks = fit_thresholds(seen)
     flops = [one.problem.flops for one in seen]
-    assert flops[2] < marks.low < flops[3]
-    assert flops[6] < marks.high < flops[7]
+    assert flops[2] < marks.low < flops[3] and flops[6] < marks.high < flops[7]
     assert marks.provenance.source == "fitted" and "10 problems" in marks.provenance.note
     assert [rule(one.problem, marks)[0] for one in seen] == best
     # One with m <= k says nothing of them.
     assert fit_thresholds([*seen, Observation(problem(512, 8, 1024), {"uniform-fused-2d": 1.0})])
     with pytest.raises(ValueError, match="m > k"):
         fit_thresholds([])
-
-
-def test_thresholds_weigh_what_is_lost() -> None:
-    names = "uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d"
     # Two problems of the same size disagree: a little against a lot.
     small, large = problem(4096, 512, 512), problem(65536, 512, 512)
-    seen = [
-        Observation(small, dict(zip(names, (1.0, 1.01, 1.02), strict=True))),
-        Observation(small, dict(zip(names, (1.5, 1.0, 1.1), strict=True))),
-        Observation(large, dict(zip(names, (1.5, 1.2, 1.0), strict=True))),
-    ]
-    marks = fit_thresholds(seen)
-    assert rule(small, marks)[0] == "hetero-fused-1d"
-    assert rule(large, marks)[0] == "hetero-unfused-1d"
+    times = (small, (1.0, 1.01, 1.02)), (small, (1.5, 1.0, 1.1)), (large, (1.5, 1.2, 1.0))
+    marks = fit_thresholds(
+        [Observation(asked, dict(zip(names, taken, strict=True))) for asked, taken in times]
+    )
+    assert [rule(one, marks)[0] for one in (small, large)] == [*names[1:]]
 
 
 # Losses.
@@ -370,12 +306,17 @@ def test_decomposition_of_the_communication_by_hand() -> None:
     assert MACHINE.copies is not None
     slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
     # 3 shards of 1 ms and a gap of 1 ms each; in 4 pieces there are 12 gaps.
-    made = plan(PROBLEM, Schedule.parse("hetero-fused-1d:pieces=4"), 0)
-    assert copy_loss(made, slow) == pytest.approx((3 + 12) / 6)
-    assert copy_loss(plan(PROBLEM, Schedule.parse("shard-overlap"), 0), slow) == 1.0
-    assert copy_loss(plan(PROBLEM, Schedule.parse("serial:collective"), 0), slow) == 1.0
-    pulled = plan(PROBLEM, Schedule.parse("hetero-fused-1d:pieces=4,pull"), 0)
-    assert copy_loss(pulled, slow) == pytest.approx((3 + 12) / 6)
+    for name, loss in (
+        ("hetero-fused-1d:pieces=4", (3 + 12) / 6), ("shard-overlap", 1.0),
+        ("serial:collective", 1.0), ("hetero-fused-1d:pieces=4,pull", (3 + 12) / 6),
+    ):  # fmt: skip
+        assert copy_loss(plan(PROBLEM, Schedule.parse(name), 0), slow) == pytest.approx(loss)
+    asked = Problem("all_gather_matmul", (8, 512, 2048, 2048), 64, 4096, "bfloat16")
+    made = plan(asked, Schedule.parse("hetero-unfused-1d:pieces=2,pull"), 0)
+    # Rank 0 fetches 0.5, 2 and 2 ms, each with a gap of 1 ms, or with two when cut in two.
+    assert copy_loss(made, slow) == pytest.approx((2.5 + 4 + 4) / (1.5 + 3 + 3))
+    mesh = replace(slow, topology=Topology("mesh", RATE, BY))  # where the longest way counts
+    assert copy_loss(made, mesh) == pytest.approx(4 / 3)
 
 
 def test_decomposition_of_what_scatters_by_hand() -> None:
@@ -414,32 +355,20 @@ def test_a_product_that_adds_itself_reads_what_it_adds_to() -> None:
 
 def test_what_a_call_holds_of_each_operator() -> None:
     # A, B and the result of rank 1 of 2, in elements of 2 bytes; m 6, n 5, k 7.
-    table = ((1, 2), (3, 0))
-    for operator, blocks, held in (
-        ("all_gather_matmul", (), 3 * 7 + 7 * 5 + 6 * 5),
-        ("matmul_reduce_scatter", (), 6 * 7 + 7 * 5 + 3 * 5),
-        ("matmul_all_reduce", (), 6 * 7 + 7 * 5 + 6 * 5),
-        ("all_to_all_matmul", table, 3 * 7 + 7 * 5 + 2 * 5),
-        ("matmul_all_to_all", table, 3 * 7 + 7 * 5 + 2 * 5),
-        ("all_gather_transposed_matmul", (), 3 * 7 + 6 * 5 + 7 * 5),
-        ("all_to_all_transposed_matmul", table, 3 * 7 + 2 * 5 + 7 * 5),
+    for operator, held in (
+        ("all_gather_matmul", 3 * 7 + 7 * 5 + 6 * 5),
+        ("matmul_reduce_scatter", 6 * 7 + 7 * 5 + 3 * 5),
+        ("matmul_all_reduce", 6 * 7 + 7 * 5 + 6 * 5),
+        ("all_to_all_matmul", 3 * 7 + 7 * 5 + 2 * 5),
+        ("matmul_all_to_all", 3 * 7 + 7 * 5 + 2 * 5),
+        ("all_gather_transposed_matmul", 3 * 7 + 6 * 5 + 7 * 5),
+        ("all_to_all_transposed_matmul", 3 * 7 + 2 * 5 + 7 * 5),
     ):
-        if blocks:
-            asked = Problem.of_blocks(operator, blocks, 5, 7, "bfloat16")
-        else:
-            asked = Problem(operator, (3, 3), 5, 7, "bfloat16")
+        make, rows = Problem, (3, 3)
+        if OPERATORS[operator].blocks:
+            make, rows = Problem.of_blocks, ((1, 2), (3, 0))
+        asked = make(operator, rows, 5, 7, "bfloat16")
         assert held_bytes(asked, 1, 100) == 2 * held + 100, operator
-
-
-def test_on_a_mesh_the_longest_way_counts() -> None:
-    assert MACHINE.copies is not None
-    slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
-    asked = Problem("all_gather_matmul", (8, 512, 2048, 2048), 64, 4096, "bfloat16")
-    made = plan(asked, Schedule.parse("hetero-unfused-1d:pieces=2,pull"), 0)
-    # Rank 0 fetches 0.5, 2 and 2 ms, each with a gap of 1 ms, or with two when cut in two.
-    assert copy_loss(made, slow) == pytest.approx((2.5 + 4 + 4) / (1.5 + 3 + 3))
-    mesh = replace(slow, topology=Topology("mesh", RATE, BY))
-    assert copy_loss(made, mesh) == pytest.approx(4 / 3)
 
 
 def test_contention_by_hand() -> None:
@@ -451,22 +380,18 @@ def test_contention_by_hand() -> None:
 
 
 def test_the_ideal_by_hand() -> None:
+    assert MACHINE.copies is not None and MACHINE.memory is not None
     assert PRODUCTS.ideal(PROBLEM, MACHINE) == pytest.approx(4e-3)  # products
     wide = problem(4096, 256, 4096)  # a quarter of a tile takes as long
     assert PRODUCTS.ideal(wide, MACHINE) == pytest.approx(4e-3)
-    assert MACHINE.copies is not None
     curve = ((1.0, RATE / 2), (2.0**40, RATE / 2))
     slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), all_gather=None)
     assert PRODUCTS.ideal(PROBLEM, slow) == pytest.approx(6e-3)  # three shards, one after the other
     mesh = replace(slow, topology=Topology("mesh", RATE, BY))
     assert PRODUCTS.ideal(PROBLEM, mesh) == pytest.approx(4e-3)  # each on a link of its own
-
-
-def test_the_ideal_of_the_other_operators_by_hand() -> None:
-    # Blocks of 8 MiB take 1 ms each, four tiles a block 4 ms, the collective 3 ms; sums do not
-    # count, however slow memory is.
-    assert MACHINE.memory is not None
-    slow = replace(MACHINE, memory=replace(MACHINE.memory, bandwidth=1e3))
+    # Of other operators: blocks of 8 MiB take 1 ms each, four tiles a block 4 ms, the collective
+    # 3 ms; sums do not count, however slow memory is.
+    forgetful = replace(MACHINE, memory=replace(MACHINE.memory, bandwidth=1e3))
     for operator, k, expected in (
         ("matmul_reduce_scatter", 4096, 16e-3),
         ("matmul_reduce_scatter", 256, 3e-3),
@@ -479,17 +404,10 @@ def test_the_ideal_of_the_other_operators_by_hand() -> None:
         asked = problem_of_sizes(operator, 4096, 4096, k, "bfloat16", 4)
         if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank
             asked = Problem.of_blocks(operator, [[1024] * 4] * 4, 4096, k, "bfloat16")
-        assert PRODUCTS.ideal(asked, slow) == pytest.approx(expected), operator
+        assert PRODUCTS.ideal(asked, forgetful) == pytest.approx(expected), operator
 
 
 # A machine that lacks something.
-
-
-def test_blocks_that_a_prediction_needs() -> None:
-    assert lacking(MACHINE, "eager") == ()
-    bare = replace(MACHINE, gemm=None, host=None)
-    assert lacking(bare, "eager") == ("gemm", "host")
-    assert lacking(bare, "queued") == ("gemm",)
 
 
 # Products of float8 operands.
@@ -531,10 +449,3 @@ def test_no_batch_of_scaled_products_is_predicted() -> None:
     assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)
     parts = losses(problem, schedule, late, predict).gemm  # over a whole that has one start, too
     assert products * 0.95 < parts < products
-
-
-def test_the_product_of_bytes_has_more_of_them() -> None:
-    assert result_bytes(1, False) == result_bytes(2, False) == 2
-    assert result_bytes(2, True) == 8 and result_bytes(1, True) == 16  # by a pass of its own
-    columns = np.array([1.0, 2.0, 4.0])
-    assert list(result_bytes(columns, np.array([False, True, False]))) == [2, 8, 4]

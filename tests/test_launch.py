@@ -1,0 +1,129 @@
+"""The launcher of ranks: what it returns, how ranks end, and who says how many there are.
+
+Ranks import this file, so that it imports little.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from ficco.errors import ConfigError
+from ficco.tools.launch import RankFailed, check_ranks, launch, own_rank
+
+
+def _rank_and_world(more: int) -> tuple[int, int, int]:
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size(), more
+
+
+def _fail(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ZeroDivisionError("on purpose")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(100)
+    dist.barrier()
+
+
+def _runs(process: str) -> bool:
+    try:
+        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _stay(folder: str, deaf: bool = False) -> None:
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def _within(seconds: float, true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = []
+
+    def collect(*_: object) -> None:
+        assert _within(100, lambda: len(os.listdir(tmp_path)) == 3)
+        began.append(time.monotonic())
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("ficco.tools.launch.TERMINATE_S", 1.0)
+    monkeypatch.setattr("ficco.tools.launch._collect", collect)
+    with pytest.raises(ZeroDivisionError):
+        launch(_stay, 3, str(tmp_path), True)
+    assert time.monotonic() - began[0] < 2.5
+    assert not any(map(_runs, os.listdir(tmp_path)))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_whoever_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    parent = context.Process(target=launch, args=(_stay, 2, str(tmp_path)))
+    parent.start()
+    assert _within(100, lambda: len(os.listdir(tmp_path)) == 2) and parent.pid is not None
+    os.kill(parent.pid, how)
+    parent.join(30)
+    assert _within(15, lambda: not any(map(_runs, os.listdir(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    ("how", "seconds", "kind", "said"),
+    [
+        ("raise", 60.0, "ZeroDivisionError", "on purpose"),
+        ("kill", 60.0, "exit", "SIGKILL"),
+        ("hang", 1.0, "exit", "exit code 1"),
+    ],
+)
+def test_launch_says_which_rank_failed_and_how(
+    how: str, seconds: float, kind: str, said: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=said) as caught:
+        launch(_fail, 2, how, timeout_s=seconds)
+    assert caught.value.kind == kind
+    assert how == "hang" or caught.value.rank == 1
+    assert ("_fail" in caught.value.details) == (how == "raise")
+    assert time.monotonic() - began < 30
+
+
+def test_launch_returns_what_rank_0_returns() -> None:
+    assert launch(_rank_and_world, 3, 5) == (0, 3, 5)
+
+
+def test_ranks_are_what_a_whole_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert (check_ranks(None, "cuda"), check_ranks(None, "cpu")) == (2, 4)
+    with pytest.raises(ValueError, match="at most 2"):
+        check_ranks(3, "cuda")
+    monkeypatch.setenv("RANK", "1")  # left over, or a scheduler's own
+    assert own_rank() == 0
+    for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert own_rank() == 1 and check_ranks(None, "cpu") == 3
+    with pytest.raises(ValueError, match="torchrun"):
+        check_ranks(4, "cpu")
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    with pytest.raises(ConfigError, match="WORLD_SIZE: three: required a number"):
+        check_ranks(None, "cpu")
+    monkeypatch.setenv("RANK", "")
+    with pytest.raises(ConfigError, match="RANK"):
+        own_rank()
