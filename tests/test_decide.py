@@ -314,7 +314,7 @@ def test_every_operator_is_explained_planned_and_simulated(
     assert decision.problem is not None and decision.problem.operator == operator
     names = [one.schedule for one in decision.candidates]
     assert {"serial:collective", "serial", str(decision.schedule)} <= set(names)
-    assert all(0 < one.share <= 1.0 and one.losses.gemm >= 0.98 for one in decision.candidates)
+    assert all(0 < one.share <= 1.0 and one.losses.gemm >= 0.99 for one in decision.candidates)
     explained = json.loads(said("explain", *SIZES, "--json"))
     assert (explained["schedule"], explained["mode"]) == (str(decision.schedule), "eager")
     first, second = explained["candidates"][0], decision.candidates[0]
