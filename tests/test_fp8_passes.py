@@ -3,7 +3,8 @@ pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +39,8 @@ from ficco import passes
 __all__ = ["groups"]  # a fixture
 
 E4M3 = torch.float8_e4m3fn
+#: Where nothing travels.
+RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
 # Calls that are traced.
@@ -46,23 +49,23 @@ E4M3 = torch.float8_e4m3fn
 def _gathered_too(at: Rank) -> None:
     """A compiled call that returns the gathered A."""
     torch._dynamo.reset()
-    given, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    mine, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
     call = partial(ficco.all_gather_matmul, return_gathered=True)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    out, gathered = compiled(given.a, given.b, **given.scales)
-    assert torch.equal(out, want) and gathered.dtype == given.a.dtype
-    assert gathered.shape == (given.a.shape[0] * at.world, given.a.shape[1])
+    out, gathered = compiled(mine.a, mine.b, **mine.scales)
+    assert torch.equal(out, want) and gathered.dtype == mine.a.dtype
+    assert gathered.shape == (mine.a.shape[0] * at.world, mine.a.shape[1])
 
 
 def _refused(at: Rank) -> None:
     """What is said of fake operands, before any call."""
-    given, _ = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
-    wrong_scale = {"scale_a": given.scales["scale_a"][:3]}
+    mine, _ = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    wrong_scale = {"scale_a": mine.scales["scale_a"][:3]}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        call = partial(ficco.all_gather_matmul, *map(mode.from_tensor, (given.a, given.b)))
-        other = partial(call, **given.scales, out_dtype=torch.float64)
+        call = partial(ficco.all_gather_matmul, *map(mode.from_tensor, (mine.a, mine.b)))
+        other = partial(call, **mine.scales, out_dtype=torch.float64)
         refuses(
-            ("[3, 1]", partial(call, **given.scales | wrong_scale)),
+            ("[3, 1]", partial(call, **mine.scales | wrong_scale)),
             ("out_dtype: required one of bfloat16", other),
         )
 
@@ -162,65 +165,39 @@ PROGRAMS = [
 ]
 
 
-def operands(program: ScaledProgram, rank: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(rank)
-    m, n, k = 16, 128 if program.recipe == "block" else 32, 256
-    shapes = {"tensor": ((), ()), "row": ((m, 1), (1, n)), "block": ((m, 2), (2, 1))}
-    x = torch.randint(-2, 3, (m, k), generator=draw).to(E4M3)
-    of_x, of_w = shapes[program.recipe]
-    # One scale for all ranks where there is one for all rows.
-    one = torch.Generator().manual_seed(9 if program.recipe == "tensor" else rank)
-    s = 2.0 ** torch.randint(0, 2, of_x, generator=one).float()
-    same = torch.Generator().manual_seed(7)
-    w = torch.zeros(n, k).scatter_(1, torch.randint(0, k, (n, 12), generator=same), 1.0).to(E4M3)
-    t = 2.0 ** torch.randint(0, 2, of_w, generator=same).float()
-    return [x, w, s, t, torch.arange(n).bfloat16()]
-
-
-def _wide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    if scale.dim() == 2 and scale.shape[1] == 2:
-        scale = scale.repeat_interleave(128, 1)
-    elif scale.dim() == 2 and scale.shape[0] == 1 and x.shape[0] != 1:
-        scale = scale.t()
-    return x.float() * scale
-
-
-def wanted(program: ScaledProgram, rank: int, world: int) -> list[torch.Tensor]:
-    """What the program gives on a rank, from the operands of all."""
-    every = [operands(program, one) for one in range(world)]
-    xs = [_wide(one[0], one[2]) for one in every]
-    w, t, bias = every[0][1], every[0][3], every[0][4]
-    of_w = t.repeat_interleave(128, 0).t() if program.recipe == "block" else t
-    right = (w.float() * (of_w if program.recipe != "row" else of_w.t())).t()
-    rows = len(xs[0]) // world
-    mine = slice(rank * rows, (rank + 1) * rows)
-    (operator,) = program.expected
-    if program.name == "batches":
-        xs = [torch.stack([x.view(2, -1, x.shape[1]) for x in xs], 1).flatten(0, 2)]
-    if operator == A2AM:
-        xs = [x[mine] for x in xs]
-    if operator in (AGM, A2AM):
-        out = torch.cat(xs) @ right + (bias.float() if program.name == "bias" else 0)
-        results = [out, out[:, :16]] if program.name == "two products" else [out]
-    elif operator == MA2A:
-        results = [torch.cat([(x @ right)[mine] for x in xs])]
-    else:
-        total = torch.stack([(x @ right).bfloat16() for x in xs]).float().sum(0)
-        results = [total if operator == MAR else total[mine]]
-    return [result.bfloat16() for result in results]
+def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The operands of a rank, and the result of its product."""
+    (operator,), world = program.expected, at.world
+    blocks, n = operator in (A2AM, MA2A), 128 if program.recipe == "block" else 32
+    rows: Any = (16 if operator == AGM else 8,) * world
+    rows, bias = (rows,) * world if blocks else rows, program.name == "bias"
+    case = ScaledCase(operator, rows, 256, n, program.recipe, bias=bias)
+    for iteration in itertools.count():
+        every = [made(case, Rank(rank, world, at.device), iteration)[0] for rank in range(world)]
+        scales = [one.scales["scale_a"] for one in every]
+        # One scale for all ranks where there is one for all rows.
+        if program.recipe != "tensor" or all(torch.equal(one, scales[0]) for one in scales):
+            break
+    mine, want = made(case, at, iteration)
+    plain = mine.a, mine.b.t(), scales[at.rank].contiguous(), mine.scales["scale_b"]
+    return [*plain, mine.scales.get("bias", torch.zeros(n).bfloat16())], want
 
 
 def _replaced(at: Rank, name: str) -> None:
     program = next(one for one in PROGRAMS if one.name == name)
-    given = operands(program, at.rank)
-    graph = trace(program.run, given, dist.group.WORLD)
+    operands, want = given(program, at)
+    graph = trace(program.run, operands, dist.group.WORLD)
     before = graph.graph.find_nodes(op="output", target="output")[0].meta.get("val")
     report = passes.replace(graph)
     assert called(graph) == [f"{one}_scaled" for one in program.expected], f"{report}\n{graph.code}"
     assert collectives(graph) == 2 * program.left, graph.code  # and its wait
-    found = graph(*[one.clone() for one in given])
-    founds: Sequence[torch.Tensor] = found if isinstance(found, tuple) else [found]
-    for one, other in zip(founds, wanted(program, at.rank, at.world), strict=True):
+    found = graph(*[one.clone() for one in operands])
+    wants, founds = [want], [found]
+    if program.name == "two products":
+        wants, founds = [want, want[:, :16]], list(found)
+    if program.name == "batches":
+        wants = [want.view(at.world, 2, -1, want.shape[1]).transpose(0, 1).reshape(want.shape)]
+    for one, other in zip(founds, wants, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other), f"{report}\n{graph.code}"
         assert one.is_contiguous() or before is None
     assert any(program.says in entry.reason for entry in report), str(report)
@@ -279,7 +256,7 @@ LEFT: list[tuple[str, Callable[..., Any], str]] = [
 def test_what_stays_of_scaled_products_has_a_reason(
     name: str, program: Callable[..., Any], says: str, groups: dict[int, Any]
 ) -> None:
-    graph = trace(program, operands(PROGRAMS[0], 0), groups[2])
+    graph = trace(program, given(PROGRAMS[0], RANK)[0], groups[2])
     before = graph.code
     report = passes.replace(graph)
     assert not report and graph.code == before
@@ -300,7 +277,7 @@ def test_recipes_that_no_operator_has(
 ) -> None:
     """As graphs of other devices have them; fake kernels here refuse some."""
     program = next(one for one in PROGRAMS if one.name == "functional")
-    graph = trace(program.run, operands(program, 0), groups[2])
+    graph = trace(program.run, given(program, RANK)[0], groups[2])
     (node,) = (n for n in graph.graph.nodes if "scaled_mm" in str(n.target))
     names = [argument.name for argument in node.target._schema.arguments]
     node.args, node.kwargs = (), dict(zip(names, node.args, strict=False)) | changes
@@ -315,8 +292,8 @@ def _compiled(at: Rank) -> None:
     layer = torch.compile(
         lambda *given: program.run(*given, dist.group.WORLD), backend=backend, fullgraph=True
     )
-    found = layer(*operands(program, at.rank))
-    assert torch.equal(found, wanted(program, at.rank, at.world)[0])
+    operands, want = given(program, at)
+    assert torch.equal(layer(*operands), want)
     assert "2 replaced, 0 left" in str(backend.report)
 
 

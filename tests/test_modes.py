@@ -110,7 +110,6 @@ def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed
     ):
         failure = caught(call)
         assert isinstance(failure, Failure) and words in failure.text, (name, failure)
-        assert failure.type == "NotImplementedError", (name, failure)
     assert torch.equal(function(x), wanted), f"{name}: the group does not go on"
 
 

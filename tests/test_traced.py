@@ -109,7 +109,6 @@ def _dynamic(at: Rank) -> None:
     by_tokens = [partial(experts, at, count) for count in (7, 9, 11)]  # sizes of nothing else
     kinds: list[tuple[Any, list[Any], int | None]] = [
         (ficco.all_gather_attention, by_rows, None),
-        (ficco.ulysses_attention, by_rows, None),
         (attended, by_positions, None),
         (fewer, by_tokens, 4),
         (expert_layer(), by_tokens, 4),
@@ -124,9 +123,8 @@ def _dynamic(at: Rank) -> None:
 
 def _some(at: Rank) -> None:
     """Gradients of one operand, or of none."""
-    kinds: list[tuple[Any, Any, int]] = [(attended, projections, only) for only in (0, 2, 4, 5)]
-    kinds += [(expert_layer(capacity=3), experts, only) for only in (0, 1, 3)]
-    kinds += [(expert_layer(), experts, 1)]
+    kinds: list[tuple[Any, Any, int]] = [(attended, projections, only) for only in (0, 2, 5)]
+    kinds += [(expert_layer(capacity=3), experts, 0), (expert_layer(), experts, 1)]
     for function, draw, only in kinds:
         results = []
         for called in (compiled(function), function):
@@ -219,18 +217,18 @@ def _behind(at: Rank) -> None:
     assert not torch.equal(wanted[0], scaled_dot_product_attention(*given, enable_gqa=True))
 
 
-def _ways(at: Rank, backend: str, *ways: dict[str, Any]) -> None:
-    for way in ways:
-        layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
-        wanted, once = trained(layer, first, 4), compiled(layer, backend)
-        same(trained(once, second, 4), wanted)
-        with torch.no_grad():
-            same([once(*first)], wanted[:1])
+def _experts(at: Rank, way: dict[str, Any], backend: str = "aot_eager") -> None:
+    layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
+    wanted, once = trained(layer, first, 4), compiled(layer, backend)
+    same(trained(once, second, 4), wanted)
+    with torch.no_grad():
+        same([once(*first)], wanted[:1])
 
 
-def _all_ways(at: Rank) -> None:
-    """All ways in which tokens find their experts."""
-    _ways(at, "aot_eager", *WAYS)
+def _all_pairs(at: Rank) -> None:
+    """Experts that take all pairs, in further rounds, or in exactly the rows that there are."""
+    for way in WAYS[2:4]:
+        _experts(at, way)
 
 
 def _routed(at: Rank) -> None:
@@ -282,7 +280,7 @@ def _refused(at: Rank) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [*(_dynamic, _some, _counted, _without, _layer, _behind), *(_all_ways, _routed, _refused)],
+    [*(_dynamic, _some, _counted, _without, _layer, _behind), *(_all_pairs, _routed, _refused)],
 )
 def test_traced(check: Callable[[Rank], None]) -> None:
     run(2, check)
@@ -290,4 +288,4 @@ def test_traced(check: Callable[[Rank], None]) -> None:
 
 @pytest.mark.slow
 def test_experts_compiled_by_inductor() -> None:
-    run(2, _ways, "inductor", WAYS[2], WAYS[4])
+    run(2, _experts, WAYS[4], "inductor")
