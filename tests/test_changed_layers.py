@@ -256,9 +256,9 @@ def _refused(at: Rank) -> None:
     rows = "rows: required None", lambda: column(torch.ones(4, HIDDEN), rows=[4, 4])
     refuses(rows, kind="NotImplementedError")
     mesh = DeviceMesh(at.device.type, list(reversed(range(at.world))))
-    styles = [partial(parallelize_module, nn.Linear(8, 8), mesh, style())
-              for style in (RowwiseParallel, ColwiseParallel)]  # fmt: skip
     falling = (
+        lambda: parallelize_module(nn.Linear(8, 8), mesh, RowwiseParallel()),
+        lambda: parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel()),
         lambda: ColumnParallelLinear(8, 8, group=mesh),
         lambda: ficco.all_gather_matmul(x, torch.ones(8, 3), group=mesh),
         lambda: UlyssesAttention(8, 4, group=mesh),
@@ -268,7 +268,7 @@ def _refused(at: Rank) -> None:
     refuses(
         ("whose weight is a Doubled", lambda: ColumnParallelLinear.from_linear(source)),
         ("share equally, got 5", lambda: row(torch.ones(5, WIDE // 2))),
-        *((order, call) for call in (*falling, *styles)),
+        *((order, call) for call in falling),
     )
 
 

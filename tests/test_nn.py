@@ -710,17 +710,14 @@ def _parts_or_wholes(at: Rank) -> None:
     infinite(torch.ones(2, 8)).sum().backward()
     if at.rank == 1:
         infinite.weight.grad[0, 0] = float("inf")
-    weight = "0.parametrizations.weight.original0: required a DTensor"
-    refuses(
-        (
-            "0.scale: required a DTensor, or no parameter",
-            lambda: clip_grad_norm_(nn.Sequential(added), 1.0),
-        ),
-        (weight, lambda: clip_grad_norm_(nn.Sequential(normed), 1.0)),
-        ("0.weight: required a plain part", lambda: clip_grad_norm_(resharded, 1.0)),
-        ("not served after fully_shard", lambda: full_state_dict(resharded)),
-        kind="NotImplementedError",
-    )
+    for words, model in (
+        ("0.scale: required a DTensor, or no parameter", nn.Sequential(added)),
+        ("0.parametrizations.weight.original0: required a DTensor", nn.Sequential(normed)),
+        ("0.weight: required a plain part", resharded),
+    ):
+        refuses((words, partial(clip_grad_norm_, model, 1.0)), kind="NotImplementedError")
+    keeps = "not served after fully_shard", lambda: full_state_dict(resharded)
+    refuses(keeps, kind="NotImplementedError")
     clips = partial(clip_grad_norm_, infinite, 1.0, error_if_nonfinite=True)
     refuses(("non-finite", clips), kind="RuntimeError")
 
@@ -967,8 +964,8 @@ def _subclasses(at: Rank) -> None:
 
     replaced, mesh = nn.Linear(8, 8), mesh_of(at)
     replaced.forward = lambda x: x
-    columns, rows = (partial(parallelize_module, device_mesh=mesh, parallelize_plan=style())
-                     for style in (ColwiseParallel, RowwiseParallel))  # fmt: skip
+    columns = partial(parallelize_module, device_mesh=mesh, parallelize_plan=ColwiseParallel())
+    rows = partial(parallelize_module, device_mesh=mesh, parallelize_plan=RowwiseParallel())
     refuses(
         ("torch.distributed.tensor.parallel", lambda: columns(Tripled(8, 8))),
         ("got one with a forward of its own", lambda: columns(replaced)),
