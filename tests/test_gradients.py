@@ -57,6 +57,7 @@ class Case:
     n: int
     dtype: str = "float32"
     schedule: str = "auto"
+    leading: bool = False
     transposed: bool = False
     needs: str = "ab"
 
@@ -127,6 +128,8 @@ def operands(case: Case, made: Made, at: Rank, rank: int | None = None) -> tuple
     rank = at.rank if rank is None else rank
     kind = getattr(torch, case.dtype)
     a, b = (some[rank].to(at.device, kind, copy=True) for some in (made.a, made.b))
+    if case.leading and len(a) % 2 == 0:
+        a = a.view(2, len(a) // 2, case.k)
     return a.requires_grad_("a" in case.needs), b.requires_grad_("b" in case.needs)
 
 
@@ -636,15 +639,26 @@ def _frozen_layers(at: Rank) -> None:
     assert kept and all(len(tensor) in (6, 2) for tensor in kept)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        *(_calls, _equal_gradients, _kept_bytes, _second_derivatives),
-        *(_broken_dual, _changed_operand, _jitter, _frozen_layers),
-    ],
-)
-def test_backwards(check: Callable[[Rank], None]) -> None:
+@pytest.mark.parametrize("check", [_calls, _equal_gradients, _kept_bytes, _frozen_layers])
+def test_only_what_is_needed_is_called(check: Callable[[Rank], None]) -> None:
+    """And kept."""
     run(3, check)
+
+
+def test_second_derivatives_are_refused() -> None:
+    run(2, _second_derivatives)
+
+
+def test_what_runs_beside_a_call_that_raises_is_waited_for() -> None:
+    run(2, _broken_dual)
+
+
+def test_operands_must_not_change_before_the_backward() -> None:
+    run(2, _changed_operand)
+
+
+def test_jittered_backwards() -> None:
+    run(3, _jitter)
 
 
 def test_ranks_that_need_other_gradients_learn_it() -> None:
