@@ -358,8 +358,10 @@ def _compiled(at: Rank, inner: str, recipes: list[Any], count: int = 7) -> None:
             ]
             results.append([*outs, *(grad for some in grads for grad in some)])
         for turn, (one, other) in enumerate(zip(*results, strict=True)):
-            assert (one is None) == (other is None), (turn, recipe)
-            assert one is None or torch.equal(one, other), (turn, recipe)
+            if other is None:  # of which a graph may make zeros
+                assert one is None or not one.any(), (turn, recipe)
+            else:
+                assert torch.equal(one, other), (turn, recipe)
 
 
 def _traced(at: Rank) -> None:
@@ -404,9 +406,9 @@ def _losses(at: Rank, recipe: str | None, sharded: bool) -> list[float]:
     return losses
 
 
-def _trained(at: Rank, recipe: str) -> tuple[list[float], list[float], list[float]]:
-    """Losses over ranks, on one rank, and on one rank without float8."""
-    return _losses(at, recipe, True), _losses(at, recipe, False), _losses(at, None, False)
+def _trained(at: Rank, recipe: str) -> tuple[list[float], list[float]]:
+    """Losses over ranks; and on rank 0 alone, or on rank 1 alone without float8."""
+    return _losses(at, recipe, True), _losses(at, recipe if at.rank == 0 else None, False)
 
 
 @pytest.mark.slow
@@ -416,14 +418,14 @@ def test_losses_follow_those_of_the_unsharded(device: str, recipe: str) -> None:
     powers of two as all are. Sums in another order then flip roundings to float8 now and then, so
     that in the end both runs have independent roundings. Each of them moves a step's loss as far as
     float8 moves it from that of the model in float32, and the mean of all losses by far less."""
-    for sharded, whole, wide in run(2, _trained, recipe, device=device):
-        assert len(sharded) == STEPS and sharded[-1] < sharded[0] / 4
-        apart, by_cast = (
-            max(abs(a - b) / b for a, b in zip(one, whole, strict=True)) for one in (sharded, wide)
-        )
-        assert sharded[:3] == pytest.approx(whole[:3], rel=1e-3)
-        assert apart < 2 * by_cast < 0.3, (apart, by_cast)
-        assert sum(sharded) == pytest.approx(sum(whole), rel=0.01)
+    (sharded, whole), (also_sharded, wide) = run(2, _trained, recipe, device=device, timeout=250)
+    assert sharded == also_sharded and len(sharded) == STEPS and sharded[-1] < sharded[0] / 4
+    apart, by_cast = (
+        max(abs(a - b) / b for a, b in zip(one, whole, strict=True)) for one in (sharded, wide)
+    )
+    assert sharded[:3] == pytest.approx(whole[:3], rel=1e-3)
+    assert apart < 2 * by_cast < 0.3, (apart, by_cast)
+    assert sum(sharded) == pytest.approx(sum(whole), rel=0.01)
 
 
 # What is refused.

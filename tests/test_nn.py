@@ -609,7 +609,7 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
 
 @HAS_FSDP2
 def test_replicated_sums_gradients_of_what_is_no_part() -> None:
-    run(2, _summed, ("default", "mesh", "copied", "compiled", "compiled, mesh"))
+    run(2, _summed, ("default", "mesh", "copied", "compiled", "compiled, mesh"), timeout=200)
     run(4, _summed, ("pair", "fully_shard"))
 
 
