@@ -1,16 +1,20 @@
-"""Float8 under torch.compile: calls that are traced, and the pass on products with scales."""
+"""Float8 under torch.compile: what the contract does not trace, and products with scales in the
+pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, run
 from test_fp8 import ScaledCase, made
+from test_nn import refuses
 from test_passes import (
     A2AM,
     AGM,
@@ -31,126 +35,39 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco import passes
-from ficco.ops.library import OPS
 
 __all__ = ["groups"]  # a fixture
 
 E4M3 = torch.float8_e4m3fn
-SCALED = [name for name, ops in OPS.items() if ops.scaled is not None]
+#: Where nothing travels.
+RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
 # Calls that are traced.
 
 
-def _case(operator: str, recipe: str, world: int) -> ScaledCase:
-    if ficco.problems.products.OPERATORS[operator].blocks:
-        return ScaledCase(operator, ((8,) * world,) * world, 32, 128, recipe)
-    return ScaledCase(operator, (8,) * world, 32, 128, recipe)
-
-
-def _given(at: Rank, operator: str, recipe: str) -> tuple[Any, tuple[Any, ...], torch.Tensor]:
-    given, want = made(_case(operator, recipe, at.world), at, 3)
-    return getattr(ficco, operator), (given.a, given.b, given.scales), want
-
-
-def _traced(at: Rank, operator: str, recipe: str, inner: str) -> None:
+def _gathered_too(at: Rank) -> None:
+    """A compiled call that returns the gathered A."""
     torch._dynamo.reset()
-    call, (a, b, scales), want = _given(at, operator, recipe)
-    compiled = torch.compile(lambda a, b, s: call(a, b, **s) + 1, backend=inner, fullgraph=True)
-    for _ in range(2):
-        assert torch.equal(compiled(a, b, scales), want + 1), (operator, recipe)
-    if operator in (AGM, A2AM):
-        kept = torch.compile(
-            lambda a, b, s: ficco.all_gather_matmul(a, b, **s, return_gathered=True),
-            backend=inner,
-            fullgraph=True,
-        )
-        if operator == AGM:
-            out, gathered = kept(a, b, scales)
-            assert torch.equal(out, want) and gathered.dtype == a.dtype
-            assert gathered.shape == (a.shape[0] * at.world, a.shape[1])
-    # Fake results lie as real ones do.
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = [mode.from_tensor(one) for one in (a, b)]
-        fake_scales = {
-            name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one
-            for name, one in scales.items()
-        }
-        result = call(*fake, **fake_scales)
-    assert (result.shape, result.stride(), result.dtype) == (want.shape, want.stride(), want.dtype)
+    mine, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    call = partial(ficco.all_gather_matmul, return_gathered=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out, gathered = compiled(mine.a, mine.b, **mine.scales)
+    assert torch.equal(out, want) and gathered.dtype == mine.a.dtype
+    assert gathered.shape == (mine.a.shape[0] * at.world, mine.a.shape[1])
 
 
-def _all_traced(at: Rank, inner: str) -> None:
-    for operator in SCALED:
-        for recipe in ("tensor", "row", "block"):
-            _traced(at, operator, recipe, inner)
-
-
-def test_calls_are_traced() -> None:
-    run(2, _all_traced, "aot_eager")
-
-
-@pytest.mark.slow
-def test_calls_are_compiled_by_the_default_backend() -> None:
-    run(2, _traced, AGM, "row", "inductor", timeout=150)
-
-
-def _checked(at: Rank) -> None:
-    group = dist.group.WORLD.group_name
-    for operator in SCALED:
-        _, (a, b, scales), _ = _given(at, operator, "row")
-        rest = scales["scale_a"], scales["scale_b"], None, torch.bfloat16, False, group
-        ops = OPS[operator]
-        for op in filter(None, (ops.scaled, ops.scaled_gathered)):
-            torch.library.opcheck(op, (a, b, *rest), test_utils="test_faketensor")
-
-
-def test_opcheck_of_scaled_operators() -> None:
-    run(2, _checked)
-
-
-def _dynamic(at: Rank) -> int:
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def layer(a: torch.Tensor, b: torch.Tensor, of_a: torch.Tensor, of_b: torch.Tensor) -> Any:
-        return ficco.all_gather_matmul(a, b, scale_a=of_a, scale_b=of_b)
-
-    compiled = torch.compile(layer, backend=count, fullgraph=True, dynamic=True)
-    for rows in (8, 12, 20):
-        given, want = made(ScaledCase(AGM, (rows,) * at.world, 32, 48, "row"), at, rows)
-        of = given.scales["scale_a"], given.scales["scale_b"]
-        assert torch.equal(compiled(given.a, given.b, *of), want)
-    return len(graphs)
-
-
-def test_rows_may_change_without_compiling_again() -> None:
-    assert run(2, _dynamic) == [1, 1]
-
-
-def _refused(at: Rank) -> list[str]:
+def _refused(at: Rank) -> None:
     """What is said of fake operands, before any call."""
-    _, (a, b, scales), _ = _given(at, AGM, "row")
-    texts = []
-    for wrong in ({"scale_a": scales["scale_a"][:3]}, {"out_dtype": torch.float64}):
-        with FakeTensorMode() as mode:
-            given = {
-                name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one
-                for name, one in {**scales, **wrong}.items()
-            }
-            fake = mode.from_tensor(a), mode.from_tensor(b)
-            texts.append(str(caught(lambda f=fake, g=given: ficco.all_gather_matmul(*f, **g)).text))
-    return texts
-
-
-def test_wrong_scales_are_refused_while_tracing() -> None:
-    for shapes, dtype in run(2, _refused):
-        assert "scale_a, scale_b: required" in shapes and "[3, 1]" in shapes
-        assert "out_dtype: required one of bfloat16" in dtype
+    mine, _ = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    wrong_scale = {"scale_a": mine.scales["scale_a"][:3]}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        call = partial(ficco.all_gather_matmul, *map(mode.from_tensor, (mine.a, mine.b)))
+        other = partial(call, **mine.scales, out_dtype=torch.float64)
+        refuses(
+            ("[3, 1]", partial(call, **mine.scales | wrong_scale)),
+            ("out_dtype: required one of bfloat16", other),
+        )
 
 
 # The pass.
@@ -225,11 +142,7 @@ PROGRAMS = [
     P("rows", lambda x, w, s, t, b, g: scaled(x, w, s, t, g), (AGM,)),
     P("scales first", _scales_first, (AGM,)),
     P("bias", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, b), (AGM,)),
-    P(
-        "bytes",
-        lambda x, w, s, t, b, g: times(as_bytes(x, g), w, gather(s, 0, g), t),
-        (AGM,),
-    ),
+    P("bytes", lambda x, w, s, t, b, g: times(as_bytes(x, g), w, gather(s, 0, g), t), (AGM,)),
     P(
         "functional",
         lambda x, w, s, t, b, g: functional(gather(x, 0, g), w, gather(s, 0, g), t),
@@ -239,17 +152,8 @@ PROGRAMS = [
     P("two products", _two, (AGM,), left=1, says="kept for _scaled_mm_1"),
     P("scales of all", _rows_apart, (AGM,), left=1, says="is no product"),
     P("one for all", lambda x, w, s, t, b, g: times(gather(x, 0, g), w, s, t), (AGM,), "tensor"),
-    P(
-        "exchanged",
-        lambda x, w, s, t, b, g: times(exchange(x, g), w, exchange(s, g), t),
-        (A2AM,),
-    ),
+    P("exchanged", lambda x, w, s, t, b, g: times(exchange(x, g), w, exchange(s, g), t), (A2AM,)),
     P("scattered", lambda x, w, s, t, b, g: scatter(times(x, w, s, t), 0, g), (MRS,)),
-    P(
-        "scattered batches",
-        lambda x, w, s, t, b, g: scatter(times(x, w, s, t).view(2, -1, 32), 1, g),
-        (MRS,),
-    ),
     P("reduced", lambda x, w, s, t, b, g: reduce(times(x, w, s, t), g), (MAR,), "tensor"),
     P("sent", lambda x, w, s, t, b, g: exchange(times(x, w, s, t), g), (MA2A,)),
     P(
@@ -261,82 +165,50 @@ PROGRAMS = [
 ]
 
 
-def operands(program: ScaledProgram, rank: int) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(rank)
-    m, n, k = 16, 128 if program.recipe == "block" else 32, 256
-    shapes = {"tensor": ((), ()), "row": ((m, 1), (1, n)), "block": ((m, 2), (2, 1))}
-    x = torch.randint(-2, 3, (m, k), generator=draw).to(E4M3)
-    of_x, of_w = shapes[program.recipe]
-    # One scale for all ranks where there is one for all rows.
-    one = torch.Generator().manual_seed(9 if program.recipe == "tensor" else rank)
-    s = 2.0 ** torch.randint(0, 2, of_x, generator=one).float()
-    same = torch.Generator().manual_seed(7)
-    w = torch.zeros(n, k).scatter_(1, torch.randint(0, k, (n, 12), generator=same), 1.0).to(E4M3)
-    t = 2.0 ** torch.randint(0, 2, of_w, generator=same).float()
-    return [x, w, s, t, torch.arange(n).bfloat16()]
+def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The operands of a rank, and the result of its product."""
+    (operator,), world = program.expected, at.world
+    blocks, n = operator in (A2AM, MA2A), 128 if program.recipe == "block" else 32
+    rows: Any = (16 if operator == AGM else 8,) * world
+    rows, bias = (rows,) * world if blocks else rows, program.name == "bias"
+    case = ScaledCase(operator, rows, 256, n, program.recipe, bias=bias)
+    for iteration in itertools.count():
+        every = [made(case, Rank(rank, world, at.device), iteration)[0] for rank in range(world)]
+        scales = [one.scales["scale_a"] for one in every]
+        # One scale for all ranks where there is one for all rows.
+        if program.recipe != "tensor" or all(torch.equal(one, scales[0]) for one in scales):
+            break
+    mine, want = made(case, at, iteration)
+    plain = mine.a, mine.b.t(), scales[at.rank].contiguous(), mine.scales["scale_b"]
+    return [*plain, mine.scales.get("bias", torch.zeros(n).bfloat16())], want
 
 
-def _wide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    if scale.dim() == 2 and scale.shape[1] == 2:
-        scale = scale.repeat_interleave(128, 1)
-    elif scale.dim() == 2 and scale.shape[0] == 1 and x.shape[0] != 1:
-        scale = scale.t()
-    return x.float() * scale
-
-
-def wanted(program: ScaledProgram, rank: int, world: int) -> list[torch.Tensor]:
-    """What the program gives on a rank, from the operands of all."""
-    every = [operands(program, one) for one in range(world)]
-    xs = [_wide(one[0], one[2]) for one in every]
-    w, t, bias = every[0][1], every[0][3], every[0][4]
-    of_w = t.repeat_interleave(128, 0).t() if program.recipe == "block" else t
-    right = (w.float() * (of_w if program.recipe != "row" else of_w.t())).t()
-    rows = len(xs[0]) // world
-    mine = slice(rank * rows, (rank + 1) * rows)
-    (operator,) = program.expected
-    if program.name == "batches":
-        xs = [torch.stack([x.view(2, -1, x.shape[1]) for x in xs], 1).flatten(0, 2)]
-    if operator == A2AM:
-        xs = [x[mine] for x in xs]
-    if operator in (AGM, A2AM):
-        out = torch.cat(xs) @ right + (bias.float() if program.name == "bias" else 0)
-        results = [out, out[:, :16]] if program.name == "two products" else [out]
-    elif operator == MA2A:
-        results = [torch.cat([(x @ right)[mine] for x in xs])]
-    else:
-        total = torch.stack([(x @ right).bfloat16() for x in xs]).float().sum(0)
-        if program.name == "scattered batches":
-            half = slice(rank * len(total) // 2 // world, (rank + 1) * len(total) // 2 // world)
-            results = [total.view(2, -1, 32)[:, half]]
-        else:
-            results = [total if operator == MAR else total[mine]]
-    return [result.bfloat16() for result in results]
-
-
-def _replaced(at: Rank, name: str) -> list[str]:
+def _replaced(at: Rank, name: str) -> None:
     program = next(one for one in PROGRAMS if one.name == name)
-    given = operands(program, at.rank)
-    graph = trace(program.run, given, dist.group.WORLD)
+    operands, want = given(program, at)
+    graph = trace(program.run, operands, dist.group.WORLD)
     before = graph.graph.find_nodes(op="output", target="output")[0].meta.get("val")
     report = passes.replace(graph)
     assert called(graph) == [f"{one}_scaled" for one in program.expected], f"{report}\n{graph.code}"
     assert collectives(graph) == 2 * program.left, graph.code  # and its wait
-    found = graph(*[one.clone() for one in given])
-    founds: Sequence[torch.Tensor] = found if isinstance(found, tuple) else [found]
-    for one, other in zip(founds, wanted(program, at.rank, at.world), strict=True):
+    found = graph(*[one.clone() for one in operands])
+    wants, founds = [want], [found]
+    if program.name == "two products":
+        wants, founds = [want, want[:, :16]], list(found)
+    if program.name == "batches":
+        wants = [want.view(at.world, 2, -1, want.shape[1]).transpose(0, 1).reshape(want.shape)]
+    for one, other in zip(founds, wants, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other), f"{report}\n{graph.code}"
         assert one.is_contiguous() or before is None
     assert any(program.says in entry.reason for entry in report), str(report)
     assert len(report.left) == program.left
     travels = [entry for entry in report if "scales travel with the rows" in entry.reason]
     assert all(entry.replaced and entry.operator == program.expected[0] for entry in travels)
-    return [str(entry) for entry in report]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_scaled_programs_give_the_same_integers(program: ScaledProgram) -> None:
-    told = run(WORLD, _replaced, program.name)
-    assert told[0] == told[1]
+    run(WORLD, _replaced, program.name)
 
 
 def _other_order(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
@@ -384,7 +256,7 @@ LEFT: list[tuple[str, Callable[..., Any], str]] = [
 def test_what_stays_of_scaled_products_has_a_reason(
     name: str, program: Callable[..., Any], says: str, groups: dict[int, Any]
 ) -> None:
-    graph = trace(program, operands(PROGRAMS[0], 0), groups[2])
+    graph = trace(program, given(PROGRAMS[0], RANK)[0], groups[2])
     before = graph.code
     report = passes.replace(graph)
     assert not report and graph.code == before
@@ -405,26 +277,26 @@ def test_recipes_that_no_operator_has(
 ) -> None:
     """As graphs of other devices have them; fake kernels here refuse some."""
     program = next(one for one in PROGRAMS if one.name == "functional")
-    graph = trace(program.run, operands(program, 0), groups[2])
+    graph = trace(program.run, given(program, RANK)[0], groups[2])
     (node,) = (n for n in graph.graph.nodes if "scaled_mm" in str(n.target))
     names = [argument.name for argument in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | changes
-    node.args, node.kwargs = (), given
+    node.args, node.kwargs = (), dict(zip(names, node.args, strict=False)) | changes
     report = passes.replace(graph)
     assert not report and any(says in entry.reason for entry in report), str(report)
 
 
-def _compiled(at: Rank) -> str:
+def _compiled(at: Rank) -> None:
+    """A compiled model multiplies what it gathers in float8."""
     torch._dynamo.reset()
-    program = PROGRAMS[0]
-    backend = passes.backend("aot_eager")
+    program, backend = PROGRAMS[0], passes.backend("aot_eager")
     layer = torch.compile(
         lambda *given: program.run(*given, dist.group.WORLD), backend=backend, fullgraph=True
     )
-    found = layer(*operands(program, at.rank))
-    assert torch.equal(found, wanted(program, at.rank, at.world)[0])
-    return str(backend.report)
+    operands, want = given(program, at)
+    assert torch.equal(layer(*operands), want)
+    assert "2 replaced, 0 left" in str(backend.report)
 
 
-def test_a_compiled_model_multiplies_what_it_gathers_in_float8() -> None:
-    assert all("2 replaced, 0 left" in text for text in run(WORLD, _compiled))
+@pytest.mark.parametrize("check", [_gathered_too, _refused, _compiled])
+def test_float8(check: Callable[[Rank], None]) -> None:
+    run(WORLD, check)

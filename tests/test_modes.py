@@ -35,59 +35,58 @@ def _kinds() -> dict[str, Kind]:
     k, weight, router = draw(1, 2, 4, 8), draw(16, 16), draw(4, 2)
     up, down = draw(2, 16, 6), draw(2, 6, 16)
     indices = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2]], device="cpu")
+    rows, heads, few = (4, 16), (1, 4, 4, 8), weight[:8]
 
     def layer(x: torch.Tensor, capacity: int | None) -> torch.Tensor:
         return ficco.experts(x, indices, router, up, down, capacity=capacity)
 
+    def window(q: torch.Tensor) -> torch.Tensor:
+        return ficco.all_gather_attention(q, k, k, causal=True, window=2)
+
+    def project(x: torch.Tensor) -> torch.Tensor:
+        return ficco.ulysses_project(x, weight, few, few, size=4)[0]
+
     return {
-        "product": Kind(lambda x: ficco.all_gather_matmul(x, weight), (4, 16)),
-        "sum": Kind(lambda x: ficco.matmul_reduce_scatter(x, weight), (4, 16)),
-        "attention": Kind(lambda q: ficco.all_gather_attention(q, k, k), (1, 4, 4, 8), True),
-        "window": Kind(
-            lambda q: ficco.all_gather_attention(q, k, k, causal=True, window=2),
-            (1, 4, 4, 8),
-            True,
-        ),
-        "heads": Kind(lambda q: ficco.ulysses_attention(q, k, k), (1, 4, 4, 8), True),
-        "project": Kind(
-            lambda x: ficco.ulysses_project(x, weight, weight[:8], weight[:8], size=4)[0],
-            (1, 4, 16),
-        ),
+        "product": Kind(lambda x: ficco.all_gather_matmul(x, weight), rows),
+        "sum": Kind(lambda x: ficco.matmul_reduce_scatter(x, weight), rows),
+        "attention": Kind(lambda q: ficco.all_gather_attention(q, k, k), heads, True),
+        "window": Kind(window, heads, True),
+        "heads": Kind(lambda q: ficco.ulysses_attention(q, k, k), heads, True),
+        "project": Kind(project, (1, 4, 16)),
         "output": Kind(lambda out: ficco.ulysses_output(out, weight), (1, 2, 8, 4)),
-        "experts": Kind(partial(layer, capacity=4), (4, 16)),
-        "gathered layer": Kind(
-            lambda x: ficco.nn.gathered_linears(x, (weight,), (None,))[0], (4, 16)
-        ),
-        "scattered layer": Kind(lambda x: ficco.nn.scattered_linear(x, weight), (4, 16)),
-        "reduced layer": Kind(lambda x: ficco.nn.reduced_linear(x, weight), (4, 16)),
-        "copied layer": Kind(lambda x: ficco.nn.copied_linear(x, weight), (4, 16)),
-        "summed gradient": Kind(lambda x: ficco.nn.sum_gradient(x) @ weight, (4, 16)),
-        "exact experts": Kind(partial(layer, capacity=None), (4, 16)),
+        "experts": Kind(partial(layer, capacity=4), rows),
+        "exact experts": Kind(partial(layer, capacity=None), rows),
+        "gathered layer": Kind(lambda x: ficco.nn.gathered_linears(x, (weight,), (None,))[0], rows),
+        "scattered layer": Kind(lambda x: ficco.nn.scattered_linear(x, weight), rows),
+        "reduced layer": Kind(lambda x: ficco.nn.reduced_linear(x, weight), rows),
+        "copied layer": Kind(lambda x: ficco.nn.copied_linear(x, weight), rows),
+        "summed gradient": Kind(lambda x: ficco.nn.sum_gradient(x) @ weight, rows),
     }
 
 
-KINDS = tuple(_kinds())
+def _modes(at: Rank) -> None:
+    for name, kind in _kinds().items():
+        _modes_of(at, name, *kind)
 
 
-def _modes(at: Rank, name: str) -> dict[str, Any]:
-    function, shape, needed = _kinds()[name]
+def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed: bool) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(at.rank), device="cpu")
     wanted = function(x)
     with torch.device("meta"):
-        assert torch.equal(function(x), wanted), "with a default device"
+        assert torch.equal(function(x), wanted), f"{name}, with a default device"
     leaf = x.clone().requires_grad_()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            assert torch.equal(function(leaf), wanted)
+            assert torch.equal(function(leaf), wanted), (name, mode)
     if not needed:
         changed = function(leaf)
         changed += 1
         (grad,) = torch.autograd.grad(changed.sum(), leaf)
         plain = function(leaf)
-        assert torch.equal(changed, plain + 1)
-        assert torch.equal(torch.autograd.grad(plain.sum(), leaf)[0], grad)
+        assert torch.equal(changed, plain + 1), name
+        assert torch.equal(torch.autograd.grad(plain.sum(), leaf)[0], grad), name
     with torch.autocast("cpu", torch.bfloat16):
-        assert function(x).dtype == torch.bfloat16
+        assert function(x).dtype == torch.bfloat16, name
 
     def dual() -> Any:
         with forward_ad.dual_level():
@@ -101,78 +100,66 @@ def _modes(at: Rank, name: str) -> dict[str, Any]:
         (once,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
         return once.sum().backward()
 
-    refused = {
-        "jvp": caught(lambda: torch.func.jvp(function, (x,), (x,))),
-        "dual": caught(dual),
-        "batched": caught(batched),
-        "second": caught(second),
-    }
-    assert torch.equal(function(x), wanted), "the group goes on"
-    return refused
+    for words, call in (
+        ("forward mode", lambda: torch.func.jvp(function, (x,), (x,))),
+        ("forward mode", dual),
+        ("func.grad", lambda: torch.func.grad(lambda x: function(x).sum())(x)),
+        ("func.grad", lambda: torch.func.jacrev(function)(x)),
+        ("batched gradients", batched),
+        ("second derivatives", second),
+    ):
+        failure = caught(call)
+        assert isinstance(failure, Failure) and words in failure.text, (name, failure)
+    assert torch.equal(function(x), wanted), f"{name}: the group does not go on"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_modes(name: str) -> None:
-    for refused in run(2, _modes, name):
-        for mode, text in (
-            ("jvp", "forward mode"),
-            ("dual", "forward mode"),
-            ("batched", "batched gradients"),
-            ("second", "second derivatives"),
-        ):
-            failure = refused[mode]
-            assert isinstance(failure, Failure) and text in failure.text, f"{mode}: {failure}"
+def test_modes() -> None:
+    run(2, _modes)
 
 
-def _overridden(at: Rank, kernel: str) -> tuple[Failure, Failure]:
+def _overridden(at: Rank) -> None:
     """Calls while a kernel is replaced; kinds of calls from before it are refused, too."""
     a, b = torch.ones(4, 8), torch.ones(8, 4)
-    wanted = ficco.all_gather_matmul(a, b)
+    wanted, layer = ficco.all_gather_matmul(a, b), ficco.nn.ColumnParallelLinear(8, 4)
 
     def doubled(left: torch.Tensor, right: torch.Tensor, *_: Any) -> torch.Tensor:
         return 2 * torch.einsum("mk,kn->mn", left, right)
 
-    mode = torch.library.Library("aten", "IMPL")
     own = {"allow_override": True} if release_of_torch() > (2, 6) else {}
-    mode.impl(kernel, doubled, "CPU", **own)
-    try:
-        layer = ficco.nn.ColumnParallelLinear(8, 4)
-        return (
-            caught(lambda: ficco.all_gather_matmul(a, b)),
-            caught(lambda: layer(a)),
-        )
-    finally:
+    for kernel in ("mm", "_scaled_mm"):
+        mode = torch.library.Library("aten", "IMPL")
+        mode.impl(kernel, doubled, "CPU", **own)
+        for call in (lambda: ficco.all_gather_matmul(a, b), lambda: layer(a)):
+            failure = caught(call)
+            assert failure.type == "NotImplementedError", failure
+            assert f"got aten/{kernel}/CPU replaced by torch.library" in failure.text, failure
         mode._destroy()
         assert torch.equal(ficco.all_gather_matmul(a, b), wanted)
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-@pytest.mark.parametrize("kernel", ["mm", "_scaled_mm"])
-def test_replaced_products_are_refused(kernel: str) -> None:
-    for failures in run(2, _overridden, kernel, fresh=True):
-        for failure in failures:
-            assert failure.type == "NotImplementedError", failure
-            assert f"got aten/{kernel}/CPU replaced by torch.library" in failure.text, failure
+def test_replaced_products_are_refused() -> None:
+    run(2, _overridden, fresh=True)
 
 
-def _mapped(at: Rank) -> list[Failure]:
+def _mapped(at: Rank) -> None:
     """``vmap`` over layers and functions that no operator of ``torch.library`` serves."""
     row = ficco.nn.RowParallelLinear(8 * at.world, 4)
     x, weight = torch.ones(3, 4, 8), torch.ones(4, 8)
     functions: list[Callable[[torch.Tensor], Any]] = [
         row,
-        lambda part: ficco.nn.copied_linear(part, weight),
-        lambda part: ficco.nn.reduced_linear(part, weight),
+        partial(ficco.nn.copied_linear, weight=weight),
+        partial(ficco.nn.reduced_linear, weight=weight),
         ficco.nn.sum_gradient,
     ]
-    return [caught(lambda call=call: torch.func.vmap(call)(x)) for call in functions]
+    for function in functions:
+        failure = caught(lambda function=function: torch.func.vmap(function)(x))
+        assert failure.type == "NotImplementedError", failure
+        assert "torch.func.vmap is not served here" in failure.text, failure
 
 
 def test_vmap_is_refused_in_words() -> None:
-    for failures in run(2, _mapped):
-        for failure in failures:
-            assert failure.type == "NotImplementedError", failure
-            assert "torch.func.vmap is not served here" in failure.text, failure
+    run(2, _mapped)
 
 
 @since("2.13", "has no fake sum over ranks")
