@@ -17,10 +17,7 @@ demo: .venv/.ready ## Run the demo
 
 # What catches most in a minute: the pure half, the rules of the house, and every operator and its
 # gradients on two ranks.
-QUICK := $(addprefix tests/test_,house.py public_names.py golden_plans.py golden_times.py docs.py plan.py schedules.py \
-  simulate.py decide.py model.py interleavings.py errors.py board.py host.py memops.py gate.py flights.py passes.py \
-  cli.py::test_the_help_has_every_option_and_its_default cli.py::test_bad_input_is_one_line_and_exit_code_2 \
-  all_gather_matmul.py::test_schedules) $(addprefix tests/contract/test_contract.py::test_,forward gradient)
+QUICK := tests/units $(addprefix tests/contract/test_contract.py::test_,forward gradient)
 
 quick: lint ## Before a commit: lint, then the tests that catch most, in a minute
 	$(PY) -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(QUICK)
@@ -47,8 +44,8 @@ test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 # The oldest of both that pyproject.toml allows, where this machine has that Python.
 OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # What PyTorch 2.6 itself lacks is skipped: docs/versions.md has it.
-OLDEST := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py board.py \
-  attention.py packed.py ulysses.py projections.py experts.py modes.py) tests/contract
+OLDEST := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py \
+  attention.py packed.py ulysses.py projections.py experts.py modes.py) tests/faults/test_board.py tests/contract
 
 test-oldest: ## Run the contract, attention, experts, layers, styles and passes on PyTorch 2.6, in an environment of its own (5 GB)
 	PYTHON=$(OLDEST_PYTHON) tests/environments/install.sh oldest

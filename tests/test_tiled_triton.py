@@ -376,7 +376,7 @@ def test_amd_releases_to_the_system(code: Code) -> None:
 
 
 def test_nvidia_compiles_it_as_well(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it can be tried: tests/test_tiled_gpu.py does."""
+    """Where it can be tried: tests/gpu/test_tiled_gpu.py does."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     made = compiled_by_triton(
         Target("cuda", "sm_90"), Tiling(128, 128, 3), torch.bfloat16, True, True

@@ -349,7 +349,7 @@ def plain(
 
 
 #: Rows of queries, and of keys, that cuDNN gets at least. For fewer its backward can end a process
-#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/test_packed_gpu.py). Which number
+#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/gpu/test_packed_gpu.py). Which number
 #: is safe is not known.
 CUDNN_ROWS = 128
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import planted
 from planted import faults, mutants
-from planted.runs import PURE, ROOT, STEADY, Edit, Outcome, applied, copied, rest, run
+from planted.runs import PURE, ROOT, Edit, Outcome, applied, copied, rest, run, steady
 
 HEADER = ("commit", "set", "name", "found by", "seconds")
 NOT_FOUND = "not found"
@@ -23,8 +23,7 @@ def confirmed(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> O
     """The first test that fails. One of ranks has to fail twice: a busy machine may be too slow
     for it."""
     outcome = run(tree, names, limit_s, marks)
-    file, _, test = outcome.found_by.removeprefix("tests/test_").partition("::")
-    if not test or file.removesuffix(".py") in STEADY:
+    if "::" not in outcome.found_by or steady(outcome.found_by):
         return outcome
     again = run(tree, [outcome.found_by], limit_s, marks)
     if again.found_by:

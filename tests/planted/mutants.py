@@ -19,7 +19,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plan": ("golden_plans",),
     "proof": (
         "plan.py::test_broken_plans_are_caught",
-        "plan.py::test_broken_plans_of_products_are_caught",
+        "plan.py::test_spoilt_plans_are_caught",
         "interleavings",
     ),
     "schedules": ("golden_plans",),

@@ -34,9 +34,8 @@ PURE = (
     *("decide", "plan", "gate", "memops", "flights", "passes", "errors", "host", "board"),
     "cli.py::test_the_help_has_every_option_and_its_default",
     "cli.py::test_bad_input_is_one_line_and_exit_code_2",
-    "all_gather_matmul.py::test_schedules",
-    "operators.py::test_every_schedule_is_exact",
-    "gradients.py::test_gradients_are_exact",
+    "contract.py::test_forward",
+    "contract.py::test_gradient",
 )
 #: Those of them that run in one process and depend on no time.
 STEADY = PURE[:9]
@@ -73,20 +72,35 @@ class Outcome(NamedTuple):
 def files(names: Sequence[str], root: Path = ROOT) -> list[str]:
     """Arguments of pytest for names such as ``plan``, ``cli.py::test_x`` or whole paths, without
     those of tests that are gone."""
-    whole = [name if "/" in name.partition("::")[0] else f"tests/test_{name}" for name in names]
-    whole = [name if ".py" in name else f"{name}.py" for name in whole]
-    return [name for name in whole if _is_there(root, *name.partition("[")[0].split("::"))]
+    every = _files(root)
+    found = []
+    for name in names:
+        file, *test = name.split("::", 1)
+        path = every.get(_stem(file))
+        function = test[0].partition("[")[0] if test else ""
+        if path is not None and f"def {function}" in (root / path).read_text():
+            found.append("::".join([path, *test]))
+    return found
 
 
-def _is_there(root: Path, path: str, test: str = "") -> bool:
-    file = root / path
-    return file.exists() and (not test or f"def {test}(" in file.read_text())
+def _files(root: Path) -> dict[str, str]:
+    """Files of tests by what follows ``test_`` in their names."""
+    paths = sorted(root.glob("tests/**/test_*.py"))
+    return {_stem(path.name): str(path.relative_to(root)) for path in paths}
+
+
+def _stem(file: str) -> str:
+    return file.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
+
+
+def steady(test: str) -> bool:
+    """Whether a test runs in one process and depends on no time."""
+    return _stem(test.partition("::")[0]) in STEADY
 
 
 def rest(done: Sequence[str]) -> list[str]:
     """All files of tests but those named. A file of which some tests are named is among them."""
-    every = sorted(path.stem.removeprefix("test_") for path in ROOT.glob("tests/test_*.py"))
-    return [name for name in every if name not in done and name != "planted"]
+    return [name for name in _files(ROOT) if name not in done and name != "planted"]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ficco.tools.bench.frames import BENCH, append, records
 from ficco.tools.bench.stats import balance, lines, modes
 from ficco.version import version
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
 Line = dict[str, Any]
 

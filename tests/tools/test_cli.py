@@ -46,7 +46,7 @@ EXPERTS = "--experts 8 --capacity 4 --k 16 --h 8 --n 16 --world 4".split()
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'\nversion = "{ficco.__version__}"\n' in project
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"

@@ -247,7 +247,7 @@ def test_docstrings_show_what_is_so(name: str) -> None:
 
 
 def test_every_name_is_drawn() -> None:
-    page = Path(__file__).parents[1] / "docs" / "schedules.md"
+    page = Path(__file__).parents[2] / "docs" / "schedules.md"
     found = doctest.testfile(str(page), module_relative=False)
     assert found.attempted and not found.failed
     assert set(re.findall(r'show\("([^":]+)', page.read_text())) == set(NAMED)
