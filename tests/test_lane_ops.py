@@ -442,7 +442,8 @@ def test_the_order_of_streams() -> None:
     """A recording begins with its call, and the call ends with it. A lane keeps its parts until
     they are merged: what comes next on it may use their memory, also of another caller's stream."""
     log: list[str] = []
-    parts = parted([("copy0", None), ("compute0", lambda _: log.append("product"))], TWO_LANES)
+    ops: Any = [("copy0", None), ("compute0", lambda call: log.append("product"))]
+    parts = parted(ops, TWO_LANES)
     recording: Any = SimpleNamespace(replay=lambda stream: log.append(f"copies on {stream}"))
     assert parts is not None
     enqueue_beside(recording, parts[1], Call({}, logged_lanes(log, "fork", "end")))
