@@ -142,7 +142,7 @@ def random_work(rng: random.Random) -> Work:
 def test_lists_are_complete_and_exact(tiling: Tiling, cut: Cut) -> None:
     rng = random.Random(f"{tiling} {cut}")
     cuts = 0
-    for seed in range(5):
+    for seed in range(12):
         clusters = rng.choice([1, 3, 8, 66, 132])
         tiles = listed(random_work(rng), tiling, cut, clusters, COSTS)
         check(tiles, seed)
