@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import host_gpu
 import pytest
@@ -25,7 +26,7 @@ from ranks import Rank
 import ficco
 from ficco.errors import BackendError
 from ficco.hip_kernels import build
-from ficco.hip_kernels.build import Target
+from ficco.hip_kernels.build import CompilerNotFound, Target
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "hip_double" / "double.cpp"
@@ -68,9 +69,9 @@ def compiled(source: Path, name: str, *flags: str) -> Path:
     return made
 
 
-def library() -> Path:
+def library(name: str = "libamdhip64.so") -> Path:
     """The double."""
-    return compiled(SOURCE, "libamdhip64.so", "-lpthread")
+    return compiled(SOURCE, name, "-lpthread")
 
 
 def forward() -> Path:
@@ -82,11 +83,6 @@ def forward() -> Path:
 def fake_driver() -> Path:
     """CUDA's driver on a double."""
     return compiled(FAKE_DRIVER, "libcuda.so.1", f"-I{_cuda_headers()}", "-ldl")
-
-
-def double_beside() -> Path:
-    """The double under another name, beside another ``libamdhip64.so``."""
-    return compiled(SOURCE, "libhipdouble.so", "-lpthread")
 
 
 def _cuda_headers() -> Path:
@@ -120,9 +116,11 @@ def run(
     *args: Any,
     series: str = "7",
     settings: dict[str, Any] | None = None,
+    fresh: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
-    """As :func:`ranks.run`, on ranks of their own with the double and its settings."""
+    """As :func:`ranks.run`, on ranks with the double and its settings. Those that are not ``fresh``
+    stay for the next test, so that ``fn`` has to close what it opens."""
     compile_kernels()
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in (settings or {}).items()}
     env |= kwargs.pop("env", {})
@@ -130,7 +128,7 @@ def run(
         env[LIBRARY] = str(library())
     if WHEEL not in env:
         env[WHEEL] = str(wheel(series))
-    return ranks.run(world, partial(_with_library, fn), *args, fresh=True, env=env, **kwargs)
+    return ranks.run(world, partial(_with_library, fn), *args, fresh=fresh, env=env, **kwargs)
 
 
 def bind(folder: str) -> None:
@@ -146,8 +144,34 @@ def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     host_gpu.serve_cpu_tensors()
     ctypes.CDLL(os.environ[LIBRARY], mode=ctypes.RTLD_GLOBAL)
     with ficco.options(engine="hip", on_timeout="raise", timeout_s=20):
-        result = fn(at, *args)
-    return result
+        return fn(at, *args)
+
+
+def compiling(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
+    """With kernels of any code: the double knows them by their names."""
+    import ficco.dma.hip_driver
+    import ficco.hip_kernels.launch
+
+    with (
+        mock.patch.object(ficco.dma.hip_driver, "can_compile", lambda vendor: True),
+        mock.patch.object(ficco.hip_kernels.launch, "compiled", lambda target: b"\0"),
+    ):
+        return fn(at, *args)
+
+
+def without_compiler(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
+    def hidden() -> Any:
+        raise CompilerNotFound("hidden by the test")
+
+    with mock.patch.dict(build.FINDERS, hip=(hidden,)):
+        return fn(at, *args)
+
+
+@contextlib.contextmanager
+def asking(ways: str) -> Iterator[None]:
+    """Engines that are made in this block are asked for these ways."""
+    with mock.patch.dict(os.environ, {"FICCO_HIP": ways} if ways else {}):
+        yield
 
 
 def double() -> Any:

@@ -11,118 +11,116 @@ import ctypes
 import os
 import re
 import subprocess
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hip_ranks
 import host_gpu
-import pytest
-import test_hip
+import test_operators as operators
 from cases import all_exact, equal
-from hip_ranks import clean
-from ranks import Rank
-from test_all_gather_matmul import KINDS
+from hip_ranks import asking, calls, clean, compiling
+from ranks import Rank, caught
+from test_hip import BY_KERNEL, BY_NOCU, BY_PEER, CODES, COPY, LAUNCH, Error, injected, replayed
 
 import ficco
 
+API = Path(__file__).parents[1] / "ficco" / "dma" / "hip_api.py"
 #: Where the libraries of :mod:`hip_ranks` are found by what is below them.
-ENV = {
+LIBRARIES: dict[str, Callable[[], Path]] = {
     hip_ranks.LIBRARY: hip_ranks.forward,
     "HIP_FORWARD_DRIVER": hip_ranks.fake_driver,
-    "HIP_FORWARD_DOUBLE": hip_ranks.double_beside,
-    hip_ranks.DOUBLE: hip_ranks.double_beside,
+    "HIP_FORWARD_DOUBLE": partial(hip_ranks.library, "libhipdouble.so"),
+    hip_ranks.DOUBLE: partial(hip_ranks.library, "libhipdouble.so"),
 }
 
 
-def run(world: int, fn: Any, *args: Any, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
-    """As :func:`hip_ranks.run`, with the forwarding library on the double."""
-    found = {name: str(library()) for name, library in ENV.items()} | (env or {})
-    settings = {"WAIT_ANY": 1} | kwargs.pop("settings", {})
-    call = partial(_adopting, fn)
-    return hip_ranks.run(world, call, *args, env=found, settings=settings, **kwargs)
+def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """As :func:`hip_ranks.run`, with the forwarding library on the double; the ranks stay."""
+    env = {name: str(library()) for name, library in LIBRARIES.items()}
+    where: Any = {"env": env, "settings": {"WAIT_ANY": 1}, "series": "10", "fresh": False}
+    return hip_ranks.run(world, _adopting, fn, *args, **where)
 
 
-def _adopting(fn: Any, at: Rank, *args: Any) -> Any:
+def _adopting(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
     """CPU tensors are the double's memory; the library above it knows nothing of that."""
     found = hip_ranks.double()
     adopt, forget = found.double_adopt, found.double_forget
     adopt.argtypes, forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p]
-    host_gpu.adopter = lambda: (adopt, forget)
-    return fn(at, *args)
-
-
-def test_schedules() -> None:
-    cases = [equal(2, 9, 24, 8, schedule=name, dtype="bfloat16") for name in KINDS[::3]]
-    run(2, test_hip._exact, cases, series="10")
-
-
-def test_operators() -> None:
-    cases = [case for one in test_hip.OPERATORS for case in test_hip._cases(one, 2, "")[::30]]
-    run(2, test_hip._operators, cases, 100)
+    with mock.patch.object(host_gpu, "adopter", lambda: (adopt, forget)):
+        return compiling(at, fn, *args)
 
 
 def test_replays() -> None:
-    run(3, test_hip._replays, ["hetero-fused-2d:pieces=2"], test_hip.GLOBAL, 6)
+    run(3, replayed, ["hetero-fused-2d:pieces=2"], 6)
 
 
-@pytest.mark.parametrize(
-    ("env", "used"),
-    [
-        ({"FICCO_HIP": "signals=uncached"}, "hipStreamWaitValue32"),
-        ({"FICCO_HIP": "copy=peer"}, "hipMemcpyPeerAsync"),
-        ({"FICCO_HIP": "copy=nocu"}, "hipMemcpyDtoDAsync"),
-        ({"FICCO_HIP": "events=write"}, "hipStreamWriteValue32"),
-    ],
-    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
-)
-def test_ways(env: dict[str, str], used: str) -> None:
-    run(2, _used, used, env=env)
+#: What is asked for, and a call that it takes.
+WAYS = {
+    "": COPY,
+    "signals=uncached": "hipStreamWaitValue32",
+    BY_KERNEL: LAUNCH,
+    BY_PEER: "hipMemcpyPeerAsync",
+    BY_NOCU: COPY,
+    "events=write": "hipStreamWriteValue32",
+}
 
 
-def test_kernels() -> None:
-    env = {"FICCO_HIP": "signals=kernel"}
-    run(2, test_hip._compiling, _used, "hipModuleLaunchKernel", env=env, series="10")
+def _by(at: Rank, ways: dict[str, str], products: Sequence[operators.Case]) -> None:
+    names = "shard-overlap:pull", "hetero-fused-2d", "serial:kernel"
+    for way, used in ways.items():
+        with clean(), asking(way):
+            before = calls(used)
+            all_exact(at, [equal(2, 12, 20, 8, schedule=name) for name in names])
+            operators.all_exact(at, products)
+            ficco.synchronize()
+            assert calls(used) > before, way
 
 
-def _used(at: Rank, name: str) -> None:
-    with clean():
-        names = ("shard-overlap:pull", "hetero-fused-2d")
-        all_exact(at, [equal(2, 12, 20, 8, schedule=name) for name in names])
-        ficco.synchronize()
-        assert hip_ranks.calls(name) > 0
+def test_ways() -> None:
+    products = [
+        operators.Case(operator, operators.rows_for(operator, 2, "ragged"), 24, 8, schedule=name)
+        for operator, name in (
+            ("matmul_reduce_scatter", "growing:pieces=2"),
+            ("all_to_all_matmul", "uniform-fused-2d"),
+        )
+    ]
+    run(2, _by, WAYS, products)
 
 
 FAILING = [
-    (test_hip.Error("hipIpcOpenMemHandle", 2), 2),
-    (test_hip.Error("hipStreamWaitValue32", 1), 1),
-    (test_hip.Error("hipEventRecord", 5), 719),
+    (Error("hipIpcOpenMemHandle", 2), 2),
+    (Error("hipStreamWaitValue32", 1), 1),
+    (Error("hipEventRecord", 5), 719),
 ]
 
 
 def test_errors_come_out_as_they_are() -> None:
     """The double's codes reach the caller as HIP's, under the names of HIP's calls."""
-    _, mine = run(2, test_hip._injected, FAILING)
+    _, mine = run(2, injected, FAILING)
     for (error, code), found in zip(FAILING, mine, strict=True):
-        fields = found["outcome"].fields
-        assert (fields["call"], fields["code"]) == (error.call, test_hip.CODES[code])
+        fields = found.outcome.fields
+        assert (fields["call"], fields["code"]) == (error.call, CODES[code])
 
 
-def symbols(library: str, *flags: str) -> set[str]:
+def symbols(library: Path, *flags: str) -> set[str]:
     """Functions of a library."""
-    done = subprocess.run(["nm", "-D", *flags, library], capture_output=True, text=True, check=True)
+    command = ["nm", "-D", *flags, str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {line.split()[-1] for line in done.stdout.splitlines()}
 
 
 def test_forwards_all_that_the_engine_calls() -> None:
     """Every function of the binding that the engine names, and nothing left to link."""
-    api = (test_hip.ROOT / "ficco" / "dma" / "hip_api.py").read_text()
-    names = set(re.findall(r"\bcalls\.(hip\w+)|\bhip\.(hip[A-Z]\w+)\(", api))
-    names = {first or second for first, second in names}
+    named = re.findall(r"\bcalls\.(hip\w+)|\bhip\.(hip[A-Z]\w+)\(", API.read_text())
+    names = {first or second for first, second in named}
     names |= {"hipThreadExchangeStreamCaptureMode", "hipGetErrorString"}
     made = {name for name in names if not re.search(r"_st$|_t$", name)}
-    library = str(hip_ranks.forward())
-    assert len(made) > 30 and made <= symbols(library, "--defined-only")
-    assert not {name for name in symbols(library, "--undefined-only") if name.startswith("cu")}
+    assert len(made) > 30 and made <= symbols(hip_ranks.forward(), "--defined-only")
+    undefined = symbols(hip_ranks.forward(), "--undefined-only")
+    assert not {name for name in undefined if name.startswith("cu")}
 
 
 def test_driver_functions_are_those_of_the_header() -> None:
@@ -131,23 +129,17 @@ def test_driver_functions_are_those_of_the_header() -> None:
     text = hip_ranks.forward().read_bytes()
     wanted = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", b"\0" + text)}
     assert len(wanted) > 40
-    assert wanted <= symbols(str(hip_ranks.fake_driver()), "--defined-only")
+    assert wanted <= symbols(hip_ranks.fake_driver(), "--defined-only")
 
 
-def test_codes_are_those_of_the_binding() -> None:
-    library = ctypes.CDLL(str(hip_ranks.forward()))
-    library.hipGetErrorName.restype = ctypes.c_char_p
-    known = [library.hipGetErrorName(code).decode() for code in range(1000)]
-    ours = {name: code for code, name in enumerate(known) if name != "hipErrorUnknown"}
-    script = "from hip import hip\nfor code in hip.hipError_t: print(int(code), code.name)"
-    done = test_hip.python(script, wheel=str(hip_ranks.wheel("10")))
-    theirs = dict(line.split()[::-1] for line in done.stdout.splitlines())
-    assert len(ours) > 30 and {name: int(theirs[name]) for name in ours} == ours
+def _first(at: Rank) -> Any:
+    from ficco.dma import hip_api
+
+    return caught(hip_api.start)
 
 
 def test_without_a_driver() -> None:
-    """No driver is no device, in words that name the remedy."""
-    env = {"LD_LIBRARY_PATH": str(hip_ranks.forward().parent), "HIP_FORWARD_DRIVER": os.devnull}
-    done = test_hip.python(test_hip.CALL, wheel=str(hip_ranks.wheel("10")), **env)
-    assert done.returncode == 0, done.stderr
-    assert "hipErrorNoDevice" in done.stdout
+    """No driver is no device."""
+    env = {hip_ranks.LIBRARY: str(hip_ranks.forward()), "HIP_FORWARD_DRIVER": os.devnull}
+    (found,) = hip_ranks.run(1, _first, env=env)
+    assert found.type == "BackendError" and "hipErrorNoDevice" in found.text

@@ -6,24 +6,24 @@ On the double of the HIP library, as ``test_hip.py``.
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import hip_ranks
+import host_gpu
 import pytest
 import test_hip
 import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import Case, all_exact, equal, exact
-from hip_ranks import SERIES, calls, clean, double, run
+from hip_ranks import SERIES, asking, calls, clean, compiling, double, run, without_compiler
 from ranks import Failure, Rank, caught
+from test_hip import COPY, DTYPES, LAUNCH, attempted, engine, pooled
 
 import ficco
 from ficco.compute import products
-from ficco.hip_kernels.launch import NAMES, REDUCTIONS
 from ficco.tools.tune import communication
 
 #: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
@@ -35,7 +35,13 @@ PACKED_PRODUCTS = {
     "matmul_all_reduce": ("uniform-fused-2d:pieces=2", "uniform-unfused-2d"),
     "matmul_all_to_all": ("uniform-fused-2d:copy=2", "hetero-fused-2d", "hetero-unfused-2d"),
 }
-LAUNCH, LOAD, HOST = "hipModuleLaunchKernel", "hipModuleLoadData", "hipLaunchHostFunc"
+#: Calls whose columns nobody packs.
+UNPACKED = {
+    "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
+    "matmul_all_reduce": ("uniform-fused-2d:pieces=2,tail=2", "hetero-fused-2d:pieces=2"),
+    "all_to_all_matmul": ("uniform-fused-2d:pull",),
+}
+LOAD, HOST = "hipModuleLoadData", "hipLaunchHostFunc"
 #: A code of the library.
 LAUNCH_FAILURE = 719
 NO_RECTANGLES = {"2D": 0}
@@ -43,29 +49,16 @@ NO_RECTANGLES = {"2D": 0}
 # Packing columns.
 
 
-def _without_compiler(at: Rank, fn: Any, *args: Any) -> Any:
-    from ficco.hip_kernels.build import FINDERS, CompilerNotFound
-
-    def missing() -> Any:
-        raise CompilerNotFound("hidden by the test")
-
-    FINDERS["hip"] = (missing,)
-    return fn(at, *args)
-
-
-def _made(
-    at: Rank, jitter: int, names: tuple[str, str], work: Callable[[], Any]
-) -> tuple[int, int]:
-    """How often two calls of the library are made by some work, with all queues late at random."""
+def counted(at: Rank, names: Sequence[str], work: Callable[[], Any]) -> list[int]:
+    """How often calls of the library are made by some work, with all queues late by chance."""
     with clean():
         exact(at, equal(3, 4, 4, 4), 0)
-        double().double_jitter(jitter)
+        double().double_jitter(100)
         before = [calls(name) for name in names]
         work()
         ficco.synchronize()
         double().double_jitter(0)
-        one, other = (calls(name) - count for name, count in zip(names, before, strict=True))
-        return one, other
+        return [calls(name) - count for name, count in zip(names, before, strict=True)]
 
 
 def _products(schedules: dict[str, tuple[str, ...]]) -> list[operators.Case]:
@@ -77,138 +70,118 @@ def _products(schedules: dict[str, tuple[str, ...]]) -> list[operators.Case]:
     ]
 
 
-def _counted(at: Rank, jitter: int) -> tuple[int, int]:
-    """Kernels that packing launches, and how often PyTorch is given something to do."""
+def _packs(at: Rank) -> None:
     cases = [
         case
         for index, name in enumerate(PACKED)
         for case in (
-            equal(3, 24, 40, 16, schedule=name, dtype=test_hip.DTYPES[index]),
+            equal(3, 24, 40, 16, schedule=name, dtype=DTYPES[index]),
             Case((5, 8, 2), 11, 6, schedule=name, dtype="float64", gathered=True),
             Case((5, 8, 2), 36, 6, schedule=name, a="every-other-row"),
         )
     ]
-
-    def work() -> None:
-        all_exact(at, cases)
-        operators.all_exact(at, _products(PACKED_PRODUCTS))
-        assert "packing" in test_hip.engine().capabilities().copy
-        # PyTorch would report what was tried in vain as an error of its own.
-        assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
-
-    return _made(at, jitter, (LAUNCH, HOST), work)
+    all_exact(at, cases)
+    operators.all_exact(at, _products(PACKED_PRODUCTS))
+    assert "packing" in engine().capabilities().copy
 
 
-@pytest.mark.parametrize("series", SERIES)
-def test_columns_are_packed_by_the_placement_kernel(series: str) -> None:
-    """Each packing is one launch; without a compiler, one operation of PyTorch's."""
-    settings = {"series": series, "settings": NO_RECTANGLES}
-    by_kernel = run(3, test_hip._compiling, _counted, 200, **settings)
-    by_torch = run(3, _without_compiler, _counted, 0, **settings)
-    for (launched, asked), (none, more) in zip(by_kernel, by_torch, strict=True):
-        assert none == 0 and launched == more - asked > 20
+def _packs_nothing(at: Rank) -> None:
+    names = "hetero-fused-2d:pull,pieces=2", "uniform-fused-2d:tail=2"
+    operators.all_exact(at, _products(UNPACKED))
+    all_exact(at, [equal(3, 40, 24, 16, schedule=name) for name in names])
+    with ficco.options(workspace_bytes=4096):
+        exact(at, equal(3, 40, 24, 16, schedule="uniform-fused-2d:pieces=4"), 1)
 
 
-#: Calls whose columns nobody packs.
-UNPACKED = {
-    "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
-    "matmul_all_reduce": ("uniform-fused-2d:pieces=2,tail=2", "hetero-fused-2d:pieces=2"),
-    "all_to_all_matmul": ("uniform-fused-2d:pull",),
-}
-COPY = "hipMemcpyDtoDAsync"
-
-
-def _unpacked(at: Rank, jitter: int) -> tuple[int, int]:
-    """How often columns that nobody packs are copied by the library, and by the kernel."""
-    gathers = [
-        equal(3, 40, 24, 16, schedule=name)
-        for name in ("hetero-fused-2d:pull,pieces=2", "uniform-fused-2d:tail=2")
+def _columns(at: Rank) -> list[list[int]]:
+    """Launches, and what PyTorch is given to do, by packing; launches and copies, without."""
+    found = [
+        counted(at, (LAUNCH, HOST), lambda: _packs(at)),
+        counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)),
     ]
-    capped = equal(3, 40, 24, 16, schedule="uniform-fused-2d:pieces=4")
-
-    def work() -> None:
-        operators.all_exact(at, _products(UNPACKED))
-        all_exact(at, gathers)
-        with ficco.options(workspace_bytes=4096):
-            exact(at, capped, 1)
-
-    return _made(at, jitter, (COPY, LAUNCH), work)
+    # PyTorch would report what was tried in vain as an error of its own.
+    assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
+    return found
 
 
-@pytest.mark.parametrize("series", SERIES)
-def test_columns_that_nobody_packs_are_copied_by_the_kernel(series: str) -> None:
-    """Each by one launch; without a compiler, by a copy for each row."""
-    settings = {"series": series, "settings": NO_RECTANGLES}
-    by_kernel = run(3, test_hip._compiling, _unpacked, 200, **settings)
-    by_rows = run(3, _without_compiler, _unpacked, 0, **settings)
-    for (copied, launched), (more, none) in zip(by_kernel, by_rows, strict=True):
-        assert none == 0 and launched > 50 and more - copied > 10 * launched
+def test_columns_without_2d_copies_go_by_the_placement_kernel() -> None:
+    """Each packing is one launch, and without a compiler one operation of PyTorch's. Columns that
+    nobody packs are one launch too, and without a compiler a copy for each row."""
+    given: Any = {"series": "10", "settings": NO_RECTANGLES}
+    by_kernel, by_torch = (
+        run(3, compiling, _columns, **given),
+        run(3, without_compiler, _columns, **given),
+    )
+    for (packed, whole), (packed_by_torch, by_rows) in zip(by_kernel, by_torch, strict=True):
+        assert packed_by_torch[0] == by_rows[0] == 0
+        assert packed[0] == packed_by_torch[1] - packed[1] > 20
+        assert whole[0] > 50 and by_rows[1] - whole[1] > 10 * whole[0]
 
 
 def test_packing_is_captured() -> None:
     """The kernels are loaded while the first graph is captured."""
     schedules = ["hetero-fused-2d:pieces=2", "uniform-unfused-2d:compute=2"]
-    args = (test_hip._replays, schedules, test_hip.GLOBAL, 12)
-    run(3, test_hip._compiling, *args, series="10", settings=NO_RECTANGLES)
+    run(3, compiling, test_hip.replayed, schedules, 8, series="10", settings=NO_RECTANGLES)
 
 
 def _rectangles(at: Rank) -> int:
     with clean():
+        before = calls(LAUNCH) + calls(LOAD)
         all_exact(at, [equal(2, 24, 40, 16, schedule=name) for name in PACKED])
-        return calls(LAUNCH) + calls(LOAD)
+        return calls(LAUNCH) + calls(LOAD) - before
 
 
 def test_nothing_is_packed_where_the_runtime_copies_rectangles() -> None:
-    assert run(2, test_hip._compiling, _rectangles) == [0, 0]
+    assert pooled(2, compiling, _rectangles) == [0, 0]
 
 
-def _failing(at: Rank, name: str) -> tuple[Any, int, int]:
-    """A call whose packing fails on rank 1, then kernels that are asked for."""
+def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
+    """Of each call that fails on rank 1 while columns are packed: the outcome, what is launched and
+    what is unloaded. Kernels that are asked for afterwards are there."""
+    found = []
     case = equal(2, 24, 40, 16, schedule="hetero-fused-2d")
-    with clean():
-        exact(at, equal(2, 4, 4, 4), 0)
-        at.barrier()
-        if at.rank == 1:
-            double().double_fail(name.encode(), LAUNCH_FAILURE, 1, 1)
-        with ficco.options(timeout_s=2):
-            outcome = caught(lambda: test_hip._attempt(at, case, None))
-        at.barrier()
-        launched = calls(LAUNCH)
-        if name == LAUNCH:
-            ficco.close()
-        exact(at, case.on(schedule="hetero-fused-2d:kernel"), 1)
-        assert calls(LAUNCH) > launched
-    return outcome, launched, calls("hipModuleUnload")
+    for name in names:
+        launched, unloaded = calls(LAUNCH), calls("hipModuleUnload")
+        with clean():
+            exact(at, equal(2, 4, 4, 4), 0)
+            at.barrier()
+            if at.rank == 1:
+                double().double_fail(name.encode(), LAUNCH_FAILURE, 1, 1)
+            with ficco.options(timeout_s=2):
+                outcome = caught(lambda: attempted(at, case, None))
+            at.barrier()
+            launched = calls(LAUNCH) - launched
+            if name == LAUNCH:
+                ficco.close()
+            before = calls(LAUNCH)
+            exact(at, case.on(schedule="hetero-fused-2d:kernel"), 1)
+            assert calls(LAUNCH) > before
+        found.append((outcome, launched, calls("hipModuleUnload") - unloaded))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "unloaded"), [(LOAD, 1), ("hipModuleGetFunction", 2)], ids=["load", "look up"]
-)
-def test_kernels_that_cannot_be_loaded_are_got_round(name: str, unloaded: int) -> None:
-    """PyTorch packs, and what had been loaded is unloaded at the end."""
-    args = (test_hip._compiling, _failing, name)
-    (_, other, _), (outcome, launched, found) = run(2, *args, settings=NO_RECTANGLES)
-    assert (outcome, launched, found) == (None, 0, unloaded) and other > 0
+def test_kernels_that_fail() -> None:
+    """If they cannot be loaded, PyTorch packs, and what had been loaded is unloaded at the end. A
+    launch that fails is named."""
+    names = LOAD, "hipModuleGetFunction", LAUNCH
+    others, found = run(2, compiling, _failing, names, settings=NO_RECTANGLES)
+    assert found[:2] == [(None, 0, 1), (None, 0, 2)]
+    assert all(launched > 0 for _, launched, _ in others[:2])
+    outcome, other = found[2][0], others[2][0]
+    assert isinstance(outcome, Failure) and outcome.type == "BackendError"
+    assert (outcome.fields["call"], outcome.fields["code"]) == (LAUNCH, "hipErrorLaunchFailure")
+    assert other.type == "PeerFailed" and LAUNCH in other.text
 
 
 def _last_error(at: Rank) -> tuple[Any, int]:
     with clean():
         exact(at, equal(1, 4, 4, 4), 0)
         double().double_fail(LOAD.encode(), LAUNCH_FAILURE, 1, 1)
-        found = test_hip.engine()._kernels_or_none
-        return found, ctypes.CDLL("libamdhip64.so").hipGetLastError()
+        return engine()._kernels_or_none, ctypes.CDLL("libamdhip64.so").hipGetLastError()
 
 
 def test_pytorch_does_not_meet_the_error() -> None:
-    assert run(1, test_hip._compiling, _last_error) == [(None, 0)]
-
-
-def test_a_launch_that_fails_is_named() -> None:
-    args = (test_hip._compiling, _failing, LAUNCH)
-    (other, _, _), (outcome, _, _) = run(2, *args, series="10", settings=NO_RECTANGLES)
-    assert isinstance(outcome, Failure) and outcome.type == "BackendError"
-    assert (outcome.fields["call"], outcome.fields["code"]) == (LAUNCH, "hipErrorLaunchFailure")
-    assert other.type == "PeerFailed" and LAUNCH in other.text
+    assert pooled(1, compiling, _last_error) == [(None, 0)]
 
 
 # Sums.
@@ -217,12 +190,13 @@ def test_a_launch_that_fails_is_named() -> None:
 SUMMED = ("bfloat16", "float32", "float16")
 
 
-def _summed(at: Rank, cases: list[operators.Case], by_kernel: bool) -> tuple[int, int]:
-    """Kernels that the calls launch, and how often PyTorch is given something to do."""
-    import host_gpu
-
-    host_gpu.HostEngine._sums_by_kernel = by_kernel
-    return _made(at, 100, (LAUNCH, HOST), lambda: operators.all_exact(at, cases))
+def _summed(at: Rank, cases: list[operators.Case]) -> list[list[int]]:
+    """Launches, and what PyTorch is given to do, where the kernel adds up and where it does."""
+    found = []
+    for by_kernel in (True, False):
+        with mock.patch.object(host_gpu.HostEngine, "_sums_by_kernel", by_kernel):
+            found.append(counted(at, (LAUNCH, HOST), lambda: operators.all_exact(at, cases)))
+    return found
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -231,73 +205,15 @@ def test_sums_by_the_kernel(series: str) -> None:
     cases = [
         operators.Case(operator, operators.rows_for(operator, 3, kind), 8, n, dtype, schedule)
         for operator in operators.SUMS
-        for at, schedule in enumerate(operators.schedules_of(operator))
+        for at, schedule in enumerate(operators.schedules_of(operator)[SERIES.index(series) :: 8])
         for kind, n, dtype in (
             ("ragged", 5, SUMMED[at % 3]),  # rows of no whole vectors
             ("equal" if at % 4 else "ragged", 16, SUMMED[at % 2]),
         )
-        if "kernel" not in schedule and (at + n) % 4 == SERIES.index(series)
+        if "kernel" not in schedule
     ]
-    args = (test_hip._compiling, _summed, cases)
-    by_kernel = run(3, *args, True, series=series)
-    by_torch = run(3, *args, False, series=series)
-    for (launched, asked), (none, more) in zip(by_kernel, by_torch, strict=True):
+    for (launched, asked), (none, more) in pooled(3, compiling, _summed, cases, series=series):
         assert none == 0 and launched == more - asked > len(cases) / 2
-
-
-#: Parts, rows, their width and how far apart they begin.
-SIZES = ((1, 1, 1, 1), (3, 7, 5, 5), (16, 4, 16, 16), (5, 6, 16, 24), (4, 3, 5, 9))
-
-
-def _to_the_bit(at: Rank) -> int:
-    """Sums of the double's, in memory of its own; some of them in place."""
-    from ficco.dma import hip_api
-
-    with clean():
-        exact(at, equal(1, 4, 4, 4), 0)
-        engine, place = test_hip.engine(), hip_api.malloc(17 << 12)
-        room = engine.work.tensor(place, 17 << 12)[0].view(17, -1)
-        chance = torch.Generator().manual_seed(1)
-        cases = list(itertools.product(sorted(REDUCTIONS, key=str), SIZES, (False, True)))
-        for (dtype, to), (count, rows, width, pitch), within in cases:
-            lines = [line.view(dtype)[: rows * pitch] for line in room[:count]]
-            parts = [line.view(rows, pitch)[:, :width] for line in lines]
-            for index, part in enumerate(parts):
-                part.copy_(torch.randn(rows, width, generator=chance) * 8.0 ** -(index % 8))
-            parts[0][0, 0], parts[0][-1, -1] = 65000, 3e-7  # the ends of float16
-            wanted = torch.zeros(rows, width)
-            for part in parts:
-                wanted += part
-            out = parts[-1]
-            if not within or dtype != to:
-                out = room[16].view(to)[: rows * pitch].view(rows, pitch)[:, :width]
-            engine._kernels.reduce(out, parts, engine.side.handle)
-            engine.settle(engine.side.handle)
-            assert torch.equal(out, wanted.to(to)), (dtype, to, count, rows, width, pitch)
-        hip_api.free(place)
-    return len(cases)
-
-
-def test_sums_of_the_double_are_right_to_the_last_bit() -> None:
-    found = run(1, test_hip._compiling, _to_the_bit)
-    assert found == [len(REDUCTIONS) * len(SIZES) * 2]
-
-
-def _looked_up(at: Rank) -> tuple[str, str]:
-    from ficco.dma import hip_api
-
-    module = hip_api.load_module(b"\0")
-    for name in NAMES:
-        assert hip_api.kernel(module, name.encode())
-    unknown = caught(lambda: hip_api.kernel(module, b"ficco_reduce_float64_float64"))
-    hip_api.unload_module(module)
-    assert not double().double_violations()
-    return unknown.fields["call"], unknown.fields["code"]
-
-
-@pytest.mark.parametrize("series", SERIES)
-def test_the_double_has_the_kernels_of_the_source_alone(series: str) -> None:
-    assert run(1, _looked_up, series=series) == [("hipModuleGetFunction", "hipErrorNotFound")]
 
 
 def _streams_of_a_probe(at: Rank) -> list[int]:
@@ -306,95 +222,95 @@ def _streams_of_a_probe(at: Rank) -> list[int]:
     from ficco.dma.driver import URGENT
     from ficco.tools import probe
 
-    made, right = [], hip_api.make_stream
-    hip_api.make_stream = lambda priority: made.append(priority) or right(priority)
-
     def gather(value: Any) -> list[Any]:
         everyone = [None] * at.world
         dist.all_gather_object(everyone, value)
         return everyone
 
-    assert probe.share("plain", at.device, at.rank, gather) == ([], [])
-    return [*made, URGENT]
+    with mock.patch.object(hip_api, "make_stream", wraps=hip_api.make_stream) as made:
+        assert probe.share("plain", at.device, at.rank, gather) == ([], [])
+    return [*(given.args[0] for given in made.call_args_list), URGENT]
 
 
 def test_sharing_is_tried_on_a_stream_as_copies_have() -> None:
-    for made, urgent in run(2, _streams_of_a_probe):
+    for made, urgent in pooled(2, _streams_of_a_probe):
         assert made == urgent and made is not False
 
 
 # Versions.
 
-#: What starting says, for each version that a library tells and a binding binds: the double's own
-#: first, then made up ones.
-START = """
-import ficco.dma.hip_api as api
-def start():
-    try:
-        print(api.start(), api.runtime_version())
-    except Exception as error:
-        print(type(error).__name__, error)
-start()
-for version, binds in {made_up}:
-    api.calls.hipRuntimeGetVersion = lambda: version
-    api.HIP_VERSION_TUPLE = binds or api.HIP_VERSION_TUPLE
-    start()
-"""
 OLD = ("needs HIP 7.2 or later", "; install ROCm 7.2 or later")
-#: Versions, and what is said of those that will not do.
-REFUSED = {
-    70051831: ("HIP 7.0:", *OLD),  # the double's
-    60443483: ("HIP 6.4:", *OLD),
-    70153211: ("HIP 7.1:", *OLD),
-    0: ("HIP 0.0:", "does not tell its version", OLD[1]),
-    80000001: ("HIP 8.0:", "binds HIP 7", "; install ROCm 7.2 or a later one of HIP 7"),
-}
-ACCEPTED = {70253211: "3 7.2", 71526333: "3 7.15"}
+#: Versions that a library tells, those that a binding binds if they are others, and what is said.
+VERSIONS = (
+    (70051831, None, ("HIP 7.0:", *OLD)),
+    (60443483, None, ("HIP 6.4:", *OLD)),
+    (70153211, None, ("HIP 7.1:", *OLD)),
+    (0, None, ("HIP 0.0:", "does not tell its version", OLD[1])),
+    (80000001, None, ("HIP 8.0:", "binds HIP 7", "; install ROCm 7.2 or a later one of HIP 7")),
+    (70253211, None, "3 7.2"),
+    (71526333, None, "3 7.15"),
+    (
+        70253211,
+        (7, 1, 52802, ""),
+        ("hip-python binds HIP 7.1, ficco needs 7.2 or later", "install 'hip-python>=7.2,<11'"),
+    ),
+)
+
+
+def _starts(at: Rank) -> list[Any]:
+    from ficco.dma import hip_api
+
+    found = [hip_api.runtime_version()]  # of the double's setting
+    for version, binds, _ in VERSIONS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hip_api.calls, "hipRuntimeGetVersion", lambda version=version: version)
+            patch.setattr(hip_api, "HIP_VERSION_TUPLE", binds or hip_api.HIP_VERSION_TUPLE)
+            found.append(caught(lambda: f"{hip_api.start()} {hip_api.runtime_version()}"))
+    return found
 
 
 @pytest.mark.parametrize("series", SERIES)
 def test_versions(series: str) -> None:
-    own, *others = REFUSED
-    made_up = [(version, None) for version in (*others, *ACCEPTED)]
-    made_up.append((70253211, (7, 1, 52802, "")))
-    env = {
-        "LD_LIBRARY_PATH": str(hip_ranks.library().parent),
-        "HIP_DOUBLE_VERSION": str(own),
-        "HIP_DOUBLE_DEVICES": "3",
-    }
-    script = START.replace("{made_up}", repr(made_up))
-    done = test_hip.python(script, wheel=str(hip_ranks.wheel(series)), **env)
-    assert done.returncode == 0, done.stderr
-    *refused, fits, newer, binding = done.stdout.splitlines()
-    for said, words in zip(refused, REFUSED.values(), strict=True):
-        assert said.startswith("BackendError hipRuntimeGetVersion failed with HIP "), said
-        assert all(word in said for word in words), said
-    assert [fits, newer] == list(ACCEPTED.values())
-    assert "hip-python binds HIP 7.1, ficco needs 7.2 or later" in binding
-    assert "pip install 'hip-python>=7.2,<11'" in binding
+    settings = {"VERSION": VERSIONS[0][0], "DEVICES": 3}
+    ((own, *found),) = run(1, _starts, series=series, settings=settings)
+    assert own == "7.0"
+    for said, (_, _, wanted) in zip(found, VERSIONS, strict=True):
+        if isinstance(wanted, str):
+            assert said == wanted
+        else:
+            assert said.type == "BackendError", said
+            assert said.text.startswith("hipRuntimeGetVersion failed with HIP "), said
+            assert all(word in said.text for word in wanted), said
 
 
 # Ways of signals that are asked for and cannot be gone.
 
 
+def _first_calls(at: Rank, ways: Sequence[str]) -> list[tuple[Any, int]]:
+    found = []
+    for way in ways:
+        with asking(f"signals={way}"):
+            found.append(without_compiler(at, test_hip.first_call))
+    return found
+
+
 @pytest.mark.parametrize(
-    ("way", "settings", "words"),
+    ("settings", "ways"),
     [
-        ("signal", {"WAIT": 0}, "CanUseStreamWaitValue"),
-        ("signal", {"SIGNAL_IPC": 0}, "signal memory that processes can share"),
-        ("uncached", {}, "GPU_STREAMOPS_CP_WAIT=1"),
-        ("kernel", {}, "clang or hiprtc"),
+        ({"WAIT": 0}, {"signal": "CanUseStreamWaitValue"}),
+        ({"SIGNAL_IPC": 0}, {"signal": "signal memory that processes can share"}),
+        ({}, {"uncached": "GPU_STREAMOPS_CP_WAIT=1", "kernel": "clang or hiprtc"}),
     ],
+    ids=str,
 )
-def test_refused_ways_of_signals(way: str, settings: dict[str, int], words: str) -> None:
-    hide = {"FICCO_HIP": f"signals={way}"}
-    found = run(2, _without_compiler, test_hip._first, settings=settings, env=hide, series="10")
-    for outcome, leaks in found:
-        assert outcome.type == "NotImplementedError" and not leaks, outcome
-        assert outcome.text.count(f"FICCO_HIP=signals={way} cannot be had") == 1
-        assert words in outcome.text and "leave signals out of the variable" in outcome.text
-        # A compiler is the remedy for one way alone.
-        assert ("compiler" in outcome.text) == (way == "kernel")
+def test_refused_ways_of_signals(settings: dict[str, int], ways: dict[str, str]) -> None:
+    for found in run(2, _first_calls, list(ways), settings=settings, series="10"):
+        for (outcome, leaks), (way, words) in zip(found, ways.items(), strict=True):
+            assert outcome.type == "NotImplementedError" and not leaks, outcome
+            assert outcome.text.count(f"FICCO_HIP=signals={way} cannot be had") == 1
+            assert words in outcome.text and "leave signals out of the variable" in outcome.text
+            # A compiler is the remedy for one way alone.
+            assert ("compiler" in outcome.text) == (way == "kernel")
 
 
 # What it tells.
@@ -403,13 +319,12 @@ def test_refused_ways_of_signals(way: str, settings: dict[str, int], words: str)
 def _told(at: Rank) -> tuple[str, int | None]:
     with clean():
         exact(at, equal(1, 4, 4, 4), 0)
-        found = test_hip.engine()
-        return found.capabilities().products, found.copy_engines()
+        return engine().capabilities().products, engine().copy_engines()
 
 
 def test_it_names_the_library_of_products_and_no_number_of_engines() -> None:
     """The double's attribute AsyncEngineCount is 2, AMD's a constant: neither is believed."""
-    assert run(1, _told) == [(products.library(torch.device("cpu")), None)]
+    assert pooled(1, _told) == [(products.library(torch.device("cpu")), None)]
 
 
 @pytest.mark.parametrize(("said", "known", "taken"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
@@ -419,43 +334,37 @@ def test_the_tuner_asks_the_engine(
     engine = SimpleNamespace(copy_engines=lambda: said)
     monkeypatch.setattr(communication, "workspace_of", lambda *_: SimpleNamespace(engine=engine))
     machine = SimpleNamespace(copies=known and SimpleNamespace(engines=known))
-    site: Any = SimpleNamespace(watch=SimpleNamespace(group=None, device=None), machine=machine)
-    site.world = 8
+    watch = SimpleNamespace(group=None, device=None)
+    site: Any = SimpleNamespace(watch=watch, machine=machine, world=8)
     monkeypatch.setattr(communication, "_copies", lambda site, step, mover, engines: engines)
     assert communication.copies(site) == taken
 
 
-@pytest.mark.parametrize(
-    ("hip", "preferred", "words"),
-    [
+def test_names_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch prefers them; to name one uses no GPU and never fails."""
+
+    def forbidden() -> Any:
+        raise RuntimeError("no CUDA GPUs are available")
+
+    def said(hip: str | None, preferred: Callable[[], Any]) -> str:
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+        return products.library(torch.device("cuda"))
+
+    unused = said("7.2", forbidden)
+    assert "hipBLASLt" in unused and "when it first uses a GPU" in unused
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for hip, preferred, words in (
         ("7.2", "Cublaslt", "hipBLASLt, "),
         ("7.2", "Cublas", "rocBLAS (through hipBLAS), "),
         ("7.2", "Ck", "CK, "),
         (None, "Cublaslt", "cuBLASLt, "),
         (None, "Cublas", "cuBLAS, "),
         (None, "Another", "Another, "),
-    ],
-)
-def test_names_of_libraries(
-    monkeypatch: pytest.MonkeyPatch, hip: str | None, preferred: str, words: str
-) -> None:
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    said = SimpleNamespace(name=preferred)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: said)
-    assert products.library(torch.device("cuda")) == f"{words}which PyTorch prefers"
-
-
-def test_naming_a_library_uses_no_gpu_and_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> Any:
-        raise RuntimeError("no CUDA GPUs are available")
-
-    monkeypatch.setattr(torch.version, "hip", "7.2")
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", forbidden)
-    said = products.library(torch.device("cuda"))
-    assert "hipBLASLt" in said and "when it first uses a GPU" in said
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "does not tell" in products.library(torch.device("cuda"))
+    ):
+        library = SimpleNamespace(name=preferred)
+        assert said(hip, lambda library=library: library) == f"{words}which PyTorch prefers"
+    assert "does not tell" in said("7.2", forbidden)
     monkeypatch.setattr(torch.__config__, "show", forbidden)
     assert "does not tell" in products.library(torch.device("cpu"))
     monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKL=OFF")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,16 +16,7 @@ from test_kernels import missing
 from ficco.compute.program import Call
 from ficco.dma.driver import Lanes
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.lane_ops import (
-    Launch,
-    Memops,
-    Posts,
-    Run,
-    Scripted,
-    enqueue,
-    enqueue_beside,
-    parted,
-)
+from ficco.dma.lane_ops import Launch, Memops, Posts, Run, Scripted, enqueue, enqueue_beside, parted
 from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
@@ -130,43 +120,28 @@ def enqueued(lane: str, *given: Any) -> list[Any]:
     return [op.around if isinstance(op, Launch) else op.ops for op in body]
 
 
-def test_in_front_of_a_product_all_is_one_launch() -> None:
-    given = (wait(4),), (write(4),), copies("compute0"), (write(PEER),), (wait(8),)
+MANY = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
+
+
+def test_what_launches_of_copies_see_to() -> None:
+    """In front of a product to all, if not too many blocks would spin; beside products to no waits;
+    to posts by copies too, but to all of these or none: the driver refuses what would be left."""
     rear = write(4), write(PEER), wait(8)
-    assert enqueued("compute0", *given) == [Around((), (wait(4),), rear)]
-
-
-@pytest.mark.parametrize(("places", "spins"), [(MOST, True), (MOST + 1, False)])
-def test_so_many_blocks_may_spin_in_front(places: int, spins: bool) -> None:
-    """Behind its work a launch spins with one."""
-    given = (wait(4), write(4)), copies("compute0", places), (write(PEER), wait(8))
-    *front, launch = enqueued("compute0", *given)
-    assert front == ([] if spins else [(wait(4),)])
-    rear = write(4), write(PEER), wait(8)
-    assert launch == Around((), (wait(4),) * spins, rear)
-
-
-@pytest.mark.parametrize("lane", ["copy0", "copy1", "reduce0"])
-def test_beside_products_a_launch_does_not_wait(lane: str) -> None:
-    given = (wait(4), write(4)), copies(lane), (write(PEER),), (wait(8),)
-    first, launch, second, bare = enqueued(lane, *given, copies(lane))
-    assert first == (wait(4),) and launch == Around(rear=(write(4), write(PEER)))
-    assert second == (wait(8),) and bare == Around()
-
-
-def test_posts_by_copies_are_left_to_a_launch_too() -> None:
-    copied = posts((write(PEER),), (1,))
-    given = (wait(4), write(4)), copies("compute0"), copied, (wait(8),)
-    rear = write(4), write(PEER), wait(8)
-    assert enqueued("compute0", *given) == [Around((), (wait(4),), rear)]
-
-
-def test_posts_by_copies_are_not_divided() -> None:
-    """What is left of them would be written by the stream, which the driver refuses."""
-    many = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
-    copied = posts(many, (1,) * len(many))
-    launch, left = made([("compute0", copies("compute0")), ("compute0", copied)]).body
-    assert launch.around == Around() and left is copied
+    first, posted = (wait(4), write(4)), posts((write(PEER),), (1,))
+    whole = Around((), (wait(4),), rear)
+    for count, ops, left in (
+        (1, ((wait(4),), (write(4),), None, (write(PEER),), (wait(8),)), [whole]),
+        (MOST, (first, None, (write(PEER), wait(8))), [whole]),
+        (MOST + 1, (first, None, (write(PEER), wait(8))), [(wait(4),), Around(rear=rear)]),
+        (1, (first, None, posted, (wait(8),)), [whole]),
+        (1, (None, posts(MANY, (1,) * len(MANY))), [Around(), MANY]),
+    ):
+        ops = [copies("compute0", count) if op is None else op for op in ops]
+        assert enqueued("compute0", *ops) == left
+    for lane in ("copy0", "copy1", "reduce0"):
+        bare = Around(rear=(write(4), write(PEER)))
+        ops = first, copies(lane), (write(PEER),), (wait(8),), copies(lane)
+        assert enqueued(lane, *ops) == [(wait(4),), bare, (wait(8),), Around()]
 
 
 LANES = st.sampled_from(["compute0", "compute1", "copy0"])
@@ -200,17 +175,19 @@ def test_launches_keep_the_order_of_a_lane(lane: str, acts: list[str]) -> None:
                 assert other[1] == "copies" or (told and other.kind == WRITE_32), (one, other)
 
 
-def test_copies_of_nothing_see_to_nothing() -> None:
-    """Nor do those on a lane that has no word to count blocks in, nor where launches carry no
-    signals."""
-    for height, counter, fuses in ((2, 5000, True), (0, 5000, True), (2, 0, True), (2, 9, False)):
-        engine = Engine()
-        engine.driver.fuses = fuses  # type: ignore[misc]
-        engine._kernels = SimpleNamespace(most_that_spin=MOST)  # type: ignore[assignment]
-        op: Any = engine.copies(program_of("copy0", 1, height, counter), (0,))
-        assert bool(op.arrived) is bool(height and counter and fuses)
-        ops = [("copy0", one) for one in ((write(4),), op, (write(PEER),))]
-        assert len(made(ops).body) == (1 if op.arrived else 3)
+@pytest.mark.parametrize(
+    ("height", "counter", "fuses"), [(2, 5000, True), (0, 5000, True), (2, 0, True), (2, 9, False)]
+)
+def test_which_copies_see_to_signals(height: int, counter: int, fuses: bool) -> None:
+    """None of nothing, none on a lane that has no word to count blocks in, and none where launches
+    carry no signals."""
+    engine = Engine()
+    engine.driver.fuses = fuses  # type: ignore[misc]
+    engine._kernels = SimpleNamespace(most_that_spin=MOST)  # type: ignore[assignment]
+    op: Any = engine.copies(program_of("copy0", 1, height, counter), (0,))
+    assert bool(op.arrived) is bool(height and counter and fuses)
+    ops = [("copy0", one) for one in ((write(4),), op, (write(PEER),))]
+    assert len(made(ops).body) == (1 if op.arrived else 3)
 
 
 def test_lanes_count_in_words_of_their_own_after_those_of_the_rank() -> None:
@@ -224,17 +201,28 @@ def test_lanes_count_in_words_of_their_own_after_those_of_the_rank() -> None:
     assert all(at >= words.own.stop and at % 4 == 0 for at in apart)
 
 
-def test_what_a_launch_of_copies_is_given() -> None:
-    """Nothing where there is nothing around it: the kernel without scripts is the shorter one."""
+def test_what_launches_are_given() -> None:
+    """Nothing where there is nothing around: the kernel without scripts is the shorter one."""
     given: list[Any] = []
-    bare = replace(copies("copy0"), work=lambda call, signals: given.append(signals))
-    bare(None)
-    replace(bare, around=Around(rear=(write(PEER),)))(None)
-    none, signals = given
-    launch = replace(bare, around=Around(rear=(write(PEER),)))
+    call: Any = SimpleNamespace(state={"compute0": "stream"})
+    bare = replace(copies("copy0"), work=lambda call, signals: given.append((call, signals)))
+    bare(call)
+    around = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
+    launch = replace(bare, around=around)
+    launch(call)
+    (_, none), (passed, signals) = given
     assert launch.signals is launch.signals  # the kernels keep what they prepare for it
-    assert none is None and signals.arrived == 5000
-    assert [step.address for step in signals.rear.steps] == [PEER] and not signals.front.steps
+    assert none is None and passed is call and signals.arrived == 5000
+    assert addresses(signals.front) == [9000, 4, PEER]
+    assert addresses(signals.rear) == [PEER + 4, 9000]
+    scripts: list[Any] = []
+    kernels: Any = SimpleNamespace(script=lambda *given: scripts.append(given))
+    Scripted(kernels, signals.front)(call)
+    assert scripts == [(signals.front, "stream")]
+
+
+def addresses(script: Any) -> list[int]:
+    return [step.address for step in script.steps]
 
 
 def one_shot() -> Any:
@@ -245,99 +233,78 @@ def product(call: Any) -> None:
     pass
 
 
+def run_of(body: list[Any], *tail: Any, captured: bool = False) -> Any:
+    """What an engine makes of a product's lane and of what comes behind all lanes."""
+    given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
+    return made(given, captured)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_sum_at_the_peers_sees_to_the_whole_call(captured: bool) -> None:
     """Posts by copies among it; in a graph to what the watchdog is told, too: of the begin, for
-    which nothing waits, beside all else."""
+    which nothing waits, beside all else. Of several sums the first begins and the last ends."""
     copied = posts((write(PEER),), (1,))
     body = [product, (wait(4), write(4)), copied, (wait(8),), one_shot()]
     tail = [(write(PEER + 4),), (wait(12), write(8), write(12)), (write(PEER + 8),)]
-    given = [("compute0", op) for op in body] + [("sync", op) for op in tail]
-    run = made(given, captured)
+    run = run_of(body, *tail, captured=captured)
     first, last = run.body
     assert first is product and run.begin is None and not run.tail
     assert last.around.front == (wait(4), write(4), write(PEER), wait(8))
-    end = (END,) if captured else ()
     told = write(PEER + 4), wait(12), write(8), write(12), write(PEER + 8)
-    assert last.around.rear == told + end
+    assert last.around.rear == told + (END,) * captured
     front, rear = last.signals.front, last.signals.rear
     assert front.aside == captured and not rear.aside and rear.alone == len(rear.steps)
     assert (front.alone - captured, len(front.steps) - captured) == (3, 4)
     assert front.steps[: front.aside] == (ScriptStep(*BEGIN[1:]),) * captured
 
-
-@pytest.mark.parametrize("captured", [False, True])
-def test_of_several_sums_the_first_begins_and_the_last_ends(captured: bool) -> None:
     body = [product, (wait(4),), one_shot(), product, (wait(8),), one_shot()]
-    given = [("compute0", op) for op in body]
-    run = made([*given, ("sync", (write(PEER),))], captured)
+    run = run_of(body, (write(PEER),), captured=captured)
     _, first, _, last = run.body
     assert first.around == Around((BEGIN,) * captured, (wait(4),))
     assert last.around == Around((), (wait(8),), (write(PEER), END)[: 1 + captured])
     assert run.begin is None and not run.tail
 
 
-def test_what_waits_in_front_of_a_sum_begins_a_graphs_call() -> None:
-    """And a wait alone stays with the stream where nobody has to be told."""
-    body = [(wait(4),), product, (wait(8),), one_shot()]
-    given = [*[("compute0", op) for op in body], ("sync", (write(PEER),))]
-    front, _, last = made(given, captured=True).body
-    assert [step.address for step in front.script.steps] == [9000, 4] and front.script.aside == 1
-    assert last.around == Around((), (wait(8),), (write(PEER), END))
-    front, _, last = made(given).body
-    assert front.ops == (wait(4),) and last.around == Around((), (wait(8),), (write(PEER),))
-
-
 def test_what_is_too_much_for_a_launch_stays_with_the_stream() -> None:
     many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
-    few, last = (wait(4),), one_shot()
-    run = made([("compute0", many), ("compute0", last), ("sync", few)])
+    few, last, full = (wait(4),), one_shot(), many[:MAX_SIGNALS]
+    run = run_of([many, last], few)
     assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
-    full = many[:MAX_SIGNALS]
-    run = made([("compute0", full), ("compute0", last), ("sync", few)], captured=True)
+    run = run_of([full, last], few, captured=True)
     assert run.body[0].around == Around((), full) and run.begin.ops == (BEGIN,)
-    run = made([("compute0", full), ("compute0", product), ("sync", few)], captured=True)
+    run = run_of([full, product], few, captured=True)
     assert run.body[0].ops == full and run.begin.ops == (BEGIN,)
-    run = made([("compute0", few), ("compute0", last), ("sync", full)])
+    run = run_of([few, last], full)
     assert run.body[0].around == Around((), few, full)
-    run = made([("compute0", few), ("compute0", last), ("sync", many)], captured=True)
+    run = run_of([few, last], many, captured=True)
     assert run.body[0].around == Around((), few)
     assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
-
-
-def test_a_sum_beside_others_leaves_the_end_to_the_stream() -> None:
-    given = [("copy0", product), ("compute0", (wait(4),)), ("compute0", one_shot())]
+    # A sum beside others leaves the end to the stream, too.
+    given = [("copy0", product), ("compute0", few), ("compute0", one_shot())]
     run = made([*given, ("sync", (write(PEER),))])
     assert run.lanes == ("copy0",) and run.tail_lane == "sync"
-    assert run.body[1].around == Around((), (wait(4),))
+    assert run.body[1].around == Around((), few)
     assert [op.ops for op in run.tail] == [(write(PEER),)]
 
 
-def test_in_a_graph_copies_in_front_of_a_product_tell_that_the_call_begins() -> None:
+def test_a_call_in_a_graph_begins_and_ends_by_launches() -> None:
+    """If copies or a wait are in front of its product, and it has no lanes of its own, which would
+    begin and end there anyhow."""
     body = [(wait(4), write(4)), copies("compute0"), (write(PEER), wait(8)), product]
-    given = [*[("compute0", op) for op in body], ("sync", (write(PEER + 4),))]
-    run = made(given, captured=True)
-    first, last = run.body
-    (tail,) = run.tail
-    rear = write(4), write(PEER), wait(8)
-    assert first.around == Around((BEGIN,), (wait(4),), rear)
+    run = run_of(body, (write(PEER + 4),), captured=True)
+    (first, last), (tail,) = run.body, run.tail
+    assert first.around == Around((BEGIN,), (wait(4),), (write(4), write(PEER), wait(8)))
     assert last is product and run.begin is None and run.tail_lane == "compute0"
-    assert [step.address for step in tail.script.steps] == [PEER + 4, 9000]
+    assert addresses(tail.script) == [PEER + 4, 9000]
 
-
-def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches() -> None:
-    """If it has no lanes of its own, which would begin and end there anyhow."""
-    body = [(wait(4), write(4)), product]
-    given = [("compute0", op) for op in body] + [("sync", (write(PEER),))]
+    given = [("compute0", (wait(4), write(4))), ("compute0", product), ("sync", (write(PEER),))]
     run = made(given, captured=True)
-    front, last = run.body
-    (rear,) = run.tail
+    (front, last), (rear,) = run.body, run.tail
     assert last is product and run.begin is None and run.tail_lane == "compute0"
-    assert [step.address for step in front.script.steps] == [9000, 4, 4]
+    assert addresses(front.script) == [9000, 4, 4]
     assert front.script.aside == 1 and not rear.script.aside
-    assert [step.address for step in rear.script.steps] == [PEER, 9000]
-    copied = posts((write(PEER),), (1,))
-    first = [("compute0", op) for op in (copied, product)]
+    assert addresses(rear.script) == [PEER, 9000]
+    first = [("compute0", op) for op in (posts((write(PEER),), (1,)), product)]
     for other in ([("copy0", product), *given], given[1:], [*first, *given]):
         run = made(other, captured=True)
         assert run.begin.ops == (BEGIN,) and run.tail_lane == "sync"
@@ -347,42 +314,25 @@ def test_in_a_graph_a_call_that_begins_with_a_wait_begins_and_ends_by_launches()
     assert product in made([*given, ("sync", product)], captured=True).tail
 
 
-class Launches:
-    """Kernels that note what they are given."""
-
-    def __init__(self) -> None:
-        self.given: list[tuple[Any, ...]] = []
-
-    def script(self, *given: Any) -> None:
-        self.given.append(given)
+# Calls of CUDA's driver, without one.
 
 
-def test_launches_are_given_all_that_they_see_to() -> None:
-    kernels, call = Launches(), SimpleNamespace(state={"compute0": "stream"})
-    told = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
-    seen: list[Any] = []
-    work = lambda call, signals: seen.append((call, signals))  # noqa: E731
-    Launch(work, arrived=5000, mine=range(PEER), sums=True, around=told)(call)
-    ((given, signals),) = seen
-    assert given is call and signals.arrived == 5000
-    before, behind = signals.front, signals.rear
-    assert [step.address for step in before.steps] == [9000, 4, PEER]
-    assert [step.address for step in behind.steps] == [PEER + 4, 9000]
-    Scripted(kernels, before)(call)
-    assert kernels.given == [(before, "stream")]
-
-
-@pytest.mark.parametrize("edges", [None, [(0, 0, 0)], [(0, 1, 0)], [(0, 0, 1)]])
-def test_what_is_joined_aside_leaves_the_stream_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, edges: list[tuple[int, ...]] | None
-) -> None:
-    """By bindings of CUDA 12, which know no edges, and of 13, whose edges do not outlast the next
-    call; edges of a kind that nobody gives back are left to a plain hold."""
+@pytest.fixture
+def cuda() -> Any:
     try:
         from ficco.dma import cuda_driver
     except ImportError:
         missing("cuda-bindings")
-    driver, calls = cuda_driver.driver, []
+    return cuda_driver
+
+
+@pytest.mark.parametrize("edges", [None, [(0, 0, 0)], [(0, 1, 0)], [(0, 0, 1)]])
+def test_what_is_joined_aside_leaves_the_stream_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, cuda: Any, edges: list[tuple[int, ...]] | None
+) -> None:
+    """By bindings of CUDA 12, which know no edges, and of 13, whose edges do not outlast the next
+    call; edges of a kind that nobody gives back are left to a plain hold."""
+    driver, calls = cuda.driver, []
     names = "from_port", "to_port", "type"
     found = [SimpleNamespace(**dict(zip(names, edge, strict=True))) for edge in edges or []]
     info = (0, 1, 7, "graph", ["node"], *([] if edges is None else [found]), 1)
@@ -397,7 +347,7 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
 
     monkeypatch.setattr(driver, "cuStreamUpdateCaptureDependencies", update)
     event = SimpleNamespace(hold=lambda stream: calls.append(("hold", stream)))
-    made = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    made = cuda.CudaDriver.__new__(cuda.CudaDriver)
     made.join_aside(event, "stream")
     plain = edges in (None, [(0, 0, 0)])
     edge = [] if edges is None else [[(0, 0, 0)]]
@@ -405,45 +355,11 @@ def test_what_is_joined_aside_leaves_the_stream_as_it_was(
     assert calls == [("hold", "stream"), *restored]
 
 
-def test_many_copies_are_one_call_of_cuda() -> None:
-    """Its arguments, as a function of C gets them."""
-    try:
-        from ficco.dma import cuda_driver
-    except ImportError:
-        missing("cuda-bindings")
-    seen: list[Any] = []
-    size, pointer = ctypes.c_size_t, ctypes.c_void_p
-
-    def copies(*given: Any) -> int:
-        dst, src, sizes, count, how, first, kinds, failed, stream = given
-        for one in (dst, src, sizes):
-            seen.append(list((size * count).from_address(one)))
-        order = ctypes.c_int.from_address(how).value
-        seen.append((order, size.from_address(first).value, kinds, bool(failed), stream))
-        return 0 if stream == 9 else 1
-
-    arrays = pointer, pointer, pointer, size, pointer, pointer, size
-    function = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(copies)
-    address = ctypes.cast(function, pointer).value
-    assert address is not None
-    at_once = cuda_driver.CopiesAtOnce(address)
-    ends = np.array([4096, 1 << 46, 64]), np.array([128, 256, 512]), np.array([16, 32, 48])
-    assert at_once(*ends, 9)
-    orders = cuda_driver.driver.CUmemcpySrcAccessOrder
-    in_order = int(orders.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
-    assert seen == [*(one.tolist() for one in ends), (in_order, 0, 1, True, 9)]
-    assert not at_once(*ends, 8)
-
-
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 1)])
 def test_copies_that_are_not_taken_at_once_are_made_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, cuda: Any, ranks: tuple[int, int]
 ) -> None:
     """Those within a device never are: the legacy default stream would refuse them."""
-    try:
-        from ficco.dma import cuda_driver
-    except ImportError:
-        missing("cuda-bindings")
     calls: list[Any] = []
     answers = [True, False]
 
@@ -455,8 +371,8 @@ def test_copies_that_are_not_taken_at_once_are_made_one_by_one(
         calls.append((int(dst), src, nbytes, stream))
         return (0,)
 
-    monkeypatch.setattr(cuda_driver.driver, "cuMemcpyDtoDAsync", copy)
-    made = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
+    monkeypatch.setattr(cuda.driver, "cuMemcpyDtoDAsync", copy)
+    made = cuda.CudaDriver.__new__(cuda.CudaDriver)
     vars(made)["_copies_at_once"] = at_once
     copies = made.copies(ranks)
     ends = np.array([4096, 8192]), np.array([128, 256]), np.array([16, 32])
@@ -474,6 +390,9 @@ def test_copies_that_are_not_taken_at_once_are_made_one_by_one(
 
 def of(lane: str, *after: int) -> Any:
     return SimpleNamespace(lane=lane, after=after)
+
+
+TWO_LANES: Any = [of("copy0"), of("compute0")]
 
 
 @pytest.mark.parametrize(
@@ -507,46 +426,37 @@ class LoggedEvent:
     """Says what comes behind what."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def record(self, stream: str) -> None:
-        self.log.append(f"{self.name} behind {stream}")
-
-    def hold(self, stream: str) -> None:
-        self.log.append(f"{stream} behind {self.name}")
+        self.record = lambda stream: log.append(f"{name} behind {stream}")
+        self.hold = lambda stream: log.append(f"{stream} behind {name}")
 
 
 def logged_lanes(log: list[str], *events: str) -> Lanes:
     """Lanes whose streams have their names; the caller's is ``caller``."""
-    made = iter(events)
-    driver: Any = SimpleNamespace(event=lambda: LoggedEvent(next(made), log), aside=nullcontext)
+    left = iter(events)
+    driver: Any = SimpleNamespace(event=lambda: LoggedEvent(next(left), log), aside=nullcontext)
     driver.stream_for = lambda name: SimpleNamespace(handle=name)
     return Lanes(driver, "caller", {})
 
 
-def test_a_call_beside_its_recording() -> None:
-    """The recording begins with the call, and the call ends with it."""
+def test_the_order_of_streams() -> None:
+    """A recording begins with its call, and the call ends with it. A lane keeps its parts until
+    they are merged: what comes next on it may use their memory, also of another caller's stream."""
     log: list[str] = []
-    steps: Any = [of("copy0"), of("compute0")]
     ops: Any = [("copy0", None), ("compute0", lambda call: log.append("product"))]
-    parts = parted(ops, steps)
-    assert parts is not None
+    parts = parted(ops, TWO_LANES)
     recording: Any = SimpleNamespace(replay=lambda stream: log.append(f"copies on {stream}"))
+    assert parts is not None
     enqueue_beside(recording, parts[1], Call({}, logged_lanes(log, "fork", "end")))
     assert log == [
         *("fork behind caller", "copy0 behind fork", "copies on copy0", "product"),
         *("end behind copy0", "caller behind end"),
     ]
 
-
-def test_a_lane_keeps_its_parts_until_they_are_merged() -> None:
-    """What comes next on it may use their memory, for another caller's stream, too."""
-    log: list[str] = []
-
     def attend(call: Call) -> None:
         log.append(f"attend on {call.state['compute1']}, copy on {call.state['copy0']}")
         call.parts[0] = []
 
+    log.clear()
     run = Run([attend], None, [], "sync", ("compute1", "copy0"))
     enqueue(run, Call({}, logged_lanes(log, "fork", "end of compute1", "end of copy0")))
     assert log == [

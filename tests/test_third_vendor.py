@@ -1,4 +1,6 @@
-"""The contract on a third vendor's driver (``thread_driver.py``), with tests of other modules.
+"""Calls in turns, of several groups and out of step, on a third vendor's driver
+(``thread_driver.py``), with tests of other modules. What each operator promises there is in
+``tests/contract``.
 
 It is the GPU engine as CUDA has it: calls are watched by events, words lie in the slot, and
 launches carry out the signals around them. What a vendor adds is one file and a row in ``choose``.
@@ -19,42 +21,16 @@ import test_faults
 import thread_driver
 import torch
 import torch.distributed as dist
-from cases import all_exact, call, equal, exact, gathered_a, make, shard_of, traced, verify
+from cases import all_exact, equal, exact, gathered_a, shard_of
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
-    NAMES,
-    named,
     test_any_call_behind_any_other,
-    test_any_case,
     test_capped_calls_between_others,
     test_groups_in_turn,
-    test_layouts_of_b,
-    test_linear_weight_and_inference_mode,
-    test_operands_may_change_after_the_call,
-    test_results_stay,
-    test_subgroups,
     test_two_groups_at_once,
     test_workspace_grows_and_is_reused,
 )
-from test_experts import (  # noqa: F401  likewise
-    test_any_routes,
-    test_calls_of_several_kinds_take_turns,
-)
-from test_faults import (  # noqa: F401  likewise
-    MISMATCHES,
-    test_calls_in_another_order,
-    test_late_rank_is_no_fault,
-    test_mismatch_of_options,
-)
-from test_fp8 import (  # noqa: F401  likewise
-    test_each_shard_has_its_own_factor,
-    test_forms_of_operands,
-)
-from test_operators import (  # noqa: F401  likewise
-    test_errors_keep_to_their_bounds,
-    test_operators_in_any_order,
-    test_sums_repeat_to_the_last_bit,
-)
+from test_faults import MISMATCHES, test_calls_in_another_order  # noqa: F401  likewise
 
 import ficco
 import ficco.dma.cpu
@@ -98,29 +74,18 @@ def test_one_warning_where_no_file_describes_so_many_ranks() -> None:
 
 
 def _by_copies(at: Rank) -> str:
+    cases = [equal(3, 12, 16, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
+    ficco.close()
     with ficco.options(signals="copy"):
-        all_exact(
-            at, [equal(3, 12, 16, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
-        )
-        return str(workspaces()[0].engine.capabilities().post)
+        all_exact(at, cases)
+        post = str(workspaces()[0].engine.capabilities().post)
+    ficco.close()
+    return post
 
 
 def test_signals_by_copies() -> None:
-    for post in ranks.run(3, _by_copies, fresh=True):
+    for post in ranks.run(3, _by_copies):
         assert post == "4-byte copy to the peer's memory (asked for)"
-
-
-def _traced(at: Rank) -> None:
-    case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
-    made = make(at, case, 1)
-    out, plan, spans = traced(made, case.schedule)
-    verify(case, [out], made)
-    assert [span.step for span in spans] == list(range(len(plan.steps)))
-    assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
-
-
-def test_times_of_steps() -> None:
-    ranks.run(3, _traced)
 
 
 def _blocks(at: Rank) -> None:
@@ -155,56 +120,26 @@ def test_blocks_of_the_caller() -> None:
     ranks.run(3, _blocks)
 
 
-def _pending(at: Rank) -> None:
-    """Calls that are enqueued before anybody waits for them."""
-    exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
-    (engine,) = {workspace.engine for workspace in workspaces() if workspace.group.size() == 3}
-    engine.work.waits = False
-    cases = [equal(3, 5 + i, 16, 8, schedule=name) for i, name in enumerate(NAMES)]
-    under_way = []
-    for number, case in enumerate(cases):
-        made = make(at, case, number)
-        under_way.append((case, call(case, made.a, made.b), made))
-    ficco.synchronize()
-    for case, results, made in under_way:
-        verify(case, results, made)
-    engine.work.waits = True
-
-
-def test_calls_in_flight() -> None:
-    ranks.run(3, _pending)
-
-
-@pytest.mark.parametrize("what", [what for what in MISMATCHES if what != "mover"])
-def test_mismatch_when_warm(what: str) -> None:
-    test_faults.test_mismatch(what, "warm")
+def test_mismatch_when_warm() -> None:
+    found = ranks.run(3, test_faults._mismatch, MISMATCHES["rows"], 2, "warm", (None, None))
+    test_faults.assert_mismatch(found, 2)
 
 
 def _memory_goes(at: Rank) -> tuple[int, int]:
     """Open files before and after groups that come and go."""
-
-    def files() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    ficco.close()
     counts = []
+    ficco.close()
     for _ in range(4):
         exact(at, equal(2, 64, 64, 64, schedule="growing"), 0)
         exact(at, equal(2, 256, 64, 64, schedule="growing"), 1)
         at.barrier()
         ficco.close()
         at.barrier()
-        counts.append(files())
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
     return counts[0], counts[-1]
 
 
 def test_memory_is_given_back() -> None:
-    for first, last in ranks.run(2, _memory_goes, fresh=True):
+    for first, last in ranks.run(2, _memory_goes):
         assert first == last
-
-
-def test_a_vendor_takes_few_lines() -> None:
-    """The driver of a vendor, without what serves tensors on the CPU."""
-    with open(thread_driver.__file__) as file:
-        assert len(file.readlines()) < 300
