@@ -2,7 +2,7 @@
 
 Integers up to 16 are exact in e4m3 by scales that are powers of two, and up to 8 in e5m2. Integers
 up to 40 in magnitude are rounded by the cast, and their sums are exact in float32, so that results
-have one right answer, too. ``test_fp8_layers_gpu.py`` runs the tests that ask for ``device``.
+have one right answer, too. ``gpu/test_fp8_gpu.py`` runs the tests that ask for ``device``.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _merge_all(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part
 #: Documents of fewer queries in the mean are attended to in one call of flash attention; longer
 #: ones in one of cuDNN each, where that serves them. One call takes 0.20 of the time of many for
 #: documents of 128, 0.96 for 512 and 1.15 for 1024, its gradients 0.30, 0.84 and 1.01 (one H100, 32
-#: heads, 8 of keys, size 128, 16384 positions; 2026-11-26, tests/packed_bench.py).
+#: heads, 8 of keys, size 128, 16384 positions; 2026-11-26, benchmarks/packed_documents.py).
 TOGETHER_ROWS = 640
 
 #: Of how many calls the bounds of documents are kept on devices.
@@ -349,8 +349,8 @@ def plain(
 
 
 #: Rows of queries, and of keys, that cuDNN gets at least. For fewer its backward can end a process
-#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/gpu/test_packed_gpu.py). Which number
-#: is safe is not known.
+#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/gpu/test_packed_gpu.py). What
+#: number is safe is not known.
 CUDNN_ROWS = 128
 
 

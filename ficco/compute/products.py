@@ -133,9 +133,8 @@ def multiply(
     """
     widened: dict[str, Any] = {}
     if a.dtype != out.dtype:
-        if not a.shape[-1]:  # cuBLASLt refuses a product of no terms
-            return None if addend is out else _fill(out, addend)
-        if not _has_out_dtype() or not a.is_cuda:
+        # cuBLASLt refuses a product of no terms into a wider dtype.
+        if not a.shape[-1] or not _has_out_dtype() or not a.is_cuda:
             return multiply(a.float(), b.float(), out, addend)
         widened = {"out_dtype": out.dtype}
     batched = a.dim() == 3
@@ -143,16 +142,10 @@ def multiply(
     if addend is None:
         (torch.bmm if batched else torch.mm)(a, b, **widened, out=out)
     elif out.shape[0] == 1 and not batched and out.stride(0) < out.shape[1]:
-        # One row of a matrix that lies transposed: PyTorch 2.11 takes the distance of rows for that
-        # of columns, which cuBLASLt refuses.
+        # One row that lies transposed: PyTorch 2.11 gives cuBLASLt the wrong one of its strides.
         torch.addmm(addend.t(), b.t(), a.t(), **widened, out=out.t())
     else:
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
-
-
-def _fill(out: torch.Tensor, addend: torch.Tensor | None) -> None:
-    """A sum of no products: the addend, or zeros."""
-    out.zero_() if addend is None else out.copy_(addend)
 
 
 def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

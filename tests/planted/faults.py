@@ -112,7 +112,7 @@ FAULTS = (
         "early-release",
         "ficco/dma/gpu.py",
         "slots are handed to the peers before the products of the call have ended",
-        ("hip.py::test_operators", "hip.py::test_jittered", "hip.py::test_one_queue_is_late"),
+        ("hip.py::test_jittered", "hip.py::test_one_queue_is_late"),
         "        state.over.record(stream)\n        state.over.hold(end)\n",
         "        state.over.record(stream)\n",
     ),
