@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import hip_ranks
 import pytest
 import subjects
 import torch
@@ -412,56 +411,35 @@ def test_wrong_arguments_are_refused(device: str) -> None:
         assert kind == bad.kind and all(word in text for word in bad.words), (bad.words, text)
 
 
-def _order_of_b(at: Rank) -> str:
-    """A call that was served before does not serve one whose b lies row by row."""
-    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
+def _served_otherwise(at: Rank) -> None:
+    """A call that was served before does not serve one whose b lies row by row. Autocast does not
+    drop scales, which have no gradient, real or fake. Ranks that scale otherwise are told."""
+    case = ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row")
     exact(at, case, 0)
     given, _ = made(case, at, 0)
-    given.b = given.b.contiguous()
-    return str(caught(lambda: call(case, given)).text)
-
-
-def test_another_order_in_memory_is_another_call(device: str) -> None:
-    assert all("b: required columns" in text for text in run(2, _order_of_b, device=device))
-
-
-def _unlike(at: Rank) -> str:
-    """Ranks that scale otherwise."""
-    recipe = ("row", "tensor")[at.rank]
-    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
-    error = caught(lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales))
-    at.barrier()
-    ficco.close()
-    return f"{error.type} {error.text}"
-
-
-def test_ranks_that_scale_otherwise_disagree(device: str) -> None:
-    for text in run(2, _unlike, device=device):
-        assert text.startswith("RankMismatch") and "by row" in text and "by tensor" in text
-
-
-def _unserved(at: Rank) -> None:
-    """Gradients, of real and of fake operands; autocast does not drop scales."""
-    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    by_rows = replace(given, b=given.b.contiguous())
+    assert "b: required columns" in caught(lambda: call(case, by_rows)).text
     with torch.autocast("cpu", dtype=torch.bfloat16):
         error = caught(lambda: ficco.all_gather_matmul(given.a, given.b))
     assert "scale_a, scale_b: required" in error.text
     given.scales["scale_a"].requires_grad_()
-
-    def call() -> Any:
-        return ficco.all_gather_matmul(given.a, given.b, **given.scales)
-
-    errors = [caught(call)]
+    errors = [caught(lambda: call(case, given))]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        errors.append(caught(call))
+        errors.append(caught(lambda: call(case, given)))
     with torch.no_grad():
-        call()
+        call(case, given)
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
+    given, _ = made(case.on(recipe=("row", "tensor")[at.rank]), at, 0)
+    error = caught(lambda: call(case, given))
+    at.barrier()
+    ficco.close()
+    assert error.type == "RankMismatch"
+    assert "by row" in error.text and "by tensor" in error.text
 
 
-def test_gradients_are_refused() -> None:
-    run(2, _unserved)
+def test_scales_belong_to_a_call() -> None:
+    run(2, _served_otherwise)
 
 
 def test_transposed_products_take_no_float8() -> None:
@@ -537,29 +515,6 @@ def test_what_a_library_lacks_is_said() -> None:
     for where, what, words in LACKS:
         text = lacks(where, **what)
         assert re.search(words, text) if words else not text, (where, what, text)
-
-
-def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> str:
-    assert all_exact(at, cases) == len(cases)
-    case = cases[0].on(dtypes=(E4M3, E4M3))
-    given, _ = made(case, at, 0)
-    return str(caught(lambda: call(case, given)).text)
-
-
-def test_on_a_double_of_hip() -> None:
-    """gfx942's own float8, for the engine, its copies and its signals; and no other."""
-    chance = random.Random(3)
-    cases = [
-        drawn(chance, operator, 4, "cpu", name).on(
-            recipe=chance.choice(("tensor", "row")), k=48, out=None, dtypes=(FNUZ, FNUZ)
-        )
-        for operator in OPERATORS
-        for name in schedules(operator)[chance.randrange(27) :: 27]
-        if "kernel" not in name and not (operator in SUMS and "collective" in name)
-    ]
-    cases = [case.on(replicated=case.replicated and case.recipe == "row") for case in cases]
-    texts = hip_ranks.run(4, _on_hip, cases, timeout=120)
-    assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
 
 
 # Plans.
