@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ficco
 from ficco.ops.call import run as ficco_run
 from ficco.problems.products import Problem
-from ficco.schedules import NAMED, refusal
+from ficco.schedules import NAMED, Schedule, refusal
 
 #: The names that a gather takes: on every engine, and where products can wait inside.
 NAMES = sorted(
@@ -135,14 +135,15 @@ def test_layouts_of_b(device: str) -> None:
 
 def _module_weight(at: Rank) -> None:
     """The weight of a Linear layer, transposed, as a model would pass it. Grad and inference mode
-    belong to a thread, and a call has several."""
-    case = equal(at.world, 6, 10, 7, schedule="hetero-unfused-1d:compute=2,pull")
+    belong to a thread, and a call has several. The schedule is an object; a call may wait for ever.
+    """
+    case = equal(at.world, 6, 10, 7, schedule=Schedule.parse("hetero-unfused-1d:compute=2,pull"))
     made = make(at, case, 0)
     layer = torch.nn.Linear(case.k, case.n, bias=False, device=at.device)
     with torch.no_grad():
         layer.weight.copy_(made.b.t())
         verify(case, call(case, made.a, layer.weight.t()), made, "weight.t()")
-    with torch.inference_mode():
+    with torch.inference_mode(), ficco.options(timeout_s=float("inf")):
         verify(case, call(case, made.a.clone(), made.b.clone()), made, "inference mode")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import hip_ranks
 import pytest
 import subjects
 import torch
@@ -515,6 +516,29 @@ def test_what_a_library_lacks_is_said() -> None:
     for where, what, words in LACKS:
         text = lacks(where, **what)
         assert re.search(words, text) if words else not text, (where, what, text)
+
+
+def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> str:
+    assert all_exact(at, cases) == len(cases)
+    case = cases[0].on(dtypes=(E4M3, E4M3))
+    given, _ = made(case, at, 0)
+    return str(caught(lambda: call(case, given)).text)
+
+
+def test_on_a_double_of_hip() -> None:
+    """gfx942's own float8, for the engine, its copies and its signals; and no other."""
+    chance = random.Random(3)
+    cases = [
+        drawn(chance, operator, 4, "cpu", name).on(
+            recipe=chance.choice(("tensor", "row")), k=48, out=None, dtypes=(FNUZ, FNUZ)
+        )
+        for operator in OPERATORS
+        for name in schedules(operator)[chance.randrange(27) :: 27]
+        if "kernel" not in name and not (operator in SUMS and "collective" in name)
+    ]
+    cases = [case.on(replicated=case.replicated and case.recipe == "row") for case in cases]
+    texts = hip_ranks.run(4, _on_hip, cases, timeout=120)
+    assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
 
 
 # Plans.
