@@ -38,7 +38,7 @@ from disturbance import Disturbance, disturb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Ended, Program
-from ranks import Rank, ranks, run
+from ranks import Rank, ranks, run, serves_tiled
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ficco
@@ -87,12 +87,31 @@ def named(name: str, knobs: str) -> str:
     return f"{name}:{knobs}" if knobs else name
 
 
+def names_on(device: str) -> tuple[str, ...]:
+    return ALL_NAMES if serves_tiled(device) else tuple(NAMES)
+
+
 def dtypes_on(device: str) -> tuple[str, ...]:
     """float64 is served on the CPU engine alone."""
     return ("bfloat16", "float16", "float32", "float64")[: 4 if device == "cpu" else 3]
 
 
 # Schedules, dtypes, sizes.
+
+
+@ranks(2)
+def test_schedules(world: int, device: str) -> None:
+    ways = [named(name, knobs) for name in names_on(device) for knobs in KNOBS][::3]
+    even = equal(world, 24, 40, 16, dtype="bfloat16")
+    shapes = cycle((even, equal(world, 17, 23, 9, gathered=True), even.on(dtype="float16")))
+    cases = [case.on(schedule=name) for name, case in zip(ways, shapes, strict=False)]
+    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+
+
+def test_dtypes(device: str) -> None:
+    case, ways = equal(3, 20, 200, 33), product(dtypes_on(device), KINDS)
+    cases = [case.on(dtype=dtype, schedule=name) for dtype, name in ways]
+    run(3, all_exact, cases, device=device)
 
 
 UGLY = [
@@ -111,6 +130,38 @@ UGLY = [
     ((31, 33, 32, 35), 65, 17),
     ((2, 3, 0, 1), 1, 9),
 ]
+
+
+def test_ugly_sizes(device: str) -> None:
+    """Each size under every third name."""
+    wide = "pieces=4,tail=2,copy=2,compute=2"
+    knobs = cycle((("", "bfloat16"), ("pull", "float32"), (wide, "float16")))
+    names = names_on(device)
+    ways = [(name, size) for turn, size in enumerate(UGLY) for name in names[turn % 3 :: 3]]
+    cases = [
+        Case(rows[:3], k, n, dtype, named(name, some), gathered=not some)
+        for (name, (rows, k, n)), (some, dtype) in zip(ways, knobs, strict=False)
+    ]
+    run(3, all_exact, cases, device=device)
+
+
+def test_eight_ranks(device: str) -> None:
+    cases = [equal(8, 9, 24, 8, schedule=name) for name in KINDS[::2]]
+    cases += [Case((1, 2, 3, 0, 5, 6, 7, 8), 17, 5, schedule="growing", gathered=True)]
+    run(8, all_exact, cases, device=device)
+
+
+def _schedule_objects(at: Rank) -> None:
+    """Also in calls that may wait for ever."""
+    case = equal(at.world, 8, 8, 8)
+    with ficco.options(timeout_s=float("inf")):
+        exact(at, case.on(schedule="auto"), 0)
+        for turn, name in enumerate(KINDS):
+            exact(at, case.on(schedule=Schedule.parse(name)), turn)
+
+
+def test_schedule_as_object_and_auto(device: str) -> None:
+    run(2, _schedule_objects, device=device)
 
 
 # How the operands lie in memory.
@@ -135,15 +186,14 @@ def test_layouts_of_b(device: str) -> None:
 
 def _module_weight(at: Rank) -> None:
     """The weight of a Linear layer, transposed, as a model would pass it. Grad and inference mode
-    belong to a thread, and a call has several. The schedule is an object; a call may wait for ever.
-    """
-    case = equal(at.world, 6, 10, 7, schedule=Schedule.parse("hetero-unfused-1d:compute=2,pull"))
+    belong to a thread, and a call has several."""
+    case = equal(at.world, 6, 10, 7, schedule="hetero-unfused-1d:compute=2,pull")
     made = make(at, case, 0)
     layer = torch.nn.Linear(case.k, case.n, bias=False, device=at.device)
     with torch.no_grad():
         layer.weight.copy_(made.b.t())
         verify(case, call(case, made.a, layer.weight.t()), made, "weight.t()")
-    with torch.inference_mode(), ficco.options(timeout_s=float("inf")):
+    with torch.inference_mode():
         verify(case, call(case, made.a.clone(), made.b.clone()), made, "inference mode")
 
 

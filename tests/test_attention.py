@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
-from ficco.compute.attention import Heads, attention, merge
+from ficco.compute.attention import Heads, Result, attention, backward, merge
 from ficco.compute.program import Part
 from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
@@ -434,6 +434,13 @@ def test_merging_waits_for_the_other_lane(schedule: str) -> None:
         )
 
 
+def test_other_schedules_are_refused() -> None:
+    problem = AttentionCase(8).problem(4)
+    for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "one-shot", "serial:collective"):
+        with pytest.raises(ValueError, match="take growing, shard-overlap"):
+            attention_plans(problem, Schedule.parse(name))
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
     asked = AttentionCase(16, causal=True, placement="head-tail").problem(4)
@@ -503,6 +510,27 @@ def test_under_a_causal_mask_the_busiest_port_is_not_kept_waiting(
 # Calls on CPUs.
 
 
+def _calls(at: Rank) -> None:
+    """Calls and gradients of each case, a scale and long windows among them."""
+    dtypes = "float32", "bfloat16", "float64"
+    for turn, case in enumerate(
+        (
+            *list(cases(at.world, 10))[1::3],
+            AttentionCase(7, 6, 6, 8, batch=3, causal=True),
+            AttentionCase(8, 8, 1, 64, batch=2, causal=True, placement="head-tail", scale=0.5),
+            AttentionCase(1, causal=True),
+            AttentionCase(0),
+        )
+    ):
+        asked = replace(case, dtype=dtypes[turn % 3])
+        attended(at, asked, turn, SCHEDULES[turn % len(SCHEDULES)])
+        differentiated(at, asked, turn, SCHEDULES[-turn % len(SCHEDULES)])
+
+
+def test_no_further_from_float64_than_the_library() -> None:
+    run(3, _calls, timeout=200)
+
+
 def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
     for batch in (1, 2):
         kv = torch.empty(8, 2, batch, 2, 16)
@@ -512,7 +540,7 @@ def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
 
 def _capped(at: Rank) -> None:
     """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
-    case = AttentionCase(16, causal=True, placement="head-tail", scale=0.5)
+    case = AttentionCase(16, causal=True, placement="head-tail")
     with ficco.options(workspace_bytes=24_000):
         for iteration in range(4):
             attended(at, case, iteration, "shard-overlap")
@@ -589,6 +617,31 @@ def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(dtype: str) -> None:
     for what in (torch.nan, -torch.inf):
         run(2, not_finite, what, AttentionCase(8, dtype=dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_of_grouped_heads_are_repeated_for_older_releases(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch before 2.9 reads beyond the keys of fewer heads on CPUs."""
+    heads = Heads(*AttentionCase(8, batch=2, dtype="float64").whole(1, 1, "cpu"))
+    rows, seen = Rectangle(0, 8, 0, 8, None, 0 if causal else None), []
+    wanted = attention(heads, rows, 0.25)
+    back = Result(*wanted, torch.ones_like(wanted[0]))
+    gradients = backward(heads, back, rows, 0.25)
+    library = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def strict(q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
+        seen.append(q.shape[1] == k.shape[1])
+        return library(q, k, *args, **more)
+
+    monkeypatch.setattr("ficco.compute.attention.release_of_torch", lambda: (2, 8))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", strict)
+    for one, other in zip(attention(heads, rows, 0.25), wanted, strict=True):
+        assert torch.equal(one, other)
+    assert seen == [True]
+    for one, other in zip(backward(heads, back, rows, 0.25), gradients, strict=True):
+        assert one.shape == other.shape and (one - other).abs().max() < 1e-12
 
 
 # Behind PyTorch's function.

@@ -10,13 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
+import disturbance
 import pytest
 import torch
 import torch.distributed as dist
 from cases import gathered_bytes
+from disturbance import Disturbance, disturb
 from ranks import Rank, run
 from test_all_gather_matmul import named
 
+from ficco.compute.products import library
 from ficco.compute.program import Call, Program, Slot
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.cpu_lanes import CpuMemory, Lane
@@ -172,6 +175,42 @@ def spans(at: Rank) -> None:
 
 def test_a_traced_call_says_when_its_steps_ran() -> None:
     run(2, spans)
+
+
+def freed(at: Rank) -> list[str]:
+    """What the engine says of itself; memory that it frees under living tensors."""
+    with engine() as made:
+        capabilities = made.capabilities()
+        assert made.name == "cpu" and not capabilities.capture
+        assert capabilities.movers == ("dma", "kernel")
+        assert capabilities.products == library(made.device)
+        assert made.copy_engines() == 1 and made.capturing() == 0
+        made.synchronize()
+        memory = made.symmetric(64)
+        mine = memory.tensor.view(torch.float32)
+        memory.free()
+        memory.free()
+        mine.fill_(3)
+        assert mine.sum() == 48
+    made.close()
+    return sorted(os.listdir("/dev/shm"))
+
+
+def test_memory_is_freed_under_living_tensors() -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    assert run(2, freed) == [before] * 2
+
+
+def test_delays_are_seeded_per_rank_and_disturb_puts_back_what_was() -> None:
+    once, again, outer = (Disturbance(delay_s=1.0, seed=3) for _ in range(3))
+    delays = [once.delay(0) for _ in range(3)]
+    assert once.delay(0) not in delays
+    assert [again.delay(0) for _ in range(3)] == delays != [again.delay(1) for _ in range(3)]
+    with disturb(outer):
+        with disturb(once):
+            assert disturbance._active is once
+        assert disturbance._active is outer
+    assert disturbance._active is None
 
 
 #: A lane's product in a process whose OpenMP and MKL would start four threads for it. Prints the

@@ -412,35 +412,56 @@ def test_wrong_arguments_are_refused(device: str) -> None:
         assert kind == bad.kind and all(word in text for word in bad.words), (bad.words, text)
 
 
-def _served_otherwise(at: Rank) -> None:
-    """A call that was served before does not serve one whose b lies row by row. Autocast does not
-    drop scales, which have no gradient, real or fake. Ranks that scale otherwise are told."""
-    case = ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row")
+def _order_of_b(at: Rank) -> str:
+    """A call that was served before does not serve one whose b lies row by row."""
+    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
     exact(at, case, 0)
     given, _ = made(case, at, 0)
-    by_rows = replace(given, b=given.b.contiguous())
-    assert "b: required columns" in caught(lambda: call(case, by_rows)).text
+    given.b = given.b.contiguous()
+    return str(caught(lambda: call(case, given)).text)
+
+
+def test_another_order_in_memory_is_another_call(device: str) -> None:
+    assert all("b: required columns" in text for text in run(2, _order_of_b, device=device))
+
+
+def _unlike(at: Rank) -> str:
+    """Ranks that scale otherwise."""
+    recipe = ("row", "tensor")[at.rank]
+    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
+    error = caught(lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales))
+    at.barrier()
+    ficco.close()
+    return f"{error.type} {error.text}"
+
+
+def test_ranks_that_scale_otherwise_disagree(device: str) -> None:
+    for text in run(2, _unlike, device=device):
+        assert text.startswith("RankMismatch") and "by row" in text and "by tensor" in text
+
+
+def _unserved(at: Rank) -> None:
+    """Gradients, of real and of fake operands; autocast does not drop scales."""
+    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         error = caught(lambda: ficco.all_gather_matmul(given.a, given.b))
     assert "scale_a, scale_b: required" in error.text
     given.scales["scale_a"].requires_grad_()
-    errors = [caught(lambda: call(case, given))]
+
+    def call() -> Any:
+        return ficco.all_gather_matmul(given.a, given.b, **given.scales)
+
+    errors = [caught(call)]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        errors.append(caught(lambda: call(case, given)))
+        errors.append(caught(call))
     with torch.no_grad():
-        call(case, given)
+        call()
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
-    given, _ = made(case.on(recipe=("row", "tensor")[at.rank]), at, 0)
-    error = caught(lambda: call(case, given))
-    at.barrier()
-    ficco.close()
-    assert error.type == "RankMismatch"
-    assert "by row" in error.text and "by tensor" in error.text
 
 
-def test_scales_belong_to_a_call() -> None:
-    run(2, _served_otherwise)
+def test_gradients_are_refused() -> None:
+    run(2, _unserved)
 
 
 def test_transposed_products_take_no_float8() -> None:

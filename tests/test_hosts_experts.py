@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, run
 from subjects import SUBJECTS, Case, compare
-from test_hosts import described, host_of
+from test_hosts import assert_all_learn, bereaved, described, host_of
 
 import ficco
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
@@ -119,3 +120,16 @@ def _routed_early(at: Rank) -> None:
 
 def test_routings_that_are_made_before_they_are_used() -> None:
     run(4, over, 2, _routed_early)
+
+
+def layered(at: Rank, group: Any) -> None:
+    case = _case(at)
+    operands = [one.to(torch.float32) for one in SUBJECT.make(case, at.rank, 0)]
+    SUBJECT.call(case, operands, SUBJECT.constants(case, at.rank, 0))
+
+
+def test_every_survivor_learns_of_a_lost_host() -> None:
+    victims = (2, 3)
+    where: Any = {"fresh": True, "catch": True, "lost": victims}
+    found = run(4, bereaved, victims, signal.SIGKILL, 2, None, layered, **where)
+    assert_all_learn(found, victims)
