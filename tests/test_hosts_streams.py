@@ -31,7 +31,6 @@ from test_hosts import (
     host_of,
     problem_of,
 )
-from test_hosts import exact as exactly
 from test_third_vendor import _on_threads
 
 import ficco
@@ -39,7 +38,6 @@ from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
 from ficco.errors import BackendError, SignalTimeout
-from ficco.problems.products import OPERATORS
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
 
@@ -69,18 +67,6 @@ def jitter(seed: int) -> Iterator[None]:
 
 
 # Calls.
-
-
-def _jittered(at: Rank) -> None:
-    with host_of(at, 2), jitter(at.rank):
-        for turn in range(42):
-            schedule = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")[turn % 3]
-            exactly(at, list(OPERATORS)[turn % len(OPERATORS)], turn, schedule)
-
-
-@pytest.mark.slow
-def test_calls_under_jitter() -> None:
-    ranks.run(4, _jittered)
 
 
 def _in_flight(at: Rank, most: int) -> None:
@@ -211,32 +197,6 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
     if how in (signal.SIGKILL, signal.SIGSTOP):
         for outcome in survivors:
             assert {one["peer"] for one in gave_up(outcome)} <= {*victims}
-
-
-def _one_host_without_access(at: Rank) -> tuple[Any, list[str]]:
-    """The error of a call, and the threads that are left."""
-    why = "device 0 of rank 3 cannot access the memory of device 1 of rank 2"
-    known = thread_driver.ThreadDriver.means
-
-    def means(driver: Any, engine: Any) -> Any:
-        if at.rank > 1:
-            raise NotImplementedError(why)
-        return known(driver, engine)
-
-    with host_of(at, 2), mock.patch.object(thread_driver.ThreadDriver, "means", means):
-        failure = caught(lambda: exact(at, equal(at.world, 4, 8, 8), 0))
-    names = [thread.name for thread in threading.enumerate()]
-    return failure, [name for name in names if name.startswith("ficco")]
-
-
-def test_one_host_without_peer_access_is_named_on_all() -> None:
-    for rank, (failure, threads) in enumerate(ranks.run(4, _one_host_without_access)):
-        assert failure.type == ("PeerFailed" if rank < 2 else "NotImplementedError"), failure
-        assert "device 0 of rank 3 cannot access the memory of device 1" in failure.text
-        # Which of the two is first varies.
-        told = re.search("rank [23] failed", failure.text) and "host-1" in failure.text
-        assert rank > 1 or told, failure
-        assert not threads, threads
 
 
 def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:

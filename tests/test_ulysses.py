@@ -209,13 +209,6 @@ def test_wrong_plans_are_found(kind: tuple[bool, str], change: Change, message: 
     refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), change, message, 0)
 
 
-def test_other_schedules_are_refused() -> None:
-    problem = problem_of(AttentionCase(8), 4, False, "")
-    for name in ("growing", "hetero-fused-1d", "uniform-fused-2d", "serial:pull", "tiled", "ring"):
-        with pytest.raises(ValueError, match="required serial or uniform-fused-1d"):
-            heads_plans(problem, Schedule.parse(name))
-
-
 def test_choice() -> None:
     machine = find("h200-4", None)
     assert machine is not None and machine.gemm
@@ -336,30 +329,18 @@ def differentiated(
             assert found <= limit, (name, rank, case, schedule, found, limit)
 
 
-def _calls(at: Rank) -> None:
-    """Calls and gradients of every case by one schedule, a scale and odd sizes among them; and
-    under caps on memory."""
-    dtypes, names = ("float32", "bfloat16", "float64", "float16"), (*SCHEDULES, "auto")
-    odd = (
-        AttentionCase(7, 12, 4, 8, batch=3, causal=True),
-        AttentionCase(8, 12, 1, 64, batch=2, causal=True, scale=0.5),
-        AttentionCase(1, 12, 6, 1, causal=True),
-        AttentionCase(0, 12, 6),
-    )
-    for turn, case in enumerate((*list(cases(at.world))[::2], *odd)):
-        case, schedule = replace(case, dtype=dtypes[turn % 4]), names[turn % len(names)]
-        attended(at, case, turn, schedule)
-        if case.dtype != "float16":
+def _capped(at: Rank) -> None:
+    """Caps that calls keep to, and one that is refused."""
+    case = AttentionCase(16, 6, 3, batch=3, causal=True, scale=0.5)
+    with ficco.options(workspace_bytes=180_000):
+        for turn, schedule in enumerate((*SCHEDULES, "auto")):
+            attended(at, case, turn, schedule)
             differentiated(at, case, turn, schedule, turn % 2 > 0)
-    case = AttentionCase(16, 6, 3, causal=True)
-    with ficco.options(workspace_bytes=60_000):
-        for turn in range(4):
-            attended(at, case, turn)
     with ficco.options(workspace_bytes=6_000):
         failure = caught(lambda: attended(at, case, 1))
     assert failure.type == "ValueError", failure
     assert "workspace_bytes: required at least" in failure.text
 
 
-def test_what_the_library_makes_on_the_whole() -> None:
-    run(3, _calls, timeout=280)
+def test_what_the_library_makes_on_the_whole_under_a_cap() -> None:
+    run(3, _capped)

@@ -1,14 +1,14 @@
 """Times calls of ranks on several hosts over a wire of a given rate, on one machine.
 
-    sudo python tests/hosts_bench.py FOLDER
+    sudo python -m benchmarks.hosts FOLDER
 
 Hosts are network namespaces: on a bridge, each one's link limited by ``tc tbf``, or with a delay
-behind :mod:`slow_wire`, which takes half a core. Their ranks share no memory with those of others:
-gloo goes over the wire, copies inside. Ranks have a thread each. Results are compared exactly
-first. Every round calls all candidates in a new order; a round's time is the slowest rank's. Writes
-``hosts.csv``: for each shape and candidate the median, that of the product alone and of the
-collective alone, and two shares of it: what the longer of product and collective takes, and what
-the longer of the product and the bytes over the wire's rate takes. Needs the right to make
+behind :mod:`tests.slow_wire`, which takes half a core. Their ranks share no memory with those of
+others: gloo goes over the wire, copies inside. Ranks have a thread each. Results are compared
+exactly first. Every round calls all candidates in a new order; a round's time is the slowest
+rank's. Writes ``hosts.csv``: for each shape and candidate the median, that of the product alone and
+of the collective alone, and two shares of it: what the longer of product and collective takes, and
+what the longer of the product and the bytes over the wire's rate takes. Needs the right to make
 namespaces, ``ip`` and ``tc``.
 """
 
@@ -31,9 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_wire import enter, namespace, sh, slow_wire
 
 import ficco
+from tests.slow_wire import enter, namespace, sh, slow_wire
 
 #: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70
 #: GFLOP/s a rank, what crosses takes about as long as the product.

@@ -2,7 +2,7 @@
 whose words are written when a link would bring the rows; writes ``arriving.csv`` and
 ``arriving.md`` to a folder.
 
-    python tests/arriving_bench.py FOLDER
+    python -m benchmarks.arriving FOLDER
 
 A second stream plays the peers. Its clock is the copy engine: before each word comes a copy from
 the host that takes as long as is left until then. Two ways are timed in shuffled rounds, the host
@@ -163,7 +163,7 @@ def main(folder: Path) -> None:
         "# Experts behind an all-gather, one kernel whose tiles wait",
         "",
         f"{torch.cuda.get_device_name()}, {date.today()}, PyTorch {torch.__version__}, Triton "
-        f"{triton.__version__}, commit {commit}, `python tests/arriving_bench.py`. Top-2, k {K}, "
+        f"{triton.__version__}, commit {commit}, `python -m benchmarks.arriving`. Top-2, k {K}, "
         f"bf16, {PIECES} pieces a shard. One GPU, arrivals replayed: a link of "
         f"{example.LINK / 1e9:.0f} GB/s and {example.LATENCY_S * 1e6:.0f} us.",
         "",
