@@ -26,14 +26,7 @@ def scaled(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, gathered: bool
     both = ficco.all_gather_matmul(a, b, return_gathered=True, scale_a=scale, scale_b=scale)
     assert_type(both, tuple[torch.Tensor, torch.Tensor])
     either = ficco.all_gather_matmul(
-        a,
-        b,
-        return_gathered=gathered,
-        scale_a=scale,
-        scale_b=scale,
-        bias=scale,
-        out_dtype=torch.float16,
-        use_fast_accum=True,
+        *(a, b), return_gathered=gathered, bias=scale, out_dtype=torch.half, use_fast_accum=True
     )
     assert_type(either, Both)
     cast = ficco.all_gather_matmul(a, b, return_gathered=gathered, scale_b=scale, quantize="row")

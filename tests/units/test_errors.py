@@ -14,6 +14,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from itertools import product
@@ -31,19 +32,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 from ficco.errors import reason_of
-from ficco.options import Changes, Options, from_text, saves_gathered, to_text
+from ficco.options import Changes, Options, current, from_text, saves_gathered, to_text
 from ficco.runtime.board import LATE, TEXT_BYTES, published
 
 #: Rows of a shard, k and n of the calls here.
 ROWS, K, N = 4, 8, 6
 
 
-def _a(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape or (ROWS, K), dtype=dtype)
+def _a(*shape: int) -> torch.Tensor:
+    return torch.ones(shape or (ROWS, K))
 
 
-def _b(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.ones(shape or (K, N), dtype=dtype)
+def _b(*shape: int) -> torch.Tensor:
+    return torch.ones(shape or (K, N))
 
 
 def _call(*args: Any, **kwargs: Any) -> Callable[[], Any]:
@@ -70,26 +71,16 @@ def _rows(rows: Any) -> Callable[[], Any]:
     return _call(_a(), _b(), rows=rows)
 
 
-def _explained(operator: str = "all_gather_matmul", **sizes: Any) -> Callable[[], Any]:
-    return partial(ficco.explain, operator, **{"m": 8, "n": 8, "k": 8, "world": 2, **sizes})
-
-
 META = "meta"
 #: Wrong calls, and what their errors say, with parts left out: a ``ValueError`` unless the text
 #: begins with another kind.
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     # Shapes.
     (_call(_a(K), _b()), "a_shard [..., m/W, k] ... [8] ... reshape"),
-    (_call(torch.tensor(1.0), _b()), "[] ... reshape"),
     (_call(_a(), _b(K)), "b [k, n] ... [8]"),
-    (_call(_a(), _b(2, K, N)), "[2, 8, 6] ... reshape"),
-    (_call(_a(), _b(K + 1, N)), "required ... k=8 ... k=9 ... .t()"),
     (_call(_a(), _b(N, K)), "k=8 ... k=6 ... weight.t()"),
     # Dtypes, devices, layouts.
-    (
-        _call(_a(), _b(dtype=torch.bfloat16)),
-        "required one dtype ... float32 ... bfloat16 ... convert",
-    ),
+    (_call(_a(), _b().bfloat16()), "required one dtype ... float32 ... bfloat16 ... convert"),
     (_call(_a(), _b().to(META)), "required one device ... cpu ... meta ... move"),
     (_call(_a().to(META), _b().to(META)), "NotImplementedError: ... meta ... cpu"),
     (_of(torch.int32), "NotImplementedError: ... int32 ... bfloat16 ... float32"),
@@ -101,13 +92,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_scheduled("fastest"), "required one of ... hetero-fused-1d ... 'auto' ... 'fastest'"),
     (_scheduled("shard_overlap:pull"), "did you mean 'shard-overlap'"),
     (_scheduled("serial:speed=9"), "speed=9 ... pieces=4"),
-    (_scheduled("serial:copy=1,copy=2"), "copy=2 ... twice"),
-    (_scheduled("growing:pieces=0"), "pieces ... positive"),
-    (_scheduled("growing:pieces=4+0"), "pieces"),
-    (_scheduled("growing:copy=0"), "copy ... at least 1"),
-    (_scheduled("growing:tail=0"), "tail ... at least 1"),
-    (_scheduled("growing:order=random"), "order=random"),
-    (_scheduled(3), "schedule ... required ... 3"),
     (_scheduled(["growing"]), "schedule: required a name ... got ['growing']"),
     (
         _scheduled("serial", workspace_bytes=1),
@@ -120,10 +104,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     ),
     # Rows.
     (_rows([ROWS]), "rows: required 2 numbers ... got [4]"),
-    (_rows([ROWS] * 3), "required 2 ... [4, 4, 4]"),
     (_rows([ROWS, -1]), "negative ... [4, -1]"),
     (_rows([ROWS + 1, ROWS + 1]), "rows[ ... ]=5 ... got 4"),
-    (_rows([4.0, 4.0]), "rows ... 4.0"),
     (_rows(8), "rows: required ... 8"),
     (_rows(torch.tensor(8)), "required 2 numbers ... got 8"),
     (_rows(torch.tensor([4.5, 3.5])), "rows: required 2 numbers ... got [4.5, 3.5]"),
@@ -142,9 +124,14 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (partial(ficco.empty, (2**63, 2)), "shape: required at most ... 9223372036854775808"),
     (partial(ficco.empty, (4, 4), dtype="float32"), "dtype: required a torch.dtype ... 'float32'"),
     (partial(ficco.empty, (4, 4), device="gpu"), "device: required ... cpu ... 'gpu'"),
-    (_explained("conv"), "InvalidArgument: ... operator ... all_gather_matmul ... 'conv'"),
-    (_explained(m=8.5), "m: required a whole number ... 8.5"),
-    (_explained(world="2"), "world: required a whole number ... '2'"),
+    (
+        partial(ficco.explain, "conv", m=8, n=8, k=8, world=2),
+        "InvalidArgument: ... operator ... all_gather_matmul ... 'conv'",
+    ),
+    (
+        partial(ficco.explain, "all_gather_matmul", m=8.5, n=8, k=8, world=2),
+        "m: required a whole number ... 8.5",
+    ),
     # Options.
     (
         _under({"engine": "cuda"}, _call(_a(), _b())),
@@ -231,7 +218,6 @@ def test_group_that_this_rank_is_not_in_or_that_was_destroyed() -> None:
 
 
 def a_mesh_is_a_group(at: Rank) -> None:
-    """Everywhere."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     assert (ficco.all_gather_matmul(_a(), _b(), group=mesh) == K).all()
     held = ficco.memory(mesh)
@@ -265,7 +251,6 @@ def test_no_process_group() -> None:
 
 OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"timeout_s": 0}, ("timeout_s", "above 0", "0")),
-    ({"timeout_s": -3.5}, ("timeout_s", "above 0", "-3.5")),
     ({"timeout_s": float("nan")}, ("timeout_s", "nan")),
     ({"timeout_s": "soon"}, ("timeout_s", "'?soon")),
     ({"timeout_s": ""}, ("timeout_s", "or None", "''")),
@@ -279,21 +264,15 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 def test_options() -> None:
-    for fn, (changes, patterns) in product((_enter, ficco.set_options), OPTIONS):
-        with pytest.raises(ValueError) as error:
-            fn(**changes)
+    both: tuple[Callable[..., Any], ...] = ficco.options, ficco.set_options
+    for fn, (changes, patterns) in product(both, OPTIONS):
+        with pytest.raises(ValueError) as error, fn(**changes) or nullcontext():
+            pass
         for pattern in patterns:
             assert re.search(pattern, str(error.value)), error.value
     with ficco.options(machine=Path("a.yaml"), log_problems=Path("log")) as now:
         assert (now.machine, now.log_problems) == ("a.yaml", "log")
-    # A refused change leaves nothing behind.
-    with ficco.options() as now:
-        assert now == ficco.Options()
-
-
-def _enter(**changes: Any) -> None:
-    with ficco.options(**changes):
-        raise AssertionError("the block was entered")
+    assert current() == ficco.Options()  # a refused change leaves nothing behind
 
 
 def test_a_text_of_options_says_whether_the_gathered_is_saved() -> None:
@@ -310,23 +289,16 @@ def test_options_nest_and_follow_the_context() -> None:
     with ficco.options(timeout_s=5) as outer:
         with ficco.options(on_timeout="raise") as inner:
             assert (inner.timeout_s, inner.on_timeout) == (5, "raise")
-        with ficco.options() as again:
-            assert again == outer
+        assert current() == outer
         seen: list[float | None] = []
-
-        def elsewhere() -> None:
-            with ficco.options() as here:
-                seen.append(here.timeout_s)
-
-        thread = threading.Thread(target=elsewhere)
+        thread = threading.Thread(target=lambda: seen.append(current().timeout_s))
         thread.start()
         thread.join()
         assert seen == [None]
         with pytest.raises(RuntimeError, match="on purpose"):
             with ficco.options(timeout_s=1):
                 raise RuntimeError("on purpose")
-        with ficco.options() as now:
-            assert now.timeout_s == 5
+        assert current() == outer
     try:
         ficco.set_options(timeout_s=7)  # of the process
         with ficco.options(on_timeout="raise") as now:
@@ -384,6 +356,7 @@ def test_exceptions_survive_pickling() -> None:
         ficco.BackendError("memcpy", "EFAULT", "bad address"),
         ficco.ConfigError("machine.yaml", "links", "required a list"),
     ):
+        assert isinstance(error, ficco.FiccoError) and isinstance(error, RuntimeError)
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)
         assert str(again) == str(error)
@@ -391,14 +364,6 @@ def test_exceptions_survive_pickling() -> None:
 
 
 def test_exception_tree() -> None:
-    for kind in (
-        ficco.RankMismatch,
-        ficco.PeerFailed,
-        ficco.SignalTimeout,
-        ficco.BackendError,
-        ficco.ConfigError,
-    ):
-        assert issubclass(kind, ficco.FiccoError) and issubclass(kind, RuntimeError)
     text = str(ficco.SignalTimeout(**TIMEOUT))
     for word in ("all_gather_matmul", "rank 1 ", "rank 2", "2.0>1", "growing", "3.2", "found 0"):
         assert word in text

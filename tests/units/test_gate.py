@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,29 +25,25 @@ PATIENCE_S = 10.0
 MOMENT_S = 0.05
 
 
-def beside(work: Callable[[], None]) -> threading.Event:
-    """Set once the work, which runs in a thread of its own, is over."""
+def beside(block: AbstractContextManager[Any]) -> threading.Event:
+    """Set once a thread of its own is through with a block."""
     over = threading.Event()
 
     def run() -> None:
-        work()
+        with block:
+            pass
         over.set()
 
     threading.Thread(target=run, daemon=True).start()
     return over
 
 
-def call(gate: Gate) -> None:
-    with gate:
-        pass
-
-
 def test_calls_go_in_beside_each_other_and_beside_who_waits_for_the_device() -> None:
     gate = Gate()
     with gate:
-        assert beside(lambda: call(gate)).wait(PATIENCE_S)
+        assert beside(gate).wait(PATIENCE_S)
         with gate.waiting():
-            assert beside(lambda: call(gate)).wait(PATIENCE_S)
+            assert beside(gate).wait(PATIENCE_S)
     assert gate.passed == 3
 
 
@@ -65,14 +62,9 @@ def test_nothing_is_recorded_while_somebody_waits_for_the_device() -> None:
 
 def test_who_waits_for_the_device_lets_recordings_end() -> None:
     gate = Gate()
-
-    def wait() -> None:
-        with gate.waiting():
-            pass
-
     with gate.recording() as first, gate.recording() as second:
         assert first and second
-        over = beside(wait)
+        over = beside(gate.waiting())
         assert not over.wait(MOMENT_S)
         # Those that begin later do not keep it waiting.
         end = time.monotonic() + PATIENCE_S
@@ -90,7 +82,7 @@ def test_a_closed_gate_lets_no_call_begin_and_tells_of_those_inside() -> None:
         assert not alone
     with gate.closed() as alone:
         assert alone
-        over = beside(lambda: call(gate))
+        over = beside(gate)
         assert not over.wait(MOMENT_S) and gate.passed == 1
     assert over.wait(PATIENCE_S)
     assert gate.passed == 2
@@ -113,17 +105,19 @@ def test_who_fails_or_is_interrupted_leaves_the_gate() -> None:
             pass
     with gate.recording() as allowed:
         assert allowed
-    assert beside(lambda: gate.waiting().__enter__()).wait(PATIENCE_S)
+    assert beside(gate.waiting()).wait(PATIENCE_S)
 
 
 def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread() -> None:
     gate = Gate()
 
-    def interrupted() -> None:
+    @contextmanager
+    def interrupted() -> Iterator[None]:
         with gate.closed(), gate, gate.closed() as alone:
             assert not alone
+        yield
 
-    assert beside(interrupted).wait(PATIENCE_S)
+    assert beside(interrupted()).wait(PATIENCE_S)
 
 
 class Slots:
@@ -162,12 +156,9 @@ def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) 
         return torch.empty(nbytes, **how)
 
     monkeypatch.setattr(rendezvous.symm_mem, "empty", empty)
-    taken: list[torch.Tensor] = []
-    both = [
-        beside(lambda: taken.append(rendezvous.symmetric(8, torch.device("cpu")))) for _ in range(2)
-    ]
-    assert all(one.wait(PATIENCE_S) for one in both)
-    assert [one.shape for one in taken] == [(8,), (8,)]
+    with ThreadPoolExecutor(2) as pool:
+        taken = pool.map(lambda nbytes: rendezvous.symmetric(nbytes, torch.device("cpu")), (8, 8))
+        assert [one.shape for one in taken] == [(8,), (8,)]
 
 
 def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:

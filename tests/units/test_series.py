@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,46 +65,27 @@ def test_what_is_in_the_background_has_the_options_in_force_and_its_errors_are_n
     assert limits == [7.0]
 
 
-class FakeStream:
-    """Stands for streams and events; ``now`` is the stream in force."""
-
-    now, log = "main", list[str]()
-
-    def record(self) -> None:
-        self.log.append(f"fork of {FakeStream.now}")
-
-    def wait_event(self, event: FakeStream) -> None:
-        self.log.append("side waits")
-
-    def __enter__(self) -> None:
-        FakeStream.now = "side"
-
-    def __exit__(self, *error: object) -> None:
-        FakeStream.now = "main"
-
-
 def test_on_a_gpu_what_is_in_the_background_has_a_stream_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log = FakeStream.log
-    log.clear()
-    for name, stand_in in (
-        ("Stream", FakeStream),
-        ("Event", FakeStream),
-        ("stream", lambda stream: stream),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    runner = contended(
-        lambda: log.append(f"front on {FakeStream.now}"),
-        lambda: log.append(f"back on {FakeStream.now}"),
-        3,
-        torch.device("cuda"),
-    )
-    runner.run()
-    assert (
-        log
-        == ["fork of main", "side waits", "back on side", "front on main"] + ["back on side"] * 2
-    )
+    log, now = [], ["main"]
+
+    def noted(what: str) -> None:
+        log.append(f"{what} on {now[-1]}")
+
+    @contextmanager
+    def of(stream: Any) -> Iterator[None]:
+        now.append("side")
+        yield
+        now.pop()
+
+    side = SimpleNamespace(wait_event=lambda event: log.append("side waits"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=partial(noted, "fork")))
+    monkeypatch.setattr(torch.cuda, "stream", of)
+    contended(partial(noted, "front"), partial(noted, "back"), 3, torch.device("cuda")).run()
+    first = ["fork on main", "side waits", "back on side", "front on main"]
+    assert log == [*first, "back on side", "back on side"]
 
 
 def test_products_are_those_of_their_operands() -> None:
