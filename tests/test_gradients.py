@@ -6,6 +6,7 @@ them for all schedules; here is what autograd asks for beside that.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,8 +50,6 @@ def device() -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One call, forward and backward; ``rows`` as the operator takes them."""
-
     operator: str
     rows: Any
     k: int
@@ -70,7 +69,6 @@ class Case:
 
     @property
     def equal(self) -> bool:
-        """Whether the operator can find the rows by itself."""
         flat = [size for row in self.rows for size in (row if isinstance(row, tuple) else (row,))]
         return len(set(flat)) == 1 or self.operator == "matmul_all_reduce"
 
@@ -79,16 +77,13 @@ class Case:
         return subjects.Case(self.rows, (self.k, self.n))
 
     def rows_in(self, rank: int) -> int:
-        """Rows of the operand A on a rank."""
         return len(SUBJECTS[self.operator].make(self.of_subject, rank, 0)[0])
 
     def rows_of_b(self, rank: int) -> int:
-        """Rows of the operand B on a rank."""
         return len(SUBJECTS[self.operator].make(self.of_subject, rank, 0)[1])
 
 
 def case_of(operator: str, world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
-    """A case with equal rows for every rank (or pair of ranks)."""
     each: Any = (rows,) * world
     if operator in BLOCKS:
         each = ((rows,) * world,) * world
@@ -96,7 +91,6 @@ def case_of(operator: str, world: int, rows: int, k: int, n: int, **rest: Any) -
 
 
 def uneven(operator: str, world: int) -> Any:
-    """Rows that differ, some of them none."""
     if operator in BLOCKS:
         return tuple(tuple((3 * i + 5 * j + i * j) % 4 for j in range(world)) for i in range(world))
     return (4, 0, 3, 5)[:world]
@@ -104,7 +98,7 @@ def uneven(operator: str, world: int) -> Any:
 
 @dataclass
 class Made:
-    """Operands and gradients of the results of all ranks, in float64, and what they give."""
+    """Operands, gradients of results and what they give, of all ranks, in float64."""
 
     a: list[torch.Tensor]
     b: list[torch.Tensor]
@@ -124,7 +118,6 @@ def make(case: Case, world: int, iteration: int = 0) -> Made:
 
 
 def operands(case: Case, made: Made, at: Rank, rank: int | None = None) -> tuple[Any, Any]:
-    """A rank's operands, in the dtype of the case."""
     rank = at.rank if rank is None else rank
     kind = getattr(torch, case.dtype)
     a, b = (some[rank].to(at.device, kind, copy=True) for some in (made.a, made.b))
@@ -138,7 +131,6 @@ def product(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> 
 
 
 def exact(at: Rank, case: Case, iteration: int = 0, group: Any = None) -> None:
-    """Forward and backward of one call, checked in every element."""
     members = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world = dist.get_rank(members), dist.get_world_size(members)
     made = make(case, world, iteration)
@@ -152,47 +144,43 @@ def exact(at: Rank, case: Case, iteration: int = 0, group: Any = None) -> None:
 
 
 def same(found: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
-    """Fail unless all elements are equal."""
     assert found is not None, f"{about} is missing"
     assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
     want = want.detach().to(found.device)
     assert want.numel() == 0 or want.abs().max() <= 256, f"{about}: not exact in bfloat16"
-    if not torch.equal(found.detach().double(), want):
-        wrong = (found.detach().double() != want).nonzero()
-        raise AssertionError(f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}")
+    wrong = (found.detach().double() != want).nonzero()
+    assert not len(wrong), f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}"
 
 
-def of_each(at: Rank, check: Callable[..., None], *args: Any) -> None:
-    """A check of each operator: what it is called with is small, and the same on all ranks."""
+def of_each(at: Rank, check: Callable[..., None]) -> None:
     for operator in OPERATORS:
         case = case_of(operator, at.world, 4, 6, 8)
-        check(at, case, make(case, at.world), *args)
+        check(at, case, make(case, at.world))
 
 
 def _random_error(at: Rank, case: Case, made: Made) -> None:
     """Errors of gradients on random data are at most what rounding allows: that of sums of float32
     products, and of a narrow dtype one rounding of a partial sum for each rank."""
     subject, rng = SUBJECTS[case.operator], torch.Generator().manual_seed(3)
-    for kind in (torch.bfloat16, torch.float32):
-        every = [
-            [torch.randn(x.shape, generator=rng).to(kind).double() for x in some]
-            for some in (made.a, made.b, made.g)
-        ]
+    kind = (torch.bfloat16, torch.float32)[OPERATORS.index(case.operator) % 2]
+    every = [
+        [torch.randn(x.shape, generator=rng).to(kind).double() for x in some]
+        for some in (made.a, made.b, made.g)
+    ]
 
-        def grads(sign: Any, every: Any = every) -> tuple[Any, Any]:
-            a, b, g = ([sign(x).requires_grad_() for x in some] for some in every)
-            y = subject.together(case.of_subject, list(zip(a, b, strict=True)), 0)
-            sum((one * each).sum() for (one,), each in zip(y, g, strict=True)).backward()
-            return a[at.rank].grad, b[at.rank].grad
+    def grads(sign: Any) -> tuple[Any, Any]:
+        a, b, g = ([sign(x).requires_grad_() for x in some] for some in every)
+        y = subject.together(case.of_subject, list(zip(a, b, strict=True)), 0)
+        sum((one * each).sum() for (one,), each in zip(y, g, strict=True)).backward()
+        return a[at.rank].grad, b[at.rank].grad
 
-        a, b, g = (some[at.rank].to(at.device, kind) for some in every)
-        product(case, a.requires_grad_(), b.requires_grad_()).backward(g)
-        unit = 2.0**-24 * 200  # fewer than 200 terms
-        narrow = torch.finfo(kind).eps if kind.itemsize < 4 else 0.0
-        wants = zip((a, b), grads(torch.clone), grads(torch.abs), strict=True)
-        for leaf, want, size in wants:
-            error = (leaf.grad.cpu().double() - want).abs()
-            assert (error <= (unit + narrow) * size).all(), (case, kind)
+    a, b, g = (some[at.rank].to(at.device, kind) for some in every)
+    product(case, a.requires_grad_(), b.requires_grad_()).backward(g)
+    unit = 2.0**-24 * 200  # fewer than 200 terms
+    narrow = torch.finfo(kind).eps if kind.itemsize < 4 else 0.0
+    for leaf, want, size in zip((a, b), grads(torch.clone), grads(torch.abs), strict=True):
+        error = (leaf.grad.cpu().double() - want).abs()
+        assert (error <= (unit + narrow) * size).all(), (case, kind)
 
 
 def test_gradients_of_random_data(device: str) -> None:
@@ -229,19 +217,17 @@ CALLS = {
 
 
 def _calls(at: Rank) -> None:
-    for operator, by_needs in CALLS.items():
-        for needs, want in by_needs.items():
-            for saves in (False, True):
-                case = case_of(operator, at.world, 4, 6, 8, needs=needs)
-                with ficco.options(save_gathered=saves):
-                    y = product(case, *operands(case, make(case, at.world), at))
-                seen: list[Any] = []
-                with noted(seen):
-                    y.sum().backward()
-                calls = [name if how == "product" else f"gather by {name}" for name, how, _ in seen]
-                if saves and operator in GATHERING:  # nothing but what the gradient of a needs
-                    want = [one for one in want if one in (RS, MA2A)]
-                assert calls == want, (operator, needs, saves)
+    for operator, needs, saves in itertools.product(CALLS, ("a", "b", "ab"), (False, True)):
+        case, want = case_of(operator, at.world, 4, 6, 8, needs=needs), CALLS[operator][needs]
+        with ficco.options(save_gathered=saves):
+            y = product(case, *operands(case, make(case, at.world), at))
+        seen: list[Any] = []
+        with noted(seen):
+            y.sum().backward()
+        calls = [name if how == "product" else f"gather by {name}" for name, how, _ in seen]
+        if saves and operator in GATHERING:  # nothing but what the gradient of a needs
+            want = [one for one in want if one in (RS, MA2A)]
+        assert calls == want, (operator, needs, saves)
 
 
 def _equal_gradients(at: Rank) -> None:
@@ -264,29 +250,25 @@ def _kept_bytes(at: Rank) -> None:
     """From forward to backward, beside the weight, which is there anyway: m k elements if what was
     gathered is kept, m k / W if it is gathered again, and nothing for a weight that needs no
     gradient."""
-    for operator, needs, saves in (
-        *((operator, "ab", saves) for operator in GATHERING for saves in (False, True)),
-        *((operator, "a", True) for operator in GATHERING),
-    ):
+    kinds = itertools.product(GATHERING, (("ab", False), ("ab", True), ("a", True)))
+    for operator, (needs, saves) in kinds:
         case = case_of(operator, at.world, 8, 16, 8, needs=needs)
         a, b = operands(case, make(case, at.world), at)
         kept: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept, b: Any = b) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() != b.untyped_storage().data_ptr():
-                kept[storage.data_ptr()] = storage.nbytes()
+        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             with ficco.options(save_gathered=saves):
                 product(case, a, b).sum().backward()
+        kept.pop(b.untyped_storage().data_ptr(), None)
         times = at.world if saves and operator == "all_gather_matmul" else 1
         assert sum(kept.values()) == (a.nbytes * times if needs == "ab" else 0), (operator, saves)
 
 
 def _gathered_alone(at: Rank, rows: tuple[int, ...], save: bool) -> None:
-    """The gathered A is a result, and may be the only one that has a gradient."""
     case = Case("all_gather_matmul", rows, 6, 8)
     a, b = operands(case, make(case, at.world), at)
     others = [integers(1, 99, rank, shape=(sum(rows), case.k)) for rank in range(at.world)]
@@ -307,16 +289,14 @@ def test_gradient_through_the_gathered_a(save: bool, device: str) -> None:
 
 def _odd_gradients(at: Rank, case: Case, made: Made) -> None:
     """One that repeats an element, a transposed one, and one with the negative bit."""
-    shape = made.y[at.rank].shape
     mine = made.g[at.rank].float()
     negative = torch._neg_view(-mine)  # as (-1j * z).conj().imag and the like are
-    for g in (torch.ones(()).expand(shape), mine.t().contiguous().t(), negative):
-        a, b = operands(case, made, at)
-        product(case, a, b).backward(g.to(at.device))
-        found = a.grad, b.grad
-        a, b = operands(case, made, at)
-        product(case, a, b).backward(g.contiguous().to(at.device).resolve_neg())
-        assert all(map(torch.equal, found, (a.grad, b.grad))), (case, g.stride())
+    a, b = operands(case, made, at)
+    y = product(case, a, b)
+    for g in (torch.ones(()).expand(mine.shape), mine.t().contiguous().t(), negative):
+        given = g.to(at.device), g.contiguous().to(at.device).resolve_neg()
+        pairs = (torch.autograd.grad(y, (a, b), one, retain_graph=True) for one in given)
+        assert all(map(torch.equal, *pairs)), (case, g.stride())
 
 
 def test_gradients_in_any_layout(device: str) -> None:
@@ -324,7 +304,6 @@ def test_gradients_in_any_layout(device: str) -> None:
 
 
 def _views(at: Rank, case: Case, made: Made) -> None:
-    """Operands that are views, and gradients that lie as autograd wants them."""
     plain = [x.detach() for x in operands(case, made, at)]
     wide = [x.new_full((2 * len(x), x.shape[1] + 5), 77) for x in plain]
     for views in (
@@ -353,18 +332,6 @@ def test_gradients_of_views(device: str) -> None:
 # Derivatives that are not served.
 
 
-def _layers() -> list[Any]:
-    """What layers make of x [4, 6] and a weight [8, 6], where it is no operator alone."""
-    group: Any = dist.group.WORLD
-    return [
-        lambda x, w: torch.cat(
-            functional.gathered_linears(x, (w, 2 * w), (None, None), group=group)
-        ),
-        lambda x, w: functional.reduced_linear(x, w, None, group=group),
-        lambda x, w: functional.copied_linear(x, w, None, group=group),
-    ]
-
-
 def _second_derivatives(at: Rank) -> None:
     """They are refused, also where they come from the other operand alone; first ones are right
     where second ones may be asked for."""
@@ -377,8 +344,13 @@ def _second_derivatives(at: Rank) -> None:
     calls: list[Any] = [
         (partial(product, case), *operands(case, make(case, at.world), at)) for case in cases
     ]
-    ones = [torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)]
-    for call, a, b in (*calls, *((layer, *ones) for layer in _layers())):
+    x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
+    calls += [
+        (lambda x, w: torch.cat(functional.gathered_linears(x, (w, 2 * w), (None,) * 2)), x, w),
+        (functional.reduced_linear, x, w),
+        (functional.copied_linear, x, w),
+    ]
+    for call, a, b in calls:
         for y in (call(a, b), call(a, b).square()):
             first = torch.autograd.grad(y.sum(), (a, b), retain_graph=True)
             again = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
@@ -397,7 +369,6 @@ def _second_derivatives(at: Rank) -> None:
             y = call(a, b.detach()) if leaf is a else call(a.detach(), b)
             (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
             assert not grad.requires_grad
-    x = torch.ones(4, 6, requires_grad=True)
     (grad,) = torch.autograd.grad(functional.sum_gradient(x).square().sum(), x, create_graph=True)
     refused(lambda: torch.autograd.grad(grad.sum(), x))
 
@@ -433,24 +404,22 @@ def _changed_operand(at: Rank) -> None:
 
 
 def _options_in_backward(at: Rank, case: Case, made: Made) -> None:
-    for other_thread in (False, True):
-        a, b = operands(case, made, at)
-        with ficco.options(timeout_s=31.5, replay=False) as inside:
-            y = product(case, a, b)
-        seen: list[Any] = []
+    """Also in another thread."""
+    a, b = operands(case, made, at)
+    with ficco.options(timeout_s=31.5, replay=False) as inside:
+        results = [product(case, a, b) for _ in range(2)]
+    seen: list[Any] = []
 
-        def back(y: torch.Tensor = y, seen: list[Any] = seen) -> None:
-            with noted(seen), ficco.options(timeout_s=17.0):
-                y.backward(made.g[at.rank].to(y))
-                assert current().timeout_s == 17.0
+    def back(y: torch.Tensor) -> None:
+        with noted(seen), ficco.options(timeout_s=17.0):
+            y.backward(made.g[at.rank].to(y))
+            assert current().timeout_s == 17.0
 
-        if other_thread:
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(back).result()
-        else:
-            back()
-        assert seen and all(options == inside for _, _, options in seen), seen
-        same(a.grad, made.grad_a[at.rank], "a")
+    back(results[0])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(back, results[1]).result()
+    assert len(seen) > 1 and all(options == inside for _, _, options in seen), seen
+    same(a.grad, 2 * made.grad_a[at.rank], "a")
 
 
 def test_options_of_the_forward_are_those_of_the_backward(device: str) -> None:
@@ -491,8 +460,7 @@ def _checkpointed(at: Rank) -> None:
         return product(second, product(first, a, b), c)
 
     grads = []
-    for wrapped in (False, True):
-        y = checkpoint(block, a, use_reentrant=False) if wrapped else block(a)
+    for y in (block(a), checkpoint(block, a, use_reentrant=False)):
         grads.append(torch.autograd.grad(y.sum(), (a, b, c)))
     for plain, again in zip(*grads, strict=True):
         assert torch.equal(plain, again) and plain.abs().sum() > 0
@@ -503,23 +471,21 @@ def test_operators_in_a_checkpointed_block(device: str) -> None:
 
 
 def _inside(at: Rank, case: Case, made: Made) -> None:
-    """Hooks before and after a backward make calls of the operators that come next in the list."""
     index = OPERATORS.index(case.operator)
-    for step in (0, 1, 3):
-        inner = case_of(OPERATORS[(index + step) % len(OPERATORS)], at.world, 3, 5, 7)
 
-        @torch.enable_grad()
-        def hook(grad: torch.Tensor, inner: Case = inner) -> None:
-            exact(at, inner, 5)
+    @torch.enable_grad()
+    def hook(grad: torch.Tensor) -> None:
+        for step in (0, 1, 3):
+            exact(at, case_of(OPERATORS[(index + step) % len(OPERATORS)], at.world, 3, 5, 7), 5)
 
-        a, b = operands(case, made, at)
-        same_a = a.view_as(a)
-        y = product(case, same_a, b)
-        same_a.register_hook(hook)
-        y.register_hook(hook)
-        y.backward(made.g[at.rank].to(y))
-        same(a.grad, made.grad_a[at.rank], "a")
-        same(b.grad, made.grad_b[at.rank], "b")
+    a, b = operands(case, made, at)
+    same_a = a.view_as(a)
+    y = product(case, same_a, b)
+    same_a.register_hook(hook)
+    y.register_hook(hook)
+    y.backward(made.g[at.rank].to(y))
+    same(a.grad, made.grad_a[at.rank], "a")
+    same(b.grad, made.grad_b[at.rank], "b")
 
 
 def test_a_call_inside_a_backward(device: str) -> None:
@@ -551,8 +517,7 @@ def _groups_in_threads(at: Rank) -> None:
     groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
 
     def work(index: int) -> None:
-        for iteration in range(15):
-            operator = OPERATORS[(iteration + index) % len(OPERATORS)]
+        for iteration, operator in enumerate(OPERATORS[index:] * 2):
             case = case_of(operator, at.world, 2 + index, 5, 6)
             exact(at, case, 100 * index + iteration, groups[index])
 
@@ -567,11 +532,14 @@ def test_backwards_of_two_groups_at_once() -> None:
     run(2, _groups_in_threads)
 
 
+def test_jittered_backwards() -> None:
+    run(3, _jitter)
+
+
 def _jitter(at: Rank) -> None:
     with disturb(Disturbance(delay_s=0.003, seed=3)):
-        for iteration in range(3):
-            for operator in OPERATORS:
-                exact(at, case_of(operator, at.world, 4, 6, 8), iteration)
+        for iteration, operator in enumerate(OPERATORS * 2):
+            exact(at, case_of(operator, at.world, 4, 6, 8), iteration)
 
 
 # Autocast.
@@ -627,7 +595,6 @@ def test_gradients_under_autocast(world: int, device: str) -> None:
 
 
 def _frozen_layers(at: Rank) -> None:
-    """Layers whose weights are frozen keep nothing but these."""
     x, weights = torch.ones(4, 8, requires_grad=True), [torch.ones(6, 8), torch.ones(2, 8)]
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -641,24 +608,12 @@ def _frozen_layers(at: Rank) -> None:
 
 @pytest.mark.parametrize("check", [_calls, _equal_gradients, _kept_bytes, _frozen_layers])
 def test_only_what_is_needed_is_called(check: Callable[[Rank], None]) -> None:
-    """And kept."""
     run(3, check)
 
 
-def test_second_derivatives_are_refused() -> None:
-    run(2, _second_derivatives)
-
-
-def test_what_runs_beside_a_call_that_raises_is_waited_for() -> None:
-    run(2, _broken_dual)
-
-
-def test_operands_must_not_change_before_the_backward() -> None:
-    run(2, _changed_operand)
-
-
-def test_jittered_backwards() -> None:
-    run(3, _jitter)
+@pytest.mark.parametrize("check", [_second_derivatives, _broken_dual, _changed_operand])
+def test_second_derivatives_are_refused(check: Callable[[Rank], None]) -> None:
+    run(2, check)
 
 
 def test_ranks_that_need_other_gradients_learn_it() -> None:

@@ -23,7 +23,6 @@ from ficco.tools.tune.effort import GPU
 
 
 def runs(name: str, problem: Problem = PROBLEM) -> list[tuple[str, ...]]:
-    """The labels of copies of rank 1 that go together."""
     one = plan(problem, Schedule.parse(name), 1)
     return [tuple(one.steps[i].label for i in run) for run in together(one) if len(run) > 1]
 
@@ -48,8 +47,7 @@ def test_one_piece_for_every_peer_goes_at_once() -> None:
 
 
 def test_what_does_not_go_together() -> None:
-    assert runs("serial") == runs("growing") == []  # copy engines
-    assert runs("serial:collective") == []
+    assert runs("serial") == runs("growing") == runs("serial:collective") == []
     assert runs("serial:kernel,copy=3") == []  # a lane for each peer
     assert runs("serial:kernel,pull") == []  # each waits for the peer whose shard it is
     assert runs("serial:kernel", replace(SUMMED, rows=(16, 8, 4, 36))) == []  # of other sizes
@@ -62,24 +60,23 @@ def test_what_does_not_go_together() -> None:
 
 @pytest.mark.parametrize("problem", [PROBLEM, SUMMED, SENT, TURNED, TAKEN])
 def test_every_step_once_and_in_order(problem: Problem) -> None:
-    for name in served(problem):
-        schedule = Schedule.parse(name)
-        only = {"one-shot": ("kernel",), "tiled": ("dma",)}
-        for mover in only.get(schedule.grouping, ("dma", "kernel")):
-            one = plan(problem, replace(schedule, mover=mover), 2)
-            found = together(one)
-            assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
-            assert [run[0] for run in found] == sorted(run[0] for run in found)
-            for run in found:
-                steps = [one.steps[i] for i in run]
-                lane = [i for i, step in enumerate(one.steps) if step.lane == steps[0].lane]
-                first = lane.index(run[0])
-                assert tuple(lane[first : first + len(run)]) == run  # nothing is overtaken
-                if len(run) > 1:
-                    assert steps[0].op == "copy" and {s.op for s in steps} <= {"copy", "place"}
-                    assert all(s.mover == mover == "kernel" for s in steps)
-                    assert not any(s.waits or s.clears for s in steps[1:])
-                    assert all(set(s.after) <= set(steps[0].after) for s in steps)
+    schedules = [Schedule.parse(name) for name in served(problem)]
+    schedules += [replace(one, mover="kernel") for one in schedules if one.grouping != "tiled"]
+    for schedule in schedules:
+        one = plan(problem, schedule, 2)
+        found = together(one)
+        assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
+        assert [run[0] for run in found] == sorted(run[0] for run in found)
+        for run in found:
+            steps = [one.steps[i] for i in run]
+            lane = [i for i, step in enumerate(one.steps) if step.lane == steps[0].lane]
+            first = lane.index(run[0])
+            assert tuple(lane[first : first + len(run)]) == run  # nothing is overtaken
+            if len(run) > 1:
+                assert steps[0].op == "copy" and {s.op for s in steps} <= {"copy", "place"}
+                assert all(s.mover == "kernel" for s in steps)
+                assert not any(s.waits or s.clears for s in steps[1:])
+                assert all(set(s.after) <= set(steps[0].after) for s in steps)
 
 
 def test_what_goes_together_is_enqueued_once_and_posted_behind_it() -> None:
@@ -87,22 +84,20 @@ def test_what_goes_together_is_enqueued_once_and_posted_behind_it() -> None:
     (run,) = (run for run in together(one) if len(run) > 1)
     engine = mock.MagicMock()
     compile(one, engine, None, trace=True)
-    asked = [(verb, arguments[1:]) for verb, arguments, _ in engine.mock_calls]
-    verbs = [verb for verb, _ in asked]
+    verbs = [verb for verb, *_ in engine.mock_calls]
     assert verbs.count("copies") == 1 and "copy" not in verbs
-    at = verbs.index("copies")
-    assert asked[at][1] == (run,)
-    stamps = len(run)
+    at, stamps = verbs.index("copies"), len(run)
+    assert engine.mock_calls[at].args[1:] == (run,)
     assert verbs[at - stamps : at] == verbs[at + 1 : at + 1 + stamps] == ["stamp"] * stamps
-    verb, (step, posts) = asked[at + 1 + stamps]
-    assert (verb, step) == ("post", run[-1])
+    assert verbs[at + 1 + stamps] == "post"
+    step, posts = engine.mock_calls[at + 1 + stamps].args[1:]
+    assert step == run[-1]
     assert list(posts) == [signal for i in run for signal in one.steps[i].posts]
     assert {signal.waiter for signal in posts} == {0, 2, 3}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 18])
 def test_rows_of_copies_that_the_tuner_fits(world: int) -> None:
-    """What a launch takes is fitted to what one launch carries out."""
     for size, pieces in product(GPU.sizes, GPU.pieces):
         peers = world - 1
         assert launches(size, pieces, world, "dma") == (size, pieces * peers)
@@ -157,17 +152,9 @@ def test_the_host_enqueues_them_once() -> None:
     found = simulate([plan_of_0, *three_sends()[1:]], slow, "idle")
     assert bars_of(found, 0, "copy")[-1] == (116, 124)
 
-
-def test_own_rows_beside_copies_take_no_time() -> None:
-    host = Host(0.0, 0.0, 0.0, 100.0, 10.0, GIVEN)
-    kernel = Copies(8, 0.0, 0.0, ((1.0, 1.0),), GIVEN)
-    machine = replace(ONE, host=host, copies=kernel, kernel_copies=kernel)
+    # Own rows that go with copies take no time.
     problem = replace(PROBLEM, rows=(16,) * 4)
-    for mode in ("queued", "idle"):
-        by_kernel, dma = (
-            simulate(plans(problem, Schedule.parse(name)), machine, mode)
-            for name in ("serial:kernel", "serial")
-        )
-        ((start, stop),) = bars_of(by_kernel, 0, "place")
-        ((begin, end),) = bars_of(dma, 0, "place")
-        assert start == stop and begin < end
+    for mode, mover in product(("queued", "idle"), ("", ":kernel")):
+        found = simulate(plans(problem, Schedule.parse(f"serial{mover}")), machine, mode)
+        ((start, stop),) = bars_of(found, 0, "place")
+        assert start == stop if mover else start < stop
