@@ -66,15 +66,14 @@ def test_ratios_are_taken_round_by_round() -> None:
     times = _times(slow=[2.0, 6.0, 2.2], fast=[1.0, 3.0, 2.2])
     assert stats.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
     assert stats.over(None, times).isna().all()
+    seconds = {
+        "gemm": 1.0, "collective": 0.5, "copies": 0.4, "serial-collective": 1.5, "serial": 1.4,
+        "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
+    }  # fmt: skip
     found = stats.summarise(
-        {
-            "gemm": [1.0, 2.0, 1.0], "collective": [0.5, 1.0, 0.5], "copies": [0.4, 0.8, 0.4],
-            "serial-collective": [1.5, 3.0, 1.5], "serial": [1.4, 2.8, 1.4],
-            "growing": [1.25, 2.5, 1.25],
-            "pytorch-fused": [1.3, 2.6, 1.3], "pytorch-native": [1.5, 3.0, 1.5],
-        },
+        {name: [one, 2 * one, one] for name, one in seconds.items()},
         queued={"growing": [1.0, 2.0, 1.0]},
-    )  # fmt: skip
+    )
     growing, bound = found.loc["growing"], found.loc["ideal"]
     assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
     assert growing.speedup == pytest.approx(1.4 / 1.25)
@@ -114,14 +113,11 @@ def test_the_sets_are_those_that_are_published() -> None:
     assert set(cases.SETS["waiting"]()) <= known
     found = {case.name: case for case in cases.scenarios()}  # as one rank of eight sees them
     assert (found["g1"].m, found["g1"].n, found["g1"].k) == (16384, 2048, 131072)
-    assert "n / 8" in found["g1"].label
     assert all("all_to_all_matmul" in found[f"g{i}"].skip for i in range(13, 17))
     # Row-parallel layers have n and k exchanged.
     first = cases.SETS["measured"]()[0].on("matmul_reduce_scatter")
     assert (first.name, first.m, first.n, first.k) == ("32768x8192x2048", 32768, 8192, 2048)
-    problem = first.problem(4)
-    assert problem.operator == "matmul_reduce_scatter"
-    assert (problem.left_rows(0), problem.out_rows(0)) == (32768, 8192)
+    assert first.problem(4).operator == "matmul_reduce_scatter"
     assert first.on(OPERATOR) == cases.SETS["measured"]()[0]
     # A shape that does not fit says so.
     case = Case("large", 1 << 20, 1 << 13, 1 << 13)
@@ -136,10 +132,8 @@ def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
     half = found["g13"].fitted(4, 100 << 30)
     assert half.m == 1607680 // 8 // 2 and "m / 2 for lack of memory" in half.label
     assert half.skipped(4, 100 << 30) == "" and found["g13"].fitted(4, 1 << 40) == found["g13"]
-    weights = {case.name: case.problem(4) for case in cases.weight_gradients()}
-    g7 = weights["g7-gradient"]  # 262144 tokens
-    assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)
-    assert (g7.flops, g7.out_rows(0)) == (weights["g7"].flops, weights["g7"].m)
+    g7 = {case.name: case.problem(4) for case in cases.weight_gradients()}["g7-gradient"]
+    assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)  # 262144 tokens
     gain = cases.SETS["experts-gain"]()[0]
     turned = gain.on("all_to_all_transposed_matmul").problem(4)  # of the same tokens
     assert (turned.n, turned.k, turned.blocks) == (1024, 7168, ((1024,) * 4,) * 4)
@@ -192,8 +186,6 @@ def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
     schedules = [Schedule.parse(name) for name in ranked]
     names = [one.name for one in of_problem(chosen, problem, None, lambda: schedules) if one.ours]
     assert names == ["serial", "growing", "shrinking", "tiled"]  # a gather has no ring
-    names = [one.name for one in of_problem(chosen, problem) if one.ours]
-    assert len(names) == 4 and not {"serial:collective", "tiled"} & {*names[1:3]}
     for wrong in ("candidates=0", "candidates=", "candidates=x"):
         with pytest.raises(ValueError):
             choose([wrong])
@@ -317,10 +309,8 @@ class QuackDouble:
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.work, self.quiet, self.gated = whole, 0.0, 0, []
 
-    def AllGatherRunner(
-        self, shard_m: int, k: int, dtype: torch.dtype, group: Any, device: torch.device
-    ) -> Any:
-        assert (shard_m, k, dtype) == (1024, 32, torch.bfloat16) and device.type == "cpu"
+    def AllGatherRunner(self, *made_for: Any) -> Any:
+        assert made_for[:3] == (1024, 32, torch.bfloat16)
         return self
 
     def quiesce(self) -> None:
@@ -332,14 +322,13 @@ class QuackDouble:
         yield self.whole, "gates"
 
     def gemm(
-        self, A: Any, B: Any, D: Any, C: None, tile_count_semaphore: None, tile_M: int,
-        tile_N: int, cluster_M: int, cluster_N: int, *, pingpong: bool, b_kn: bool, ag_args: Any,
+        self, A: Any, B: Any, D: Any, C: None, semaphore: None, *tiling: int, pingpong: bool,
+        b_kn: bool, ag_args: Any,
     ) -> None:  # fmt: skip
-        assert b_kn
         torch.mm(A, B, out=D)
-        self.work += {(128, 192): 1.0}.get((tile_M, tile_N), 2.0)
+        self.work += 1.0 if tiling[:2] == (128, 192) else 2.0
         if ag_args:
-            self.gated.append((tile_M, tile_N, cluster_M, cluster_N, pingpong))
+            self.gated.append((*tiling, pingpong))
 
     def event(self, enable_timing: bool) -> Any:
         at = SimpleNamespace(synchronize=lambda: None)
@@ -373,11 +362,9 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
         alone = movements(problem)
-        assert all(one.flops == 0 and one.rows and one.world == 4 for one in alone)
         width = problem.n if kind.scatters else problem.k
-        assert {one.k for one in alone} == {width} and len(alone) == 1 + kind.returns
-        for src, dst in ((0, 1), (3, 2)):
-            assert alone[0].block(src, dst) == problem.block(src, dst)
+        assert {(one.flops, one.k) for one in alone} == {(0, width)}
+        assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
         assert moved_bytes(problem) == 32 * width * 4
         assert block_bytes(problem) == 8 * width * 4
 
@@ -460,7 +447,7 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
 
 
 class _OneRank:
-    """Stands for the ranks that verify together, of which there is one; ``device`` is a CPU."""
+    """Stands for the ranks that verify together, of which there is one."""
 
     device, on_gpu, world = torch.device("cpu"), False, 1
 
@@ -522,13 +509,9 @@ class _Alone:
 
 
 def _timed(clock: _Clock) -> list[Item]:
-    items = [Item("queued", name, Runner(_nothing)) for name in clock.taken]
+    items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in clock.taken]
     assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
-
-
-def _nothing() -> torch.Tensor:
-    return torch.empty(0)
 
 
 def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
@@ -563,14 +546,10 @@ def test_tiled_is_compared_with_products_of_the_library() -> None:
         for shape, case in enumerate(("long", "short"))
     ]
     text = report.report(BENCH.frame(rows), {}, "name", [])
-    (_, long), (_, short) = (
-        [line for line in text.splitlines() if line.startswith(f"| {name}")]
-        for name in ("long", "short")
-    )
-    ours = "0.100 | 0.200 | 0.50 | growing | 0.160 | 0.62 | tiled | 0.125 | 0.80"
-    assert long == f"| long: 8, 4, 2 | {ours} | tiled | 0.125 | 0.80 | 1.28 |"
-    ours = "0.090 | 0.200 | 0.45 | growing | 0.150 | 0.60 | tiled:pieces=2 | 0.160 | 0.56"
-    assert short == f"| short: 8, 4, 2 | {ours} | tiled | 0.150 | 0.60 | 0.94 |"
+    long = "0.100 | 0.200 | 0.50 | growing | 0.160 | 0.62 | tiled | 0.125 | 0.80"
+    assert f"| long: 8, 4, 2 | {long} | tiled | 0.125 | 0.80 | 1.28 |\n" in text
+    short = "0.090 | 0.200 | 0.45 | growing | 0.150 | 0.60 | tiled:pieces=2 | 0.160 | 0.56"
+    assert f"| short: 8, 4, 2 | {short} | tiled | 0.150 | 0.60 | 0.94 |\n" in text
     assert "1 shapes whose GEMM takes at least 90 us: serial: of ideal 0.500, " in text
     assert "tiled x library 1.280." in text
     assert "tiles wait" not in report.report(BENCH.frame(rows[:6]), {}, "name", [])
@@ -594,13 +573,9 @@ def _benched(at: ranks.Rank, folder: Path) -> pd.DataFrame | None:
     settings = BenchSettings(
         cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
         candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
-        modes=("idle",),
-        device="cpu",
-        rounds=2,
-        seconds=600.0,  # two rounds end long before
-        csv=folder / "family.csv",
+        modes=("idle",), device="cpu", rounds=2, seconds=600.0, csv=folder / "family.csv",
         quiet=True,
-    )
+    )  # fmt: skip
     with _spoilt("matmul_reduce_scatter", at.rank):
         return bench(settings)
 
@@ -654,8 +629,7 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
         else:
             assert (row.status, row.note) == ("ok", ""), row
             assert row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
-    fastest = rows["speedup"][rows["way"].isin(layers.COLLECTIVES)]
-    assert len(fastest) == 6 and (fastest == 1.0).sum() >= 2
+    assert (rows["speedup"][rows["way"].isin(layers.COLLECTIVES)] == 1.0).sum() >= 2
     text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
     assert "- pytorch-async-tp of attention: skipped" in text
@@ -666,26 +640,18 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
 
 
 WAYS = (
+    (experts, {"experts": 9}, "experts", "9 experts for 2 ranks"),
     (
-        experts,
-        (*experts.SHAPES["cpu"], replace(experts.SHAPES["cpu"][0], name="odd", experts=9)),
-        "experts",
-        "9 experts for 2 ranks",
-    ),
-    (
-        attention,
-        (*attention.SHAPES["cpu"], replace(attention.SHAPES["cpu"][0], name="odd", sequence=9)),
-        "all_gather_attention",
+        *(attention, {"sequence": 9}, "all_gather_attention"),
         "sequence: required a multiple of 2 ranks, got 9",
     ),
 )
 
 
-def _ways(
-    at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]
-) -> list[pd.DataFrame | None]:
+def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> list[Any]:
     """A short bench of ways, and of some of them with an operator of each case spoilt."""
-    room, cases, _, _ = WAYS[which]
+    room, odd, _, _ = WAYS[which]
+    cases = (*room.SHAPES["cpu"], replace(room.SHAPES["cpu"][0], name="odd", **odd))
     settings = ways.WaySettings(
         subject=room.SUBJECT, cases=cases, modes=("idle",), device="cpu", rounds=2, seconds=600.0,
         timelines=True, csv=folder / "ways.csv",
@@ -721,15 +687,11 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(tmp_path: Path, which:
         whole = by_way.drop([*parts.index, "ideal"])
         assert (whole["share"] < whole["in_turn"]).all() and (whole["speedup"] == 1.0).any()
         assert by_way["took"]["ficco"] and sum(by_way["took"] != "") == 1
-        schedules = [way for way in whole.index if way.startswith("ficco, ") and "rows" not in way]
-        assert len([Schedule.parse(way[7:]) for way in schedules]) == 3
     text = ways.report(room.SUBJECT, room.SUBJECT.schema.read(tmp_path / "ways.csv"), {}, "name")
     assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
     assert "of odd: skipped" in text and ("skew 0.5 |" in text) == (which == 0)
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
-    assert (tmp_path / "ways_timelines.png").exists()
-    assert [one.title for one in timelines[:2]] == ["auto: planned", "auto: measured"]
-    assert len(timelines) > 6
+    assert (tmp_path / "ways_timelines.png").exists() and len(timelines) > 6
     for pair in zip(timelines[::2], timelines[1::2], strict=True):
         assert operator in pair[0].problem and pair[0].ranks
         computed = [
@@ -799,10 +761,7 @@ def test_shapes_of_the_command_line() -> None:
     assert shapes() == ([(OPERATOR, case.name) for case in cases.SETS["measured"]()], "measured")
     found, name = shapes("--operator all_to_all_matmul matmul_reduce_scatter")
     assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
-    assert found[0] == ("all_to_all_matmul", "4096x1024x7168")
     assert found[-1] == ("matmul_reduce_scatter", "16384x16384x13312")
-    found, name = shapes("--operator all_to_all_transposed_matmul")
-    assert len(found) == 12 + 4 and name == "experts-gain-experts"
     found, name = shapes("--set experts small")
     assert [operator for operator, _ in found] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
     assert len(shapes(f"--set cpu --operator {' '.join(OPERATORS)}", "cpu")[0]) == 3 * 7
@@ -829,14 +788,9 @@ def test_calls_of_float8_are_traced() -> None:
     for recipe, found in zip(("row", "block"), by_dtype, strict=True):
         assert [one.title for one in found[:2]] == ["serial: planned", "serial: measured"]
         for one in found:
-            kinds = {bar.kind for bars in one.ranks for bar in bars}
-            labels = {bar.label for bars in one.ranks for bar in bars}
-            assert {"matmul", "copy"} <= kinds and any("scale" in label for label in labels)
-            assert recipe in str(one.problem)
-
-
-def _filled(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in row.items()}
+            bars = [bar for own in one.ranks for bar in own]
+            assert {"matmul", "copy"} <= {bar.kind for bar in bars}
+            assert any("scale" in bar.label for bar in bars) and recipe in str(one.problem)
 
 
 def test_bench_writes_rows_report_and_pictures(
@@ -849,7 +803,8 @@ def test_bench_writes_rows_report_and_pictures(
     words += " --schedules growing hetero-fused-1d:pieces=4@stages=2 auto shrinking"
     assert cli.run(words.split()) == 0
     rows, printed = BENCH.read(out / "tiny.csv"), json.loads(capfd.readouterr().out)
-    pd.testing.assert_frame_equal(rows, BENCH.frame(map(_filled, printed)), rtol=1e-5)
+    filled = [{n: math.nan if v is None else v for n, v in row.items()} for row in printed]
+    pd.testing.assert_frame_equal(rows, BENCH.frame(filled), rtol=1e-5)
     found = {row.candidate: row for row in rows[rows["case"] == "a"].itertuples()}
     assert set(rows["status"][rows["case"] == "odd"]) == {"skipped"}
     for name in ("gemm", "collective", "copies", "serial-collective", "serial", "ficco-rccl"):
@@ -858,8 +813,7 @@ def test_bench_writes_rows_report_and_pictures(
     again = found["shrinking"]  # with one peer, the same plan
     assert again.note == "the same steps as growing" and again.ms == found["growing"].ms > 0
     assert found["growing"].extra_bytes > found["hetero-fused-1d:pieces=4@stages=2"].extra_bytes
-    for name in ("pytorch-fused", "quack"):
-        assert found[name].status == "skipped" and "GPU" in found[name].note
+    assert found["quack"].status == "skipped" and "GPU" in found["quack"].note
     ends = ".csv .json .md _share.png _speedup.png _timelines.json _timelines.png _trace.json"
     assert {path.name for path in out.iterdir()} == {f"tiny{end}" for end in ends.split()}
     about = json.loads((out / "tiny.json").read_text())
@@ -876,7 +830,7 @@ def test_rounds_end_before_the_seconds_do(
     clock = _Clock(a=[(1.0, 0.0)], b=[(1.0, 0.0)])
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
-    items = [Item("queued", name, Runner(_nothing)) for name in "ab"]
+    items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
     assert rounds(items, clock, _Alone(), most, seconds) == done  # type: ignore[arg-type]
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)

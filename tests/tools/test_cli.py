@@ -9,8 +9,8 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,15 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from programs import Program
 
 import ficco
-from ficco.dma.engine import Span
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
 from ficco.machine import find
-from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
-from ficco.schedules import NAMED, Schedule, plans
+from ficco.schedules import NAMED
 from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
 from ficco.tools.bench import demo, ways
@@ -37,7 +37,6 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.demo import verdict
 from ficco.tools.bench.draw import draw
 from ficco.tools.bench.frames import BENCH
-from ficco.tools.bench.traces import machine_of, measured
 from ficco.tools.cli import bench as bench_command
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
@@ -61,9 +60,9 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_ranks")
 def test_no_more_seconds_than_can_be_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    on_cpu = ["--device", "cpu"]
-    benches = [["bench", *kind, *on_cpu] for kind in ([], ["--layers"], ["--experts"])]
-    for command in (*benches, ["bench", "--attention", *on_cpu], ["explain", *SIZES, "--measure"]):
+    kinds = ([], ["--layers"], ["--experts"], ["--attention"])
+    benches = [["bench", *kind, "--device", "cpu"] for kind in kinds]
+    for command in (*benches, ["explain", *SIZES, "--measure"]):
         for seconds in ("0", "nan", "inf", "604801"):
             assert cli.run([*command, "--seconds", seconds]) == 2
             said = f"--seconds: required a number above 0 and at most 604800, got {seconds}\n"
@@ -116,7 +115,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
         (["plan", "growing", "--m", "65", *SIZES[2:]], ["rows=[17, 16, 16, 16]"]),
         (["explain", "--machine", "h200-4", "--m", "65", *SIZES[2:]], ["rows=[17, 16, 16, 16]"]),
         (["plan", "auto", *SIZES], ["(model: "]),
-        (["plan", "growing", *SIZES[:-2]], ["checked for all 4 ranks"]),  # of the machine
         (["plan", "growing", *SIZES[:-2], "--machine", "h200-2"], ["checked for all 2 ranks"]),
         (
             ["plan", "hetero-unfused-1d:pieces=4", *SIZES, "--rows", "30,20,10,4"]
@@ -143,8 +141,6 @@ def test_plan_as_json_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.run(["plan", "growing", *SIZES, "--rank", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
-    ops = [step["op"] for step in found["steps"]]
-    assert ops.count("copy") == 3 and "matmul" in ops
     for operator, of, own in (
         ("all_gather_matmul", "gates", []),
         ("matmul_reduce_scatter", "announces", [[0, 16]]),  # for the sum
@@ -233,8 +229,6 @@ TOO_MANY = "--device cpu --ranks 4096"
             for command in ("demo", "bench", "tune", "doctor")
         ),
         ("doctor --ranks 0", "--ranks: required at least 1, got 0"),
-        ("doctor --selftest --ranks 0", "--ranks: required at least 1, got 0"),
-        ("simulate --m 8192", "--n: required, since all_gather_matmul needs m, n, k"),
         ("simulate --m 8 --k 8", "--n: required, since all_gather_matmul needs m, n, k"),
         ("explain", "--m: required, since all_gather_matmul needs m, n, k; got none"),
         (f"plot {__file__} --out x.png", "by `ficco bench --plot`"),
@@ -243,11 +237,7 @@ TOO_MANY = "--device cpu --ranks 4096"
     ],
 )
 def test_other_commands_refuse_bad_input_too(
-    arguments: str,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments.split()) == 2
@@ -261,7 +251,6 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
         (InvalidArgument("world", "required fewer"), "error: --world: required fewer"),
         (InvalidArgument("ranks", "required fewer"), "error: ranks: required fewer"),  # no --ranks
         (ValueError("world: the text begins so"), "error: world: the text begins so"),
-        (ValueError("m: n: required"), "error: m: n: required"),
     ):
 
         def refuse(*_: object, error: ValueError = error, **__: object) -> None:
@@ -295,10 +284,8 @@ def test_the_help_has_every_option_and_its_default() -> None:
         for action in parser._actions:
             assert action.help, f"{name} {action.dest}"
             if isinstance(action.default, (int, float, str, Path)) and action.nargs != 0:
-                shown = action.default == argparse.SUPPRESS or f"default: {action.default}" in (
-                    action.help
-                )
-                assert shown, f"{name} {action.dest}: {action.help}"
+                if action.default != argparse.SUPPRESS:
+                    assert f"default: {action.default}" in action.help, f"{name} {action.dest}"
 
 
 # Operators other than products.
@@ -320,8 +307,7 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
 
     picture, lines = tmp_path / "picture.svg", tmp_path / "lines.json"
     text = said("plan", "serial", "--rank", "1", "--draw", str(picture))
-    assert text.startswith(f"{operator}(") and "checked for all 4 ranks" in text
-    assert "rank 1 of 4" in text and picture.exists()
+    assert "checked for all 4 ranks" in text and "rank 1 of 4" in text and picture.exists()
     planned = json.loads(said("plan", "auto", "--json"))
     done = [one for one in planned["steps"] if one["attends"] or one["applied"] or one["products"]]
     assert done and planned["source"] == "model"
@@ -347,25 +333,19 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     assert decision["schedule"] == planned["schedule"] and decision["reason"] == planned["reason"]
     predicted = {one["schedule"]: one["predicted"]["queued"] for one in decision["candidates"]}
     assert predicted == {name: pytest.approx(rows[name]["ms"] * 1e-3) for name in names}
-    table, reason = said("explain"), planned["reason"]
-    assert f"  model: {reason}\n" in table and "predicted to" in reason and "serial" in reason
-    assert len(reason) < 200 and not re.search(r"hetero|shard-overlap.*growing", reason)
+    table = said("explain")
+    assert f"  model: {planned['reason']}\n" in table and "predicted to" in planned["reason"]
     assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
 
     over_hosts = ("--machine", "h100-8", "--hosts", "2")
     planned = json.loads(said("plan", "auto", "--json", on=over_hosts))
     assert any(one["moves"] for one in planned["steps"]) and planned["source"] == "model"
-    assert "2 hosts" in said("explain", on=over_hosts)
     found = json.loads(said("simulate", "serial", "--json", on=over_hosts))
     assert {(row["world"], row["hosts"]) for row in found} == {(4, 2)}
     (ms,) = (row["ms"] for row in found if row["candidate"] == "serial")
     assert ms > 0.02  # the network's latency
     table = said("simulate", "serial", on=over_hosts)
     assert "4 ranks on 2 hosts, queued" in table and table.startswith(f"{operator}(")
-    title, heads = "8, 4, 16, 8, 16", "experts, capacity, k, h, n"
-    if "attention" in operator:
-        title, heads = "64, 4, 8", "sequence, heads, head size"
-    assert f"{heads}; candidate " in table and f" {title} " in table
 
 
 @pytest.mark.parametrize(
@@ -402,10 +382,9 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
         bench_command._check_replay(arguments)
         return bench_command._ways(arguments, "cuda")
 
-    what, _, kind, more, _ = told("--attention --operator ulysses_attention --only 64k")
+    what, _, _, more, _ = told("--attention --operator ulysses_attention --only 64k")
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
-    assert kind is ways.WaySettings and more["modes"] == ("queued", "idle")
-    assert "replayed" not in more
+    assert more["modes"] == ("queued", "idle") and "replayed" not in more
     played = "--replay 8 --rank 3 --machine h200-4 --device cuda"
     what, _, _, more, write = told(f"--experts {played} --schedules growing auto")
     assert what == "replay-8-experts" and len(more["cases"]) == 7
@@ -430,7 +409,6 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
         assert found.get("call") == (call if number else None)
     assert found["versions"]["python"] == sys.version.split()[0]
     assert found["devices"][0]["cores"] >= 1
-    assert found["engines"]["cpu"]["engine"] == "cpu"
     assert "float32" in found["engines"]["cpu"]["accumulate"]
     assert set(found["engines"]) == {"cpu", "cuda", "hip"}
     assert found["use"]["tensors on cpu"].startswith("cpu")
@@ -440,8 +418,8 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     assert decision.source == "fallback"
     assert said[2] == f"for 2 ranks on cpu: {decision.schedule}, since {decision.reason}"
     doctor.show(found)
-    found = capsys.readouterr().out
-    assert all(t in found for t in ("Engine cpu", "What would be used", "right on every rank"))
+    shown = capsys.readouterr().out
+    assert all(t in shown for t in ("Engine cpu", "What would be used", "right on every rank"))
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,8 +452,8 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert {*NAMED, *demo.KNOBS[:2]} - {row.split(",")[0] for row in rows} == {"ring", "one-shot"}
     assert all(",True," in row for row in rows)
     assert code == 0 and lines[-1] == f"demo ok: {len(rows)} schedules exact on 2 ranks"
-    assert (tmp_path / "timelines.png").stat().st_size > 10_000
-    assert str(tmp_path / "timelines.png") in text
+    picture = tmp_path / "timelines.png"
+    assert picture.stat().st_size > 10_000 and str(picture) in text
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert text.count("model: ") == 3  # decisions, with their reasons
     assert "simulated on mi300x-8" in text
@@ -491,7 +469,6 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
         assert float(ratio) == pytest.approx(float(torch_ms) / float(ms), abs=0.02)
     assert f"auto takes {schedule} for all_gather_matmul (" in text
     assert "copies limited to 300 MB/s, so that they can be seen" in text
-    assert len([line for line in lines if re.match(r"│ g\d", line)]) == 12
 
 
 def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,14 +480,8 @@ def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_demo_says_why_auto_takes_a_schedule_and_what_is_wrong() -> None:
-    for world in (2, 4):
-        problem = Case("", 192 * world, 384, 768, "float32").problem(world)
-        decision = decide(problem, machine=find("cpu", None), mode="idle")
-        text = demo.about_times(decision, torch.device("cpu")).replace("\n", " ")
-        assert decision.why in text and "copies and products share the cores" in text
-        assert ("less than the margin of 10.0%" in text) == ("The margin stands for" in text)
-        assert ("margin" in text) == (world == 4)  # the machine cpu describes four ranks
-        assert "CPUs" not in demo.about_times(decision, torch.device("cuda"))
+    decision = decide(Case("", 768, 384, 768, "float32").problem(4), machine=find("cpu", None))
+    assert decision.why in demo.about_times(decision, torch.device("cpu")).replace("\n", " ")
     for exact, other, said in (
         ([True, True, None], True, "ok: 1 schedules exact on 4 ranks"),
         ([True, True, False], True, "failed: wrong results of b"),
@@ -530,7 +501,7 @@ def _demo(at: ranks.Rank, out: Path) -> tuple[int, str]:
 
 
 def _wrong_demo(at: ranks.Rank) -> tuple[pd.DataFrame, list[str]]:
-    """The demo's rows and the order of its calls, where the last call of rank 1 is wrong."""
+    """Rows and calls of the demo, where the last call of rank 1 is wrong."""
     group, called = dist.group.WORLD, []
     operands = demo._operands("all_gather_matmul", group, at.device)
 
@@ -568,27 +539,17 @@ def test_demo_and_doctor_see_one_wrong_result_on_one_rank() -> None:
     assert 5 <= sum(one[0] == "serial" for one in rounds) <= 15
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    command = ["explain", "--m", "64", "--n", "64", "--k", "64", "--machine", "h200-4"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "ficco", *command],
-        stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120,
-    )  # fmt: skip
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "")
+READER_LEAVES = """
+import os, sys
+from ficco.tools.cli import main
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(reader)
+sys.exit(main())
+"""
 
 
-# timeline
-
-
-def test_measured_spans_give_rates_and_waits() -> None:
-    problem = Problem("all_gather_matmul", (64,) * 4, 32, 16, "float32")
-    made = plans(problem, Schedule.parse("serial"))
-    product = next(i for i, step in enumerate(made[0].steps) if step.op == "matmul")
-    spans = [[Span(product, "compute0", 3.0, 5.0)] for _ in made]
-    found = measured("serial", made, spans)
-    assert [bar.kind for bar in found.ranks[0]] == ["wait", "matmul"]
-    gemm = machine_of(made, found).gemm
-    assert gemm and gemm.seconds(256, 32, 16, itemsize=4) == pytest.approx(2.0)
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    words = "explain --m 64 --n 64 --k 64 --machine h200-4".split()
+    ended = Program(tmp_path, "left", READER_LEAVES, words, {}).end(time.monotonic() + 120)
+    assert ended == (141, "", "")

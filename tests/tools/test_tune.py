@@ -60,17 +60,13 @@ US = 1e-6
 # Fits.
 
 
-def rows_of_copies(latency: float, gap: float, rates: dict[float, float]) -> list[fits.CopyTime]:
-    return [
-        fits.CopyTime(size, count, latency + count * size / rate + (count - 1) * gap)
-        for size, rate in rates.items()
-        for count in (3, 12)
-    ]
-
-
 def test_copies_are_taken_apart_exactly() -> None:
     rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
-    found = fits.copies(rows_of_copies(15 * US, 3 * US, rates))
+    found = fits.copies([
+        fits.CopyTime(size, count, 15 * US + count * size / rate + (count - 1) * 3 * US)
+        for size, rate in rates.items()
+        for count in (3, 12)
+    ])  # fmt: skip
     assert found.latency == pytest.approx(15 * US, rel=1e-6)
     assert found.gap == pytest.approx(3 * US, rel=1e-6)
     assert dict(found.curve) == pytest.approx(rates, rel=1e-6)
@@ -78,10 +74,9 @@ def test_copies_are_taken_apart_exactly() -> None:
 
 
 def test_times_that_tell_too_little_are_refused() -> None:
-    for sizes in ((1024.0,), (1024.0, 4096.0)):
-        with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):
-            fits.copies([fits.CopyTime(size, 1, 1.0) for size in sizes])
-    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+    with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):
+        fits.copies([fits.CopyTime(size, 1, 1.0) for size in (1024.0, 4096.0)])
+    for seconds in (0.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="required finite numbers and times above 0"):
             fits.memory([(1e6, 1.0), (2e6, seconds)])
     with pytest.raises(ValueError, match="required rows of three lengths"):
@@ -89,14 +84,6 @@ def test_times_that_tell_too_little_are_refused() -> None:
     counted = [attention.call_of(one) for one in effort.GPU.attends]
     with pytest.raises(ValueError, match="attention: required larger calls to take longer"):
         fits.attention(132, counted, [1e-3] * len(counted))
-
-
-def enqueued(call: float, matmul: float, copy: float, signal: float) -> list[fits.Enqueued]:
-    numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
-    return [
-        fits.Enqueued(c * call + m * matmul + t * copy + s * signal, c, m, t, s)
-        for c, m, t, s in numbers
-    ]
 
 
 def test_medians_and_straight_lines() -> None:
@@ -115,12 +102,18 @@ def test_medians_and_straight_lines() -> None:
 
 
 def test_host_costs_are_taken_apart_exactly_and_never_negative() -> None:
-    found = fits.host(enqueued(20 * US, 9 * US, 2 * US, 1.5 * US))
+    numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
+    exact, bounded = (
+        fits.host([
+            fits.Enqueued((20 * c + 9 * m + 2 * t + signal * s) * US, c, m, t, s)
+            for c, m, t, s in numbers
+        ])
+        for signal in (1.5, -0.2)
+    )  # fmt: skip
     want = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
-    assert found == pytest.approx(want, rel=1e-6)
-    found = fits.host(enqueued(20 * US, 9 * US, 2 * US, -0.2 * US))
-    assert found["signal"] == 0.0 and min(found.values()) >= 0
-    assert found["matmul"] == pytest.approx(9 * US, rel=0.05)
+    assert exact == pytest.approx(want, rel=1e-6)
+    assert bounded["signal"] == 0.0 and min(bounded.values()) >= 0
+    assert bounded["matmul"] == pytest.approx(9 * US, rel=0.05)
 
 
 @pytest.mark.parametrize(("columns", "signed"), [(4, None), (7, 6), (13, None), (30, 29)])
@@ -167,7 +160,7 @@ def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float)
     noisy = fits.heat(rows_of_products(truth, effort.GPU.rows, noise=0.02))
     assert noisy.burst == pytest.approx(burst, rel=0.3)
     assert noisy.sustained == pytest.approx(sustained, rel=0.03)
-    for sustained, noise in ((1.0, 0.0), (1.0, 0.1), (0.98, 0.0)):
+    for sustained, noise in ((1.0, 0.1), (0.98, 0.0)):
         free = replace(BLOCKS["gemm"], burst=2e-3, sustained=sustained)
         found = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
         assert (found.burst, found.sustained, found.limited) == (float("inf"), 1.0, False)
@@ -270,7 +263,6 @@ def test_attention_is_measured_cold_and_beside_the_products(
     assert (found.start, found.block, found.backward_start) == pytest.approx(fixed)
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
-    assert found.provenance.note.startswith("48 calls of bfloat16, errors 0.0% median, 0.0% mean")
     made_up.machine = replace(made_up.machine, attention=found)
     points = {p.what: p.ratio for p in check._attention(made_up)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
@@ -283,11 +275,10 @@ def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(
     made_up.effort = replace(made_up.effort, gemms=made_up.effort.gemms[::4])
     found = products.gemm(made_up)
     assert (found.burst, found.sustained) == (float("inf"), 1.0)
-    assert "no power limit in 20 rows" in found.provenance.note
     # Dtypes that are not measured are as in a file of such a device.
     made_up.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
     known, sheet = products.known_gemm(made_up), load(configs() / "h100-8.yaml").gemm
-    assert known and sheet and known.shares == sheet.shares and len(sheet.shares) == 3
+    assert known.shares == sheet.shares and len(sheet.shares) == 3
     made_up.machine = Machine("new", "Nobody's", 2)
     assert products.known_gemm(made_up) is None
 
@@ -338,12 +329,10 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
     machine_file(four, ranks=4)
     whole = four.read_bytes()
     half.write_bytes(whole[:300])
-    fresh = "--fresh keeps this file as half.yaml.damaged"
     for path, option, said in (
         (four, "--quick", "ranks: required 2, as this run has, got 4"),
         (four, "--check", "required a machine of 2 ranks"),
-        (half, "--quick", "half-written"),
-        (half, "--quick", fresh),
+        (half, "--quick", "--fresh keeps this file as half.yaml.damaged"),
         (tmp_path / "none.yaml", "--check", "required a machine's file, got none at"),
     ):
         assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, option) == 2
@@ -368,8 +357,6 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
         for more in ((), ("--fresh",)):
             assert cli(*base, path, *more) == 2
             assert f"{path}: file: required a file, got {what}" in capsys.readouterr().err
-            with pytest.raises(ConfigError, match="required a file"):
-                opened(path, HERE, fresh=bool(more))
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -475,12 +462,7 @@ def test_steps_that_fail_leave_their_blocks_and_the_run_goes_on(tmp_path: Path) 
     path, calls = tmp_path / "m.yaml", str(tmp_path)
     before = Memory(5e9, 5e9, SOURCE)
     save(Machine("m", "cpu", 2, memory=before), path)
-    faults = {
-        "copies": "amid a round",
-        "topology": "error",
-        "memory": "impossible",
-        "host": "one rank",
-    }
+    faults = dict(copies="amid a round", topology="error", memory="impossible", host="one rank")
     why = {"topology": "the device is gone", "memory": "bandwidth", "host": "rank 1: "}
     for outcome, _ in ranks.run(2, tune_with, str(path), calls, faults):
         assert list(outcome.failures) == list(faults)
@@ -544,36 +526,24 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
 QUICK = effort.EFFORTS["cpu", True]
 
 
-def tune_quick(at: ranks.Rank, path: str, **what: Any) -> tuning.Outcome:
-    settings = tuning.TuneSettings(Path(path), at.device.type, True, command="tests", **what)
-    return tuning.tune(settings)
-
-
 def little() -> effort.Effort:
     """What times each call as often as it must, also products of float8, which are slow on CPUs."""
     some = {**QUICK.seconds, **dict.fromkeys(SCALED_PRODUCTS.values(), 0.1)}
-    seconds = {step: most / 10 for step, most in some.items()}
+    seconds = {step: most / 20 for step, most in some.items()}
     few = {"gemms": QUICK.gemms[::3], "experts": QUICK.experts[::4]}
     return replace(QUICK, seconds=seconds, shape_seconds=0.1, **few)
 
 
-def tune_little(
-    at: ranks.Rank, path: str, only: tuple[str, ...] = (), problems: tuple[Problem, ...] = ()
-) -> tuning.Outcome:
+def with_little(at: ranks.Rank, run: Callable[..., Any], *args: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(effort.EFFORTS, ("cpu", True), little())
-        return tune_quick(at, path, only=only, problems=problems)
-
-
-def check_files(at: ranks.Rank, *machines: Machine) -> list[list[check.Point]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(effort.EFFORTS, ("cpu", True), little())
-        return [check.check(machine, "cpu") for machine in machines]
+        return run(*args)
 
 
 def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    outcome, other = ranks.run(2, tune_little, str(path))
+    asked = tuning.TuneSettings(path, "cpu", True, command="tests")
+    outcome, other = ranks.run(2, with_little, tuning.tune, asked)
     assert not outcome.failures and not outcome.error, outcome
     assert outcome.machine == other.machine
     machine = load(path)
@@ -585,12 +555,9 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         source = getattr(machine, step).provenance
         assert source.command == "tests" and source.torch == torch.__version__
         assert source.date and source.commit and source.source in ("measured", "fitted")
-    assert " rows of products of up to " in machine.gemm.provenance.note
     for recipe, block in SCALED_PRODUCTS.items():
         assert f" products of fp8-{recipe}, errors" in getattr(machine, block).provenance.note
-    slow = replace(machine.gemm, peak=machine.gemm.peak / 1e4, start=1.0)
-    falsified = Machine("m", "cpu", 2, gemm=slow, memory=machine.memory)
-    points, of_falsified = ranks.run(2, check_files, machine, falsified)[0]
+    points = ranks.run(2, with_little, check.check, machine, "cpu")[0]
     assert {p.block for p in points} == {
         "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
         "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
@@ -598,16 +565,15 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert sum(p.what.endswith(" in a row") for p in points) == 1
     generous = 30.0  # the machine is shared with whatever else runs on it
     assert f"all {len(points)} points hold" in check.report(points, generous)
-    off = {point.block for point in of_falsified if not point.holds(generous)}
-    assert off == {"gemm"}
-    assert "ficco tune --only gemm" in check.report(of_falsified, generous)
 
 
 @pytest.mark.multigpu
 def test_gpus_are_measured(tmp_path: Path) -> None:
     ranks.need_own_gpus(2)
     path = tmp_path / "m.yaml"
-    outcome = ranks.run(2, tune_quick, str(path), device="cuda", timeout=240)[0]
+    asked = tuning.TuneSettings(path, "cuda", True)
+    # Less effort is of CPUs alone.
+    outcome = ranks.run(2, with_little, tuning.tune, asked, device="cuda", timeout=240)[0]
     assert not outcome.failures and not outcome.error, outcome
     machine = load(path)
     assert machine.accelerator == torch.cuda.get_device_name()
@@ -648,9 +614,8 @@ def test_copies_are_checked_by_what_their_block_holds(
     ratios = [point.ratio for point in check._copies(site)]
     assert ratios == pytest.approx([1.0] * 2, rel=1e-3)
     # A point holds within the tolerance on either side.
-    within = [(1.0, 1.25), (1.25, 1.0), (1.0, 1.26), (1.26, 1.0), (0.0, 1.0)]
-    holds = [check.Point("b", "x", *both).holds(0.25) for both in within]
-    assert holds == [True, True, False, False, False]
+    for both, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
+        assert check.Point("b", "x", *both).holds(0.25) == holds
 
 
 # Shapes.
@@ -743,7 +708,6 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
         ("all_to_all_transposed_matmul", (7, 5), TABLE, 4),
     ]
     assert read == scaled and problem_log.read(log, 3) == []
-    assert len({calls.name_of(p) for p in problems}) == 7
 
     explain = ("explain", "--from-log", log, "--machine", "h200-2")
     assert cli(*explain) == 0
@@ -758,8 +722,9 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
         assert why in capsys.readouterr().err
 
     machine_file(path)
-    some = (problems[2], problems[4], scaled)
-    outcome = ranks.run(2, tune_little, str(path), ("shapes",), some)[0]
+    some = (problems[4], scaled)
+    asked = tuning.TuneSettings(path, "cpu", True, only=("shapes",), problems=some)
+    outcome = ranks.run(2, with_little, tuning.tune, asked)[0]
     assert not outcome.failures, outcome.failures
     machine = load(path)
     assert machine.gemm == BLOCKS["gemm"], "blocks that were not measured stay"
@@ -772,9 +737,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
     # operands of another kind.
     other = Problem.of_blocks("all_to_all_matmul", [[6, 0], [1, 5]], 4, 8, "float32")
     assert other.rows == problems[4].rows
-    kinds = ("fp8-tensor", "bfloat16")
-    more = [problem_of_sizes("all_gather_matmul", 64, 32, 48, kind, 2) for kind in kinds]
-    for asked in (other, *more):
+    for asked in (other, problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-tensor", 2)):
         assert decide(asked, machine=machine, mode="idle").source != "tuned"
 
 
@@ -814,8 +777,8 @@ def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path) -> N
     log = tmp_path / "log"
     good = {"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}
     by_blocks = {"operator": "all_to_all_matmul", "blocks": [[1, 2], [1, 1]], "rows": [2, 2]}
-    wrong = ({"n": "a"}, {"operator": "gather"}, {"dtype": "x"}, by_blocks)
-    for line in ("{", "[]", '{"operator": "x"}', *(json.dumps({**good, **one}) for one in wrong)):
+    wrong = ({"n": "a"}, {"operator": "gather"}, by_blocks)
+    for line in ("{", "[]", *(json.dumps({**good, **one}) for one in wrong)):
         log.write_text(f"{json.dumps(good)}\n{line}\n")
         with pytest.raises(ConfigError, match="line 2: required a problem"):
             problem_log.read(log, 2)

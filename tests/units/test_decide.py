@@ -8,8 +8,8 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,9 @@ TUNED = Tuned(
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that were given once are given again."""
     monkeypatch.setattr(warn, "_warned", set())
-    yield
 
 
 # The order of the sources.
@@ -66,21 +65,17 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_what_goes_before_all_figures() -> None:
     tuned = replace(MACHINE, tuned=(TUNED,))
-    for wanted in ("hetero-fused-2d:pull", Schedule.parse("hetero-fused-2d:pull")):
-        for machine in (None, tuned):
-            decision = decide(PROBLEM, wanted, machine=machine)
-            assert decision.source == "caller"
-            assert str(decision) == "hetero-fused-2d:pull (requested)"
-    for machine in (None, MACHINE):
-        with pytest.raises(ValueError, match="ring is for operators that sum over ranks"):
-            decide(PROBLEM, "ring", machine=machine)
+    name = "hetero-fused-2d:pull"
+    for wanted, machine in ((name, None), (Schedule.parse(name), None), (name, tuned)):
+        decision = decide(PROBLEM, wanted, machine=machine)
+        assert (decision.source, str(decision)) == ("caller", f"{name} (requested)")
+    with pytest.raises(ValueError, match="ring is for operators that sum over ranks"):
+        decide(PROBLEM, "ring", machine=MACHINE)
     one_rank = decide(problem(8192, 7168, 8192, world=1), machine=MACHINE)
     assert one_rank.schedule == NAMED["serial"]
-    assert one_rank.reason == "one rank has nothing to wait for"
     for sizes in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
         decision = decide(problem(*sizes), machine=MACHINE)
         assert str(decision) == "serial:collective (rule: there is nothing to multiply)"
-        assert decision.candidates == ()
     with pytest.raises(ValueError, match="required 'auto', a name or a Schedule, got 5"):
         decide(PROBLEM, 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mode: required one of eager, queued, idle"):
@@ -122,7 +117,6 @@ def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
 @pytest.mark.parametrize("name", ["h200-4", "mi300x-8", "cpu"])
 def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operator: str) -> None:
     machine = find(name, None)
-    assert machine is not None
     mode, taken = "idle" if name == "cpu" else "eager", set()
     for m, n, k in ((1024, 4096, 1024), (16384, 8192, 8192)):
         asked = problem_of_sizes(
@@ -166,8 +160,7 @@ def test_a_tuned_entry_that_is_no_more_is_passed_over(name: str, why: str) -> No
         assert decide(PROBLEM, mode="queued", **here) == decision
         assert decide(PROBLEM, mode="idle", **here).source == "tuned"
     if name.startswith("tiled"):
-        everywhere = decide(PROBLEM, machine=machine, mode="queued")
-        assert str(everywhere.schedule) == name
+        assert str(decide(PROBLEM, machine=machine, mode="queued").schedule) == name
 
 
 def test_the_rule_serves_where_figures_of_the_model_are_missing() -> None:
@@ -178,8 +171,6 @@ def test_the_rule_serves_where_figures_of_the_model_are_missing() -> None:
     assert (str(decision.schedule), decision.source) == ("hetero-fused-1d", "rule")
     for part in ("between the thresholds", "toy lacks gemm, contention", "ficco tune"):
         assert part in decision.reason
-    assert decision.candidates == ()
-    assert MACHINE.topology is not None
     mesh = replace(RULED, topology=replace(MACHINE.topology, kind="mesh"))
     assert str(decide(asked, machine=mesh).schedule) == "hetero-fused-1d:copy=3"  # over all links
 
@@ -211,10 +202,8 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     sized = described(replace(MACHINE, **dict.fromkeys(blocks, curve)), 2)
     for block in blocks:  # a peer in place of three
         assert getattr(sized, block).curve == ((9e6, 1e-3), (27e6, 2e-3))
-    assert described(MACHINE, 2).all_to_all is None  # type: ignore[union-attr]
-    for world, name in ((2, "h200-2"), (3, "h200-4"), (4, "h200-4"), (8, "h200-4")):
-        found = nearest(Fingerprint("nvidia h200", world))
-        assert found is not None and found.name == name
+    for world, name in ((2, "h200-2"), (3, "h200-4"), (8, "h200-4")):
+        assert nearest(Fingerprint("nvidia h200", world)).name == name
     assert nearest(Fingerprint("abacus", 4)) is None
 
 
@@ -252,9 +241,8 @@ def test_explain_shows_what_was_compared() -> None:
         "all_gather_matmul", m=4096, n=1024, k=4096, world=4, machine=MACHINE, captured=True
     )
     assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
-    assert [one.queued for one in decision.candidates] == sorted(
-        one.queued for one in decision.candidates
-    )
+    queued = [one.queued for one in decision.candidates]
+    assert queued == sorted(queued)
     by_name = {one.schedule: one for one in decision.candidates}
     chosen, serial = by_name["shard-overlap:compute=2"], by_name["serial:collective"]
     assert chosen.queued == pytest.approx(4e-3) and chosen.idle == pytest.approx(4e-3)
@@ -263,7 +251,6 @@ def test_explain_shows_what_was_compared() -> None:
     assert serial.share == pytest.approx(4 / 7)
     (line,) = (line for line in decision.table().splitlines() if line.startswith("*"))
     assert line.split()[:4] == ["*", "shard-overlap:compute=2", "4", "ms"]
-    assert str(decision) in f"{decision}\n{decision.table()}"
 
 
 def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path) -> None:
@@ -274,17 +261,17 @@ def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path
     of_numpy = {name: np.int64(size) for name, size in sizes.items()}
     found = ficco.explain(GATHER, **of_numpy, machine=MACHINE)
     assert found.problem == decision.problem and type(found.problem.n) is int
-    sizes = {"m": 8192, "n": 4096, "k": 4096, "world": 4}
     assert "h200-4" in ficco.explain(GATHER, machine="h200-4", **sizes).reason
     path = tmp_path / "mine.yaml"
     save(MACHINE, path)
     assert "on toy" in ficco.explain(GATHER, machine=str(path), **sizes).reason
 
 
-def test_explain_refuses_what_no_call_can_be() -> None:
+def test_options_and_explain_refuse_what_no_call_can_be() -> None:
+    with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
+        ficco.Options(machine=5)  # type: ignore[arg-type]
     sizes: Any = {"operator": GATHER, "m": 2048, "n": 1024, "k": 4096, "world": 4}
     for wrong, said in (
-        ({"operator": "matmul"}, "operator: required one of all_gather_matmul, .*, got 'matmul'"),
         ({"world": 0}, "world >= 1"),
         ({"machine": 5}, "machine: required a Machine, a name.* or None, got 5"),
         ({"machine": "nowhere"}, "nowhere"),
@@ -308,12 +295,10 @@ def test_every_operator_is_explained_planned_and_simulated(
         return capsys.readouterr().out
 
     text = said("explain", *SIZES)
-    assert text.startswith(f"{operator}(m=8192 (") and "serial:collective" in text
     decision = ficco.explain(operator, m=8192, n=3584, k=4096, world=4, machine="h200-4")
-    assert f"* {decision.schedule}" in text and f"* {decision.schedule}" in decision.table()
-    assert decision.problem is not None and decision.problem.operator == operator
-    names = [one.schedule for one in decision.candidates]
-    assert {"serial:collective", "serial", str(decision.schedule)} <= set(names)
+    assert text.startswith(f"{operator}(m=8192 (") and f"* {decision.schedule}" in text
+    names = {one.schedule for one in decision.candidates}
+    assert {"serial:collective", "serial", str(decision.schedule)} <= names
     assert all(0 < one.share <= 1.0 and one.losses.gemm >= 0.99 for one in decision.candidates)
     explained = json.loads(said("explain", *SIZES, "--json"))
     assert (explained["schedule"], explained["mode"]) == (str(decision.schedule), "eager")
@@ -324,11 +309,8 @@ def test_every_operator_is_explained_planned_and_simulated(
     planned = json.loads(said("plan", "auto", *SIZES, "--rank", "3", "--json"))
     assert planned["problem"]["operator"] == operator and planned["source"] == "model"
     assert planned["reason"] == explained["reason"] == decision.reason
-    sums = [step["reduction"] for step in planned["steps"] if step["reduction"]]
-    assert all(len(one["parts"]) in (3, 4) for one in sums)  # without the own one, or with it
 
     rows = {r["candidate"]: r for r in json.loads(said("simulate", "growing", *SIZES, "--json"))}
-    assert said("simulate", "growing", *SIZES).startswith(f"{operator}\n")
     assert rows["growing"]["ms"] >= rows["ideal"]["ms"] > 0
     assert (rows["growing"]["n"], rows["growing"]["k"]) == (3584, 4096)
     # Of shapes that ship, those of the layer behind: n and k are exchanged.
@@ -344,7 +326,6 @@ def test_rows_are_taken_as_the_operators_take_them(capsys: pytest.CaptureFixture
         ("matmul_reduce_scatter", 9, [2, 7], "2,7"),
         ("all_to_all_matmul", 6, table, text),
         ("matmul_all_to_all", 7, table, text),
-        ("all_to_all_transposed_matmul", 6, table, text),
     ):
         found = ficco.explain(operator, m=m, rows=rows, **sizes).problem
         make = Problem.of_blocks if rows is table else Problem
@@ -353,12 +334,10 @@ def test_rows_are_taken_as_the_operators_take_them(capsys: pytest.CaptureFixture
         for command in (["explain"], ["plan", "serial"]):
             assert cli.run([*command, *of, "--machine", "h200-4"]) == 0
             assert f"rows={rows}" in capsys.readouterr().out
-    equal = ficco.explain("all_to_all_matmul", m=7, **sizes).problem
-    assert equal is not None and equal.rows == (7, 7)
+    assert ficco.explain("all_to_all_matmul", m=7, **sizes).problem.rows == (7, 7)
     for operator, m, rows, said in (
         ("matmul_reduce_scatter", 9, [2, 6], "the sum 9, which is m, got 8"),
         ("matmul_reduce_scatter", 9, [9], "required 2 numbers"),
-        ("matmul_reduce_scatter", 7, table, "required 2 numbers"),
         ("all_to_all_matmul", 7, table, "the largest sum 7, which is m, got 6"),
         ("all_to_all_matmul", 6, [2, 4], "a table of 2 x 2 numbers"),
         ("all_to_all_matmul", 6, [[1, 2, 3], [3, 4, 5]], "a table of 2 x 2 numbers"),
@@ -398,10 +377,8 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seconds", "3"], "--measure"),
         (["--measure", "--seconds", "-3"], "above 0 and at most 604800, got -3"),
         (["--draw", "picture"], "--draw: required a file with one of the suffixes"),
-        (["--draw", "picture.jpgg"], "png"),
         (["--operator", "matmul"], "--operator: required one of all_gather_matmul, "),
         ([*two, "--rows", "1,2"], "--rows: required the sum 8192"),
-        ([*two, "--rows", "x,2"], "--rows: required whole numbers"),
         ([*two, "--rows", "²,2"], "--rows: required whole numbers"),
         ([*two, "--rows", "8191,1", "--measure"], "without --rows"),
     ):
@@ -436,9 +413,8 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
         assert cli.run(["simulate", "growing", *sizes, "--world", str(world), "--json"]) == 0
         return {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
 
-    # The collective of 8 ranks receives 7 shards where that of 4 receives 3.
     row, sized = simulated(8)["growing"], described(find("h200-4", None), 8)
-    assert sized is not None and row["machine"] == "h200-4 (as 8 ranks)"
+    assert row["machine"] == "h200-4 (as 8 ranks)"
     asked = Problem("all_gather_matmul", (64,) * 8, 64, 64, "bfloat16")
     assert row["ms"] == predict(asked, NAMED["growing"], sized) * 1e3
     assert simulated(1)["collective"]["ms"] == 0.0
@@ -457,11 +433,10 @@ def test_a_narrow_table_leaves_out_columns_and_no_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = ficco.explain(GATHER, m=8192, n=3584, k=4096, world=4, machine="h200-4")
-    for width in (60, 80, 120):
+    for width in (60, 120):
         monkeypatch.setenv("COLUMNS", str(width))
         assert cli.run(["explain", *SIZES]) == 0
         text = capsys.readouterr().out
-        assert "m=8192 (2048 x 4 ranks)" in text and "model: predicted to take" in text
         lines = text.splitlines()[3:]
         assert all(len(line) <= width for line in lines), lines
         (chosen,) = (line for line in lines if line.startswith("* "))
@@ -469,8 +444,7 @@ def test_a_narrow_table_leaves_out_columns_and_no_names(
         names = [line[2:].split()[0] for line in lines[1 : 1 + len(decision.candidates)]]
         assert names == [one.schedule for one in decision.candidates]
         assert ("left out" in lines[-1]) == (width < 120)
-    for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory"):
-        assert head in text
+    assert all(head in text for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory"))
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -488,7 +462,6 @@ OFFERS = ("dma", "kernel")
 
 def by_kernel(machine: Machine, source: str = "measured") -> Machine:
     """A machine whose kernels copy as its copy engines, and those at a quarter of that."""
-    assert machine.copies is not None
     slow = replace(machine.copies, curve=tuple((size, r / 4) for size, r in machine.copies.curve))
     known = replace(machine.copies, latency=1e-6, gap=1e-6, provenance=Provenance(source))
     return replace(machine, copies=slow, kernel_copies=known)
@@ -527,13 +500,11 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
 
 def tiles(machine: Machine, source: str = "measured") -> Machine:
     """The machine with a product whose tiles wait, as fast as the library's."""
-    assert machine.gemm is not None
     return replace(machine, tiled=replace(machine.gemm, provenance=Provenance(source)))
 
 
 def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
-    known, of_eight = find("h200-4", None), find("mi300x-8", None)
-    assert known is not None and of_eight is not None and of_eight.tiled is None
+    known = find("h200-4", None)
     short = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4)
     fast = tiles(known)
     found = decide(short, machine=fast)
@@ -543,7 +514,6 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
     assert f"({library.schedule})" in found.reason and "tiled" in ALL_OFFERS
     for machine, asked, offers in (
         (known, short, ALL_OFFERS),
-        (of_eight, problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 8), ALL_OFFERS),
         (tiles(known, "assumed"), short, ALL_OFFERS),
         (fast, short, OFFERS),
         (fast, replace(short, n=3580), ALL_OFFERS),
@@ -551,7 +521,6 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
     ):
         other = decide(asked, machine=machine, offers=offers)
         assert other.source == "model" and other.schedule.grouping != "tiled"
-    assert fast.tiled is not None
     slow = replace(fast, tiled=replace(fast.tiled, efficiency=fast.tiled.efficiency * 0.7))
     assert decide(short, machine=slow).schedule == library.schedule
 
@@ -559,23 +528,21 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
 # On ranks.
 
 
-def _call(at: Rank, machines: list[str | None], schedule: str = "auto") -> object:
-    """A call of ranks with a machine each, on a group of their own."""
-    group = dist.new_group(backend="gloo")
+def _calls(at: Rank, *asked: tuple[list[str | None], str]) -> list[object]:
+    """Calls of ranks with a machine each, on groups of their own."""
     a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
 
-    def once() -> float:
-        with ficco.options(machine=machines[at.rank], timeout_s=10.0):
+    def call(machine: str | None, schedule: str, group: Any) -> float:
+        with ficco.options(machine=machine, timeout_s=10.0):
             return float(ficco.all_gather_matmul(a, b, schedule=schedule, group=group).sum())
 
-    found = caught(once)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    found = []
+    for machines, schedule in asked:
+        group = dist.new_group(backend="gloo")
+        found.append(caught(partial(call, machines[at.rank], schedule, group)))
+        ficco.close(group)
+        dist.destroy_process_group(group)
     return found
-
-
-def _calls(at: Rank, *asked: tuple[list[str | None], str]) -> list[object]:
-    return [_call(at, *one) for one in asked]
 
 
 def _taken(at: Rank, machines: list[str]) -> list[str]:
@@ -630,13 +597,6 @@ def test_ranks_with_other_machine_files_find_out_before_they_enqueue(tmp_path: P
         assert nowhere.type == "ConfigError" and "nowhere" in nowhere.text
 
 
-def test_options_refuse_what_is_no_machine() -> None:
-    with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
-        ficco.Options(machine=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="replay: required True or False"):
-        ficco.Options(replay=1)  # type: ignore[arg-type]
-
-
 # Rows that are not equal: all ranks are simulated, so that few schedules are.
 
 UNEQUAL = Problem(
@@ -680,18 +640,11 @@ def test_of_unequal_rows_few_schedules_are_predicted() -> None:
     spy = _Spy(as_equal, {"growing": 1.0, "shard-overlap": 2.0})
     assert set(as_equal) <= named
     assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == "growing"
-
-
-@pytest.mark.parametrize(
-    ("rows", "most"), [(UNEQUAL.rows, 5), ((1000,) * 7 + (999,), 3), ((4096, 4095), 3)]
-)
-def test_how_many_unequal_rows_are_simulated(rows: tuple[int, ...], most: int) -> None:
-    asked = replace(UNEQUAL, rows=rows)
+    # Of two ranks fewer, of four all schedules as rows are.
+    asked = replace(UNEQUAL, rows=(4096, 4095))
     spy = _Spy({}, {})
     decide(asked, machine=MACHINE, predict=spy)
-    assert len(spy.asked[False] - set(SERIALS)) == most
-    assert len(spy.asked[True]) >= len(candidates(asked, MACHINE))
-    # Of four ranks all schedules are predicted as rows are.
+    assert len(spy.asked[False] - set(SERIALS)) == 3
     asked = replace(UNEQUAL, rows=UNEQUAL.rows[:4])
     spy = _Spy({}, {})
     decide(asked, machine=MACHINE, predict=spy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import stat
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -71,28 +70,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_quantities_are_read_and_printed() -> None:
     for text, unit, value in (
-        ("64 GB/s", "B/s", 64e9),
-        ("15 us", "s", 15e-6),
-        ("1.276 ms", "s", 1.276e-3),
-        ("0 s", "s", 0.0),
-        ("2 MiB", "B", 2097152.0),
-        ("80 GB", "B", 80e9),
-        ("1.3074 PFLOP/s", "FLOP/s", 1.3074e15),
-        ("100 B", "B", 100.0),
-    ):
+        ("1.276 ms", "s", 1.276e-3), ("0 s", "s", 0.0), ("2 MiB", "B", 2097152.0),
+        ("80 GB", "B", 80e9), ("1.3074 PFLOP/s", "FLOP/s", 1.3074e15), ("100 B", "B", 100.0),
+    ):  # fmt: skip
         assert units.parse(text, unit) == value and units.show(value, unit) == text
     for text, unit, value in (
-        ("1.5 KiB", "B", 1536.0), ("3 kB", "B", 3000.0), ("989 TFLOP/s", "FLOP/s", 989e12),
-        ("1.5e11 FLOP", "FLOP", 1.5e11), ("  7  ms ", "s", 7e-3),
+        ("1.5 KiB", "B", 1536.0), ("1.5e11 FLOP", "FLOP", 1.5e11), ("  7  ms ", "s", 7e-3)
     ):  # fmt: skip
         assert units.parse(text, unit) == value
-    of_bytes = "64 Gb/s", "64", "64 us", "64GB/s", "GB/s", "1 mB/s", 64e9
-    of_seconds = "1 Ms", "1 2 s", None, ""
-    for unit, texts in (("B/s", of_bytes), ("s", of_seconds)):
-        for wrong in texts:
-            said = f"required a quantity in {unit} such as '.*', got "
-            with pytest.raises(ValueError, match=said):
-                units.parse(wrong, unit)
+    for wrong in ("64 Gb/s", "64", "64 us", "64GB/s", "GB/s", "1 mB/s", "1 2 B/s", 64e9, None, ""):
+        with pytest.raises(ValueError, match="required a quantity in B/s such as '.*', got "):
+            units.parse(wrong, "B/s")
 
 
 @given(st.sampled_from(list(units.PREFIXES)), st.floats(1e-15, 1e18))
@@ -115,13 +103,13 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(note.texts)
     if isinstance(note, Points):
         size = st.floats(1e-3, 1e15)
-        return st.dictionaries(size, size, min_size=1, max_size=4).map(
+        return st.dictionaries(size, size, min_size=1, max_size=3).map(
             lambda points: tuple(sorted(points.items()))
         )
     if get_origin(kind) is tuple:
         arms = get_args(kind)
         if arms[-1] is Ellipsis:
-            return st.lists(values(arms[0]), max_size=3).map(tuple)
+            return st.lists(values(arms[0]), max_size=2).map(tuple)
         return st.tuples(*(values(arm) for arm in arms))
     if kind is str:
         return st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
@@ -145,11 +133,8 @@ def blocks(kind: Any) -> st.SearchStrategy[Any]:
 @settings(max_examples=60, deadline=None)
 @given(blocks(Machine))
 def test_a_machine_is_equal_when_read_again(machine: Machine) -> None:
-    text = dumps(machine)
-    again = loads(text)
-    assert again == machine
-    assert dumps(again) == text
-    assert digest(again) == digest(machine)
+    again = loads(dumps(machine))
+    assert again == machine and digest(again) == digest(machine)
 
 
 def test_a_saved_machine_is_equal_when_loaded_and_read_once(
@@ -222,7 +207,6 @@ BANDWIDTH = "topology.bandwidth"
         (instead("name: small", "name: 7"), "name", "required a text, got 7"),
         (instead("kind: mesh", "kind: ring"), "topology.kind", "one of mesh, switch, got 'ring'"),
         (instead("64 GB/s", "64 GHz"), BANDWIDTH, "a quantity in B/s such as '64 GB/s'"),
-        (instead("64 GB/s", "64e9"), BANDWIDTH, "required a quantity in B/s such as"),
         *(
             (instead("64 GB/s", f"{value} GB/s"), BANDWIDTH, f"in B/s above 0, got '{value} GB/s'")
             for value in ("0", "inf", "-1")
@@ -247,7 +231,6 @@ BANDWIDTH = "topology.bandwidth"
         (HEAD + "all_gather:\n  curve: []\n...", "all_gather.curve", "a list of points [B, s]"),
         (HEAD + CROSSED, "thresholds", "required high of at least low"),
         (HEAD + "topology: 5\n...", "topology", "required the keys of a topology, got 5"),
-        ("5\n...", "file", "required the keys of a machine, got 5"),
         ("- a\n...", "file", "required the keys of a machine, got ['a']"),
         ("a: b: c\n...", "line 1", "required YAML: "),
         ("a: [1\n...", "line 2", "required YAML: "),
@@ -258,7 +241,6 @@ BANDWIDTH = "topology.bandwidth"
         (TEXT.replace("ranks: 2", "ranks: 2\nranks: 2"), "line 4", "'ranks' is given twice"),
         ("", "file", "ends early: required the line '...' at its end"),
         ("a: 1\n", "file", "ends early: required the line '...' at its end"),
-        ("a: [1\n", "line 2", "required YAML: "),
         ("a: [1\n", "line 2", "it also ends early: required the line '...'"),
         (TEXT + TEXT, "line", "required YAML: "),
     ],
@@ -294,8 +276,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_what_a_file_may_hold() -> None:
-    text = TEXT.replace("'2026-11-21'", "2026-11-21")  # a date without quotes
-    assert text != TEXT and loads(text) == SMALL
+    assert loads(TEXT.replace("'2026-11-21'", "2026-11-21")) == SMALL  # a date without quotes
     assert loads(instead("ranks: 2", "ranks: 2\nmargin: 5e-2")).margin == 0.05  # without a point
     gone = Tuned(
         "all_gather_matmul", (8, 8), 4, 4, "bfloat16", "gone:knob=1", "serial",
@@ -311,7 +292,7 @@ def test_what_a_file_may_hold() -> None:
 
 
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, None], ids=str)
+@pytest.mark.parametrize("code", [errno.ENOSPC, None], ids=str)
 def test_a_save_that_fails_or_is_interrupted_changes_nothing(
     moment: str, code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,8 +310,7 @@ def test_a_save_that_fails_or_is_interrupted_changes_nothing(
     assert load(path) == SMALL and os.listdir(tmp_path) == ["small.yaml"]
 
 
-def test_a_process_that_dies_while_it_saves(home: Path, tmp_path: Path) -> None:
-    """Nothing can clean up behind it: what it leaves is no machine to anybody."""
+def test_what_a_process_leaves_that_dies_while_it_saves_is_no_machine(home: Path) -> None:
     save(SMALL, home / "small.yaml")
     child = os.fork()
     if not child:
@@ -354,10 +334,6 @@ def test_what_cannot_be_saved_is_not_written(tmp_path: Path) -> None:
     assert load(path) == SMALL
     with pytest.raises(ConfigError, match="file: cannot be written: "):
         save(SMALL, path / "small.yaml")
-    if os.geteuid():
-        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-        with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
-            save(SMALL, tmp_path / "other.yaml")
 
 
 # Which machine this host is.
@@ -384,15 +360,14 @@ def test_the_order_in_which_machines_are_found(
     save(replace(own, name="cpu"), home / "cpu.yaml")
     assert find("cpu", None) == replace(own, name="cpu")  # before the shipped one
 
-
-def test_what_matches_a_fingerprint() -> None:
     machine = replace(SMALL, also=("Some GPU 80GB",))
-    assert Fingerprint("some gpu", 2).matches(machine)
-    assert Fingerprint("SOME GPU 80gb", 2).matches(machine)
-    assert not Fingerprint("Some GPU", 4).matches(machine)
-    assert not Fingerprint("Some", 2).matches(machine)
-    assert find(None, Fingerprint("Nobody's", 2)) is None
-    assert find(None, None) is None
+    for name, count, fits in (
+        ("some gpu", 2, True), ("SOME GPU 80gb", 2, True),
+        ("Some GPU", 4, False), ("Some", 2, False),
+    ):  # fmt: skip
+        assert Fingerprint(name, count).matches(machine) == fits
+    monkeypatch.delenv("FICCO_MACHINE")
+    assert find(None, Fingerprint("Nobody's", 2)) is find(None, None) is None
 
 
 def test_a_name_of_nothing_lists_what_there_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,21 +423,17 @@ def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_digests_are_of_facts() -> None:
-    assert SMALL.topology is not None and SMALL.copies is not None
     told = replace(SMALL.topology, provenance=Provenance("assumed", note="other"))
     whole = replace(SMALL.topology, bandwidth=int(64e9))  # the same as a number with a point
     for same in (replace(SMALL, topology=told, source="elsewhere"), replace(SMALL, topology=whole)):
         assert digest(same) == digest(SMALL)
     assert 0 <= digest(SMALL) < 2**40
-    others = [
-        replace(SMALL, ranks=4),
-        replace(SMALL, margin=0.03),
-        replace(SMALL, copies=None),
-        replace(SMALL, copies=None, kernel_copies=SMALL.copies),
-        replace(SMALL, topology=replace(SMALL.topology, sharing=0.5)),
-        replace(SMALL, copies=replace(SMALL.copies, gap=3.0001e-6)),
-    ]
-    assert len({digest(machine) for machine in [SMALL, *others]}) == 7
+    others: tuple[dict[str, Any], ...] = (
+        {}, {"ranks": 4}, {"margin": 0.03}, {"copies": None},
+        {"copies": None, "kernel_copies": SMALL.copies},
+        {"copies": replace(SMALL.copies, gap=3.0001e-6)},
+    )  # fmt: skip
+    assert len({digest(replace(SMALL, **other)) for other in others}) == len(others)
 
 
 # Curves.
@@ -486,7 +457,7 @@ WAVES = Gemm(
 )  # fmt: skip
 
 
-def test_waves() -> None:
+def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
     # A tile takes 2 * 10 * 10 * k / 250 seconds.
     for m, n, batch, waves, filled in (
         (10, 10, 1, 1, 0.25), (20, 20, 1, 1, 1.0), (21, 20, 1, 2, 1.5), (40, 40, 1, 4, 4.0),
@@ -494,9 +465,6 @@ def test_waves() -> None:
     ):  # fmt: skip
         assert WAVES.seconds(m, n, 5, batch=batch) == pytest.approx(1.0 + waves * 4.0)
         assert WAVES.times(m, n, 5, batch=batch)[1] == pytest.approx(filled * 4.0)
-
-
-def test_the_parts_of_a_tile_and_memory_limits() -> None:
     gemm = replace(WAVES, prologue=0.5, step=64.0, write=400.0)
     # 0.5 + 5 terms of 1 second + 4 s of operations + 10 * 10 elements at 100 bytes per second; a
     # wide result is read and written, 4 bytes each.
@@ -511,6 +479,9 @@ def test_the_parts_of_a_tile_and_memory_limits() -> None:
         assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + nbytes / 100)
     both = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
     assert both == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
+    # A product that adds itself reads what it adds to.
+    adds, whole = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
+    assert adds - whole == pytest.approx(10 * 10 * 2 / 100)
 
 
 def test_the_best_tiles_and_splits_are_taken() -> None:
@@ -553,10 +524,8 @@ def test_times_are_sane(m: int, n: int, k: int, batch: int, itemsize: int, wide:
     assert now >= 2.0 * batch * m * n * k / H200.peak
     assert H200.times(m, n, k, batch=batch, itemsize=itemsize, wide=wide)[1] <= now
     # More work takes no less time.
-    assert seconds(H200, 2 * m, n, k) >= now
-    assert seconds(H200, m, 2 * n, k) >= now
-    assert seconds(H200, m, n, 2 * k) >= now
-    assert seconds(H200, m, n, k, batch + 1) >= now
+    for more in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (m, n, k, batch + 1)):
+        assert seconds(H200, *more) >= now
     # Two halves may split k where the whole does not, and are hardly faster for it.
     assert 2 * now >= 0.8 * seconds(H200, 2 * m, n, k)
     assert seconds(replace(H200, bandwidth=H200.bandwidth / 2), m, n, k) >= now
@@ -596,6 +565,9 @@ def test_a_fit_finds_the_machine_that_made_the_samples_whatever_outliers_say() -
 
 
 def test_a_fit_of_few_samples_leaves_waves_out() -> None:
+    for count in (1, 2, 3):
+        few = sampled(H200, GRID[-count:])
+        assert errors(fit(few, units=132, peak=H200.peak), few).worst < 0.1
     truth = replace(
         WAVES, peak=1e11, units=1, efficiency=0.9, start=2e-5, bandwidth=1e10,
         tile_rows=(1,), tile_cols=(1,), shares=((4.0, 1.0),),
@@ -604,7 +576,6 @@ def test_a_fit_of_few_samples_leaves_waves_out() -> None:
     samples = sampled(truth, sizes, itemsize=4)
     assert len(samples) < 20
     found = fit(samples)
-    assert found == fit(samples)  # a pure function
     assert (found.tile_rows, found.tile_cols, found.splits) == ((1,), (1,), (1,))
     assert errors(found, samples).worst < 0.02
     assert found.peak * found.efficiency == pytest.approx(9e10, rel=0.05)
@@ -617,12 +588,6 @@ def test_a_fit_keeps_what_samples_do_not_tell() -> None:
     assert (found.shares, found.burst, found.sustained) == (truth.shares, 2e-3, 0.8)
     found = fit(sampled(truth, GRID, itemsize=4), units=132, known=truth)
     assert found.shares == ((4.0, 1.0), (8.0, pytest.approx(0.5)))
-
-
-def test_a_fit_of_hardly_any_samples_is_still_near_them() -> None:
-    for count in (1, 2, 3):
-        samples = sampled(H200, GRID[-count:])
-        assert errors(fit(samples, units=132, peak=H200.peak), samples).worst < 0.1
 
 
 def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -32,7 +31,7 @@ from ficco.simulate.events import UNFILLED
 from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools import cli
 from ficco.tools.bench import draw as drawing
-from ficco.tools.bench.draw import draw, trace
+from ficco.tools.bench.draw import draw
 
 GIVEN = Provenance("assumed")
 
@@ -60,15 +59,10 @@ MESH = replace(TOY, topology=Topology("mesh", 64e9, GIVEN, sharing=0.9))
 
 EVERY = (
     *(name for name in NAMED if name not in ("ring", "one-shot")),
-    "serial:collective",
-    "serial:kernel",
-    "shard-overlap:pull,copy=2",
-    "shard-overlap:tail=3,compute=2",
-    "growing:tail=2,compute=2",
-    "hetero-unfused-1d:copy=7,compute=2",
-    "uniform-unfused-1d:kernel,compute=2",
-    "hetero-unfused-2d:pull,copy=4,compute=3",
-    "hetero-fused-1d:pieces=4+2+1,pull",
+    *("serial:collective", "serial:kernel", "growing:tail=2,compute=2"),
+    *("shard-overlap:pull,copy=2", "shard-overlap:tail=3,compute=2"),
+    *("hetero-unfused-1d:copy=7,compute=2", "uniform-unfused-1d:kernel,compute=2"),
+    *("hetero-unfused-2d:pull,copy=4,compute=3", "hetero-fused-1d:pieces=4+2+1,pull"),
 )
 
 
@@ -124,13 +118,7 @@ def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
     return [first, replace(first, rank=1, steps=())]
 
 
-TILES = replace(
-    ONE,
-    gemm=Gemm(
-        peak=1.0, units=2, launch=10.0, efficiency=1.0, start=0.0, bandwidth=float("inf"),
-        provenance=GIVEN,
-    ),
-)  # fmt: skip
+TILES = replace(ONE, gemm=Gemm(1.0, 2, 10.0, 1.0, 0.0, float("inf"), GIVEN))
 
 
 def test_products_share_the_units_wave_by_wave() -> None:
@@ -147,7 +135,7 @@ def test_products_share_the_units_wave_by_wave() -> None:
 
 
 def summing(latency: float) -> tuple[Machine, Step]:
-    """A machine on which sums start so late, and one of 6 seconds behind a plan's first step."""
+    """A machine with such a latency of sums, and a sum of 6 seconds after a plan's first step."""
     machine = replace(
         TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
     )
@@ -278,15 +266,12 @@ def test_products_and_copies_slow_each_other_down_while_both_run() -> None:
     factors = Contention(2.0, 4.0, 3.0, 5.0, GIVEN)
     machine = replace(ONE, contention=factors)
     # Products take twice as long, copies four times, until 10 operations are done at 20 s. By
-    # then 5 bytes of 15 have moved; the other 10 take 10 s.
-    found = simulate(two(multiply("compute0", 5), send("copy0", 0, 1, 12)), machine)
-    assert bars_of(found, 0, "matmul") == [(0, 20)]
-    assert bars_of(found, 0, "copy") == [(0, 27)]
-    by_kernel = simulate(
-        two(multiply("compute0", 5), send("copy0", 0, 1, 12, mover="kernel")), machine
-    )
-    assert bars_of(by_kernel, 0, "matmul") == [(0, 30)]  # as under a collective
-    assert bars_of(by_kernel, 0, "copy") == [(0, 36)]
+    # then 5 bytes of 12 have moved; the others take 7 s. By kernels as under a collective.
+    for mover, multiplied, copied in (("dma", 20, 27), ("kernel", 30, 36)):
+        made = two(multiply("compute0", 5), send("copy0", 0, 1, 12, mover=mover))
+        found = simulate(made, machine)
+        assert bars_of(found, 0, "matmul") == [(0, multiplied)]
+        assert bars_of(found, 0, "copy") == [(0, copied)]
 
 
 def test_serial_is_copies_then_the_product_and_overlap_hides_them() -> None:
@@ -297,9 +282,9 @@ def test_serial_is_copies_then_the_product_and_overlap_hides_them() -> None:
     ):  # fmt: skip
         assert seconds(problem, name, fast) == pytest.approx(taken)
     # A mesh wants a copy lane per peer.
-    mesh = replace(ONE, topology=Topology("mesh", 1.0, GIVEN))
-    assert seconds(replace(problem, n=0), "shard-overlap", mesh) == 3 * 64
-    assert seconds(replace(problem, n=0), "shard-overlap:copy=3", mesh) == 64
+    mesh, copies = replace(ONE, topology=Topology("mesh", 1.0, GIVEN)), replace(problem, n=0)
+    for name, taken in (("shard-overlap", 3 * 64), ("shard-overlap:copy=3", 64)):
+        assert seconds(copies, name, mesh) == taken
     # Kernel copies have a curve of their own.
     step = send("copy0", 0, 1, 8, mover="kernel")
     for slow, taken in ((Copies(9, 0.0, 0.0, ((1.0, 0.5),), GIVEN), 16), (None, 8)):
@@ -329,8 +314,8 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     assert bars_of(found, 0, "copy") == [(113, 117)]
     twice = multiply("compute0", 1)
     both = own_plan(twice._replace(products=twice.products * 2), multiply("compute1", 1))
-    both_found = simulate([both], machine, "idle")  # the third product is there at 130
-    assert bars_of(both_found, 0, "matmul") == [(110, 114), (130, 132)]
+    # The third product is there at 130.
+    assert bars_of(simulate([both], machine, "idle"), 0, "matmul") == [(110, 114), (130, 132)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
     assert bars_of(simulate(serial, machine, "idle"), 0, "collective") == [(7, 11)]
     slow = replace(machine, host=replace(host, call=host.call + 20.0))
@@ -357,7 +342,6 @@ def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:
 
 
 def test_a_card_that_multiplies_for_long_gets_slower() -> None:
-    assert TILES.gemm
     hot = replace(TILES, gemm=replace(TILES.gemm, launch=0.0, burst=12.0, sustained=0.5))
     found = simulate([own_plan(*[multiply("compute0", 2, k=2)] * 3)], hot)
     # 8 s each; of the second the last 4 s are at half the rate, and all of the third.
@@ -382,14 +366,11 @@ def test_who_waits_for_signals() -> None:
 def test_what_is_missing_is_named() -> None:
     problem = problem_of(64, 64, n=64, k=64, dtype="bfloat16")
     for block, schedule, mode in (
-        ("gemm", "serial", "queued"),
-        ("copies", "growing", "queued"),
-        ("topology", "growing", "queued"),
-        ("contention", "growing", "queued"),
-        ("memory", "uniform-fused-2d", "queued"),
-        ("all_gather", "serial:collective", "queued"),
+        ("gemm", "serial", "queued"), ("copies", "growing", "queued"),
+        ("topology", "growing", "queued"), ("contention", "growing", "queued"),
+        ("memory", "uniform-fused-2d", "queued"), ("all_gather", "serial:collective", "queued"),
         ("host", "growing", "idle"),
-    ):
+    ):  # fmt: skip
         without = replace(TOY, **{block: None})  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"toy.*'{block}'"):
             predict(problem, Schedule.parse(schedule), without, mode)
@@ -407,7 +388,6 @@ def test_what_is_missing_is_named() -> None:
 def test_never_below_what_the_work_alone_takes(operator: str, machine: Machine) -> None:
     for first, sizes in enumerate(((1000, 3000, 4096), (8, 8, 8))):
         problem = family(operator, 4, *sizes)
-        assert machine.gemm and machine.topology
         # Full waves of the shapes that are really multiplied, and every byte at full speed.
         least_work = problem.flops / (machine.gemm.peak * machine.gemm.efficiency)
         width = problem.n if problem.kind.scatters else problem.k
@@ -423,7 +403,6 @@ def test_never_below_what_the_work_alone_takes(operator: str, machine: Machine) 
 def test_more_bandwidth_is_never_slower() -> None:
     problem = family("all_gather_matmul", 4)
     for machine, schedule in product((TOY, MESH), map(Schedule.parse, EVERY)):
-        assert machine.topology and machine.copies and machine.kernel_copies
         times = []
         for factor in (1.0, 2.0, 4.0, 100.0):
             faster = [
@@ -443,19 +422,13 @@ def test_more_bandwidth_is_never_slower() -> None:
 
 #: Names for operators whose product travels, beside those of all.
 SENDING = (
-    *EVERY,
-    "ring",
-    "ring:pieces=3,tail=2",
-    "shard-overlap:beta",
-    "growing:beta,compute=2",
-    "uniform-fused-1d:pieces=3,pull",
-    "uniform-fused-1d:pieces=2,tail=2,compute=2,copy=3",
+    *(*EVERY, "ring", "ring:pieces=3,tail=2", "shard-overlap:beta", "growing:beta,compute=2"),
+    *("uniform-fused-1d:pieces=3,pull", "uniform-fused-1d:pieces=2,tail=2,compute=2,copy=3"),
     "hetero-fused-1d:pieces=2,beta,tail=2",
 )
 
 
 def family(operator: str, world: int, rows: int = 1000, n: int = 3000, k: int = 4096) -> Problem:
-    """An equal problem of any operator; the blocks of all-to-alls are smaller."""
     if OPERATORS[operator].blocks:
         table = [[rows * 3 // 10] * world] * world
         return Problem.of_blocks(operator, table, n, k, "bfloat16")
@@ -463,7 +436,6 @@ def family(operator: str, world: int, rows: int = 1000, n: int = 3000, k: int = 
 
 
 def schedules_of(problem: Problem) -> list[Schedule]:
-    """Those of :data:`SENDING` that the operator takes."""
     return [one for one in map(Schedule.parse, SENDING) if not refusal(problem, one)]
 
 
@@ -499,7 +471,6 @@ def test_unequal_blocks_of_any_operator_are_all_simulated(operator: str) -> None
 
 
 def test_nothing_to_do_takes_no_time_but_the_hosts() -> None:
-    assert TOY.host and TOY.gemm
     for name, schedule in ((name, Schedule.parse(name)) for name in EVERY):
         empty = problem_of(0, 0, n=8, k=8)
         assert predict(empty, schedule, TOY) == 0.0
@@ -526,26 +497,6 @@ def test_every_step_is_in_the_timeline() -> None:
             assert starts == sorted(starts)
 
 
-# Speed, and the same figures everywhere.
-
-
-def test_what_is_summed_at_the_peers_travels_as_by_the_copy_kernel() -> None:
-    """All of it through one port, or over a link from each peer; own part and result stay here."""
-    rows, n = 4096, 1024
-    part = rows * n * 2  # bfloat16
-    problem = Problem("matmul_all_reduce", (rows // 4,) * 4, n, 0, "bfloat16")
-    for machine, links in ((TOY, 1), (MESH, 3)):
-        copies, memory = machine.kernel_copies, machine.memory
-        assert copies is not None and memory is not None
-        far = 3 * part / links
-        wanted = copies.latency + far / copies.rate(far) + 2 * part / memory.bandwidth
-        # Nothing is forked and joined around it.
-        for latency, more in ((copies.latency, {}), (1.0, {"in_front": copies.latency})):
-            kernel = replace(copies, latency=latency, **more)
-            found = predict(problem, NAMED["one-shot"], replace(machine, kernel_copies=kernel))
-            assert found == pytest.approx(wanted, rel=1e-6)
-
-
 # Files and commands.
 
 
@@ -568,14 +519,10 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     files = [tmp_path / name for name in ("x.csv", "x.svg", "x.trace.json", "x.json")]
     options = [f"--{o}={f}" for o, f in zip(("csv", "draw", "trace", "timelines"), files)]  # noqa: B905
     command = ["simulate", "growing", "shard-overlap:compute=2", *SIZES, "--world", "2"]
-    assert cli.run([*command, *options]) == 0
+    assert cli.run([*command, *options, "--mode", "idle"]) == 0
     said = capsys.readouterr().out
-    assert "growing" in said and "of ideal" in said and "simulated on h200-4" in said
+    assert all(text in said for text in ("of ideal", "simulated on h200-4", "idle", *command[1:3]))
     assert all(file.stat().st_size > 100 for file in files)
-    assert cli.run([*command, "--mode", "idle", "--json"]) == 0
-    rows = {row["candidate"]: row for row in json.loads(capsys.readouterr().out)}
-    assert {"gemm", "copies", "ideal", "growing", "shard-overlap:compute=2"} <= rows.keys()
-    assert rows["growing"]["ms"] >= rows["ideal"]["ms"] > 0
     picture = tmp_path / "both.svg"
     plot = ["plot", str(files[3]), str(files[3]), "--out", str(picture)]
     assert cli.run([*plot, "--only", "growing", "--trace", str(tmp_path / "t.json")]) == 0
@@ -590,16 +537,13 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["simulate", "--set", "nothing"], "measured"),
         (["simulate", "--machine", "abacus"], "abacus"),
         (["simulate", "--world", "0"], "--world"),
-        (["simulate", "--m", "64"], "--n"),
         (["simulate", "--set", "measured", *SIZES], "one of"),
         (["simulate", "--draw", "x.png"], "one shape"),
         (["simulate", "--draw", "x", *SIZES], "--draw: required a file with one of the suffixes"),
-        (["simulate", "--draw", "x.", *SIZES], "png"),
         (["simulate", "auto"], "got 'auto', which stands for one of them; `ficco explain`"),
         (["plot", "none.json", "--out", "x.png"], "cannot be read"),
         (["plot", "good.json", "--out", "x.png", "--only", "what"], "--only"),
         (["plot", "good.json", "--out", "x.png", "--ranks", "7"], "0 to 1"),
-        (["plot", "good.json", "--out", "x.png", "--ranks", "a"], "0 to 1"),
     ],
 )
 def test_bad_input_of_simulate_and_plot(
@@ -631,5 +575,3 @@ def test_a_picture_says_what_it_shows_on_one_scale(
         assert f"simulated on {TOY.name}, {mode}" in text
     nameless = [replace(made[0], source=""), Timeline("", ())]
     assert "simulated" not in draw(nameless, tmp_path / "z.svg", columns=2).read_text()
-    events = json.loads(trace(made, tmp_path / "x.json").read_text())["traceEvents"]
-    assert {event.get("cat") for event in events} >= {"matmul", "copy"}
