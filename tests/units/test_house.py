@@ -64,6 +64,8 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
+#: The most lines that the tests may have; 35,000 is the aim.
+LINES_OF_TESTS = 41500
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -617,6 +619,11 @@ def test_nothing_is_over_budget() -> None:
     found = figures()
     assert over_budget(found) == []
     assert BUDGETS.keys() - found.keys() == set()
+
+
+def test_tests_are_within_their_lines() -> None:
+    tests = (PACKAGE.parent / "tests").rglob("*.py")
+    assert sum(path.read_text().count("\n") for path in tests) <= LINES_OF_TESTS
 
 
 @pytest.mark.parametrize(
