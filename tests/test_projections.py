@@ -175,7 +175,8 @@ def _laid_out(at: Rank) -> None:
         assert one.untyped_storage().data_ptr() == storage.data_ptr()
     assert storage.nbytes() == 8 * 2 * channels * 8
     out = torch.randn(8, 2, 2, case.size, dtype=torch.float64).permute(1, 2, 0, 3).requires_grad_()
-    node: Any = ficco.ulysses_output(out, last.requires_grad_()).grad_fn
+    y = ficco.ulysses_output(out, last.requires_grad_())
+    node: Any = y.grad_fn
     while not hasattr(node, "saved_tensors"):  # views of the product
         ((node, _),) = node.next_functions
     assert node.saved_tensors[0].data_ptr() == out.data_ptr()
@@ -301,13 +302,13 @@ def layered(at: Rank, case: ProjectionCase, iteration: int, schedule: str = "aut
 
 
 def _layers(at: Rank) -> None:
-    heads = (4, 4), (4, 2), (4, 1), (8, 2), (3, 3)
-    for iteration, (own, kv_heads) in enumerate(heads):
-        if own * at.world % kv_heads == 0:
-            for dtype in ("float32", "bfloat16"):
-                sizes = 16, own * at.world, kv_heads, 16, 32
-                case = ProjectionCase(*sizes, batch=1 + iteration % 2, dtype=dtype)
-                layered(at, case, iteration + (dtype == "float32"))
+    iteration = 0
+    for own, kv_heads in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3)):
+        for dtype in ("float32", "bfloat16"):
+            heads, batch = own * at.world, 1 + iteration % 2
+            case = ProjectionCase(16, heads, kv_heads, 16, 32, batch=batch, dtype=dtype)
+            if heads % kv_heads == 0:
+                layered(at, case, iteration := iteration + 1)
 
 
 @ranks(1, 2, 4)
