@@ -182,7 +182,8 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
         timetable = engine.courier.timetable(engine.latest)
         coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
         errors = engine.courier.errors()
-        assert len(errors) == len(coming) and min(errors) > -1e-3, errors
+        # Without its wire a shard would be five milliseconds early; a busy host takes one or two.
+        assert len(errors) == len(coming) and min(errors) > -4e-3, errors
         assert seconds > coming[-1].at > 5e-3
         assert [one.at for one in coming] == sorted(one.at for one in coming)
     return coming
