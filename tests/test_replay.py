@@ -182,9 +182,9 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
         timetable = engine.courier.timetable(engine.latest)
         coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
         errors = engine.courier.errors()
-        # Without its wire a shard would be five milliseconds early; a busy host takes one or two.
+        # Without its wire a shard would be 20 ms early. The start is noted up to some ms late.
         assert len(errors) == len(coming) and min(errors) > -4e-3, errors
-        assert seconds > coming[-1].at > 5e-3
+        assert seconds > coming[-1].at > 20e-3
         assert [one.at for one in coming] == sorted(one.at for one in coming)
     return coming
 
@@ -193,8 +193,8 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
 def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
     operator = "matmul_reduce_scatter" if schedule == "ring" else "all_gather_matmul"
     problem = problem_of(operator, 3)
-    # A shard takes five milliseconds.
-    with played(1, 3, link(MACHINE, 1e-4)) as (group, workspace):
+    # A shard takes 20 ms.
+    with played(1, 3, link(MACHINE, 2.5e-5)) as (group, workspace):
         coming = coming_in(workspace.engine, caller(operands_of(problem, 1), group, schedule))
     waited = {
         signal
