@@ -77,6 +77,15 @@ class BoardCourier:
             self._pause = AT_ONCE_S
             self._changed.set()
 
+    def flush(self) -> None:
+        """Wait until what this rank has posted is published. The caller may then wait for a peer in
+        the store: in releases whose stores cannot be cloned, such a wait holds up the thread."""
+        while self._sent.get("calls") != bytes(self._mine[: self._ring]):
+            if not self._thread.is_alive():
+                return
+            self._changed.set()
+            time.sleep(AT_ONCE_S / 10)
+
     def tell(self, row: int, numbers: bytes) -> None:
         """Publish what this rank tells with a call."""
         self._tells.append((row, numbers))
@@ -139,12 +148,12 @@ class BoardCourier:
             return
 
     def _publish(self) -> None:
-        parts = {"calls": self._mine[: self._ring], "texts": self._mine[self._ring :]}
+        parts = {"texts": self._mine[self._ring :], "calls": self._mine[: self._ring]}
         for kind, part in parts.items():
             data = bytes(part)
             if data != self._sent.get(kind):
-                self._sent[kind] = data
                 self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
+                self._sent[kind] = data
         while self._tells:
             row, numbers = self._tells.popleft()
             self._store.set(f"told/{self._rank}/{row}", numbers)

@@ -254,11 +254,49 @@ def test_board(program: Callable[[Rank], None]) -> None:
     run(PROGRAMS[program], program)
 
 
+def on_two_hosts(at: Rank) -> Board:
+    os.environ["FICCO_HOST"] = f"host-{2 * at.rank // at.world}"
+    group: Any = dist.group.WORLD
+    return Board(group, 20.0, hosts=hosts_of(group, 20.0, "operator"))
+
+
+def agrees_once_its_call_is_published(at: Rank) -> None:
+    """Rank 1 posts after its thread has last published, and sees the call of rank 0."""
+    mine: Any = on_two_hosts(at)
+    reading, posted, released = threading.Event(), threading.Event(), threading.Event()
+    courier, read, publish = mine._courier, mine._courier._read, mine._courier._publish
+
+    def read_late() -> None:
+        reading.set()
+        posted.wait()
+        read()
+
+    def publish_late() -> None:
+        if posted.is_set():
+            released.wait()
+        publish()
+
+    if at.rank == 1:
+        courier._read, courier._publish = read_late, publish_late
+        courier.waiting(agrees=True)
+        reading.wait()
+    mine.post(1, mine.describe("usual"))
+    posted.set()
+    if at.rank == 1:
+        while not mine._passed(0, 1):
+            read()
+        threading.Timer(0.3, released.set).start()
+    agree(mine, 1)
+    assert at.rank == 0 or released.is_set()
+
+
+def test_a_rank_agrees_once_its_call_is_published() -> None:
+    run(2, agrees_once_its_call_is_published, fresh=True)
+
+
 def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:
     """Before and after a rank of two hosts has stopped, and another one has left."""
-    os.environ["FICCO_HOST"] = f"host-{at.rank // 2}"
-    group: Any = dist.group.WORLD
-    mine = Board(group, 20.0, hosts=hosts_of(group, 20.0, "operator"))
+    mine = on_two_hosts(at)
     mine.post(1, mine.describe("usual"))
     agree(mine, 1)
     done = threading.Event()
