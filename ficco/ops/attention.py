@@ -147,7 +147,7 @@ class AttentionCall(Invocation):
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
         chosen = decision.schedule
-        agreed = [str(known)] * (self.schedule == "auto")
+        agreed = [known.text] * (self.schedule == "auto")
         if chosen.mover not in engine.capabilities().movers:
             raise NotImplementedError(
                 f"schedule {chosen}: the {engine.name} engine has no mover {chosen.mover!r}; use "

@@ -156,7 +156,7 @@ class ProductCall(Invocation):
         problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
         if fit.columns:
             return CachedCall(plan, 0, fit.single, None, fit.columns)
-        agreed = [str(known)]
+        agreed = [known.text]
         parsed = Schedule.parse(plan.schedule)
         if source is not None and (parsed.pull or parsed.own):
             left, (memory, start) = LEFT[problem.operator], source

@@ -247,7 +247,7 @@ class RoundCall(Invocation):
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single, agreed = options.workspace_bytes is not None, [str(known), str(layer.room)]
+        single, agreed = options.workspace_bytes is not None, [known.text, str(layer.room)]
         return new_kind(workspace, plan, options, [*agreed, self.purpose], single, kind=ExpertKind)
 
     def allocate(self, cached: CachedCall) -> Call:

@@ -184,7 +184,7 @@ class HeadsCall(Invocation):
         problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
-        agreed = [str(known)] * (self.of.schedule == "auto")
+        agreed = [known.text] * (self.of.schedule == "auto")
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)

@@ -58,7 +58,8 @@ class Known:
 
     machine: Machine | None
 
-    def __str__(self) -> str:
+    @cached_property
+    def text(self) -> str:
         if self.machine is None:
             return "no machine description"
         return f"machine {self.machine.name} ({digest(self.machine):010x})"
