@@ -259,6 +259,9 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
             schedule = ("growing", "hetero-fused-1d:pieces=2,pull")[iteration % 3 == 0]
             exact(at, Case(tuple(rows), 8, 8, schedule=schedule), iteration, group)
         (workspace,) = workspaces.workspaces(group)
+        slots = {id(slot) for slot in (None, *workspace.slots)}
+        kept = [cached.programs.keys() for cached in workspace.programs.values()]
+        assert all(keys <= slots for keys in kept), "a program for a slot that was freed is kept"
         return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
     finally:
         workspaces.KINDS = before

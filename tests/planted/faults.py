@@ -128,7 +128,7 @@ FAULTS = (
         "stale-slot",
         "ficco/runtime/workspace.py",
         "calls go on with operations on a slot that was freed when a larger one was needed",
-        ("all_gather_matmul.py::test_workspace_grows_and_is_reused",),
+        ("workspace.py::test_ranks_may_remember_other_kinds_of_calls",),
         "        for cached in self.programs.values():\n            cached.forget(slot)\n",
         "",
     ),
