@@ -1030,9 +1030,9 @@ class Sum:
         beside = ScriptStep(at[12], 6 << 32 | 4, wide=True)
         front = Script((beside, one, *posts, *others), aside=1, alone=4)
         rear = Script((ScriptStep(at[8], 9), ScriptStep(at[10], 3 << 32 | 2, wide=True)))
-        parts = [torch.randn(20000) for _ in range(2)]
-        self.out, self.wanted = torch.full((20000,), 7.0), in_order(parts, torch.float32)
-        kernels.one_shot(self.out, parts, Signals(at[0], front, rear), None, blocks=3)
+        self.parts = [torch.randn(20000) for _ in range(2)]  # the launch has their addresses
+        self.out, self.wanted = torch.full((20000,), 7.0), in_order(self.parts, torch.float32)
+        kernels.one_shot(self.out, self.parts, Signals(at[0], front, rear), None, blocks=3)
         ((self.kernel, blocks, self.threads, self.arguments, _),) = launches
         assert (blocks, self.threads) == (3, launch.ONE_SHOT_THREADS)
 

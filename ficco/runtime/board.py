@@ -259,7 +259,7 @@ class Board:
         self._await(
             lambda rank: self._passed(rank, number), number, timeout_s, operator, schedule, step
         )
-        if self._courier is not None and not self._closed:
+        if self._courier is not None:
             self._courier.flush()
         if error := self._mismatch_of(number):
             raise error

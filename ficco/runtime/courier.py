@@ -80,9 +80,8 @@ class BoardCourier:
     def flush(self) -> None:
         """Wait until what this rank has posted is published. The caller may then wait for a peer in
         the store: in releases whose stores cannot be cloned, such a wait holds up the thread."""
-        while self._sent.get("calls") != bytes(self._mine[: self._ring]):
-            if not self._thread.is_alive():
-                return
+        ring = self._mine[: self._ring]
+        while self._thread.is_alive() and self._sent.get("calls") != bytes(ring):
             self._changed.set()
             time.sleep(AT_ONCE_S / 10)
 
@@ -148,9 +147,8 @@ class BoardCourier:
             return
 
     def _publish(self) -> None:
-        parts = {"texts": self._mine[self._ring :], "calls": self._mine[: self._ring]}
-        for kind, part in parts.items():
-            data = bytes(part)
+        for kind, of in (("texts", slice(self._ring, None)), ("calls", slice(self._ring))):
+            data = bytes(self._mine[of])
             if data != self._sent.get(kind):
                 self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
                 self._sent[kind] = data
@@ -165,8 +163,7 @@ class BoardCourier:
 
     def _read(self) -> None:
         keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
-        here = [HERE.format(rank) for rank in self._others]
-        self._there = self._there or self._store.check(keys + here)
+        self._there = self._there or self._store.check(keys + list(map(HERE.format, self._others)))
         if not self._there:
             return
         *parts, roll = self._store.multi_get([*keys, ROLL])
@@ -176,9 +173,8 @@ class BoardCourier:
             if data != self._known.get(key):
                 self._known[key] = data
                 kind, _, rank = key.partition("/")
-                part = self._theirs[int(rank)]
-                begin, end = (0, self._ring) if kind == "calls" else (self._ring, len(part))
-                part[begin:end] = zlib.decompress(data)
+                begin, end = (0, self._ring) if kind == "calls" else (self._ring, None)
+                self._theirs[int(rank)][begin:end] = zlib.decompress(data)
         if (row := self._asked) is not None:
             keys = [f"told/{rank}/{row}" for rank in self._told]
             if self._store.check(keys):

@@ -34,7 +34,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "plan": (930, 470),
     "problems": (2440, 1100),
     "proof": (1810, 1250),
-    "runtime": (1750, 1030),
+    "runtime": (1751, 1032),
     "schedules": (4900, 3030),
     "simulate": (1230, 810),
     "tools": (13510, 7510),
