@@ -365,7 +365,7 @@ def _traced(at: Rank) -> None:
 
 @pytest.mark.slow
 def test_layers_are_compiled_by_the_default_backend() -> None:
-    run(2, _compiled, "inductor", ["tensor"], 2, timeout=250)
+    run(2, _compiled, "inductor", ["tensor"], 1, timeout=250)
 
 
 # Training.

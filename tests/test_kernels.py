@@ -834,26 +834,27 @@ def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = Non
 
 def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = None) -> None:
     torch.manual_seed(7)
-    for (tokens, choices), experts, capacity in (
+    sizes = (
         *(((1, 1), 1, 0), ((300, 2), 9, 3), ((7, 8), 9, 0), ((1000, 1), 9, 50)),
         *(((0, 2), 1, 3), ((4, 0), 9, 0), ((300, 2), 9, 50), ((20, 8), 1, 50)),
-    ):
-        whole = torch.rand(tokens, 12, device=device).argsort(1) % experts
-        for chosen in (whole[:, :choices], whole[:, :choices].t().contiguous().t()):
-            counts, places, rows, held = route(chosen, experts, capacity, stream)
-            flat = chosen.t().flatten()
-            assert torch.equal(counts, torch.bincount(flat, minlength=experts))
-            each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
-            wanted = (each.gather(0, flat[None]) - 1).view(choices, tokens).t()
-            assert torch.equal(places, wanted)
-            if capacity:
-                taken = chosen * capacity + wanted
-                assert torch.equal(rows, taken.where(wanted < capacity, experts * capacity))
-            else:
-                order = flat.argsort(stable=True)
-                ranked = rows.t().flatten()[order]
-                assert torch.equal(ranked, torch.arange(len(flat), device=device))
-                assert torch.equal(held, order % max(tokens, 1))
+    )
+    for turn, ((tokens, choices), experts, capacity) in enumerate(sizes):
+        chosen = torch.rand(tokens, 12, device=device).argsort(1)[:, :choices] % experts
+        chosen = chosen if turn % 2 else chosen.t().contiguous().t()
+        counts, places, rows, held = route(chosen, experts, capacity, stream)
+        flat = chosen.t().flatten()
+        assert torch.equal(counts, torch.bincount(flat, minlength=experts))
+        each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
+        wanted = (each.gather(0, flat[None]) - 1).view(choices, tokens).t()
+        assert torch.equal(places, wanted)
+        if capacity:
+            taken = chosen * capacity + wanted
+            assert torch.equal(rows, taken.where(wanted < capacity, experts * capacity))
+        else:
+            order = flat.argsort(stable=True)
+            ranked = rows.t().flatten()[order]
+            assert torch.equal(ranked, torch.arange(len(flat), device=device))
+            assert torch.equal(held, order % max(tokens, 1))
 
 
 def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:

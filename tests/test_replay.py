@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -364,10 +363,6 @@ class HostEvent:
         return (later.at - self.at) * 1e3
 
 
-CASES = (
-    Case("gather", 48, 12, 16, "float32"),
-    Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"),
-)
 NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=3 auto".split()
 
 
@@ -399,12 +394,12 @@ def _played_by_threads(lost: str) -> None:
     products.REFIT_S, replay_run.TIMEOUT_S = 0.5, 3.0
 
 
-def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
+def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]:
     _played_by_threads(lost="shrinking")
     settings = replay_run.ReplaySettings(
-        cases=CASES,
+        cases=(case,),
         candidates=choose(NAMES),
-        modes=("queued", "idle"),
+        modes=(mode,),
         device="cpu",
         rounds=2,
         seconds=600,
@@ -425,26 +420,33 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
     return records(rows)
 
 
-def test_the_bench_of_a_replay(tmp_path: Path) -> None:
-    rows = ranks.run(1, _bench, str(tmp_path), fresh=True, timeout=200)[0]
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        (Case("gather", 48, 12, 16, "float32"), "queued"),
+        (Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"), "idle"),
+    ],
+    ids=lambda one: str(getattr(one, "name", one)),
+)
+def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
+    rows = ranks.run(1, _bench, case, mode, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)
     assert machine is not None
     right = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
-    for case, mode in product(CASES, ("queued", "idle")):
-        mine = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case.name, mode)}
-        assert [mine[name]["status"] for name in right] == ["ok"] * len(right), mine
-        assert "is " in mine["auto"]["note"]
-        lost = mine.pop("shrinking")
-        assert lost["status"] == "failed" and "SignalTimeout" in lost["note"], lost
-        assert all(row["status"] in ("ok", "skipped") for row in mine.values())
-        predicted = {*mine} - {*NAMES, *right}
-        assert predicted, mine.keys()  # two of the three may have names already
-        for row in (mine[name] for name in (*right[3:], *predicted)):
-            assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
-            # No replay ends before its last arrival.
-            assert row["ms_high"] > mine["copies"]["ms"] and 0 < row["share"]
-        last = received_s(case.problem(3), machine, 1)
-        assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
+    mine = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case.name, mode)}
+    assert [mine[name]["status"] for name in right] == ["ok"] * len(right), mine
+    assert "is " in mine["auto"]["note"]
+    lost = mine.pop("shrinking")
+    assert lost["status"] == "failed" and "SignalTimeout" in lost["note"], lost
+    assert all(row["status"] in ("ok", "skipped") for row in mine.values())
+    predicted = {*mine} - {*NAMES, *right}
+    assert predicted, mine.keys()  # two of the three may have names already
+    for row in (mine[name] for name in (*right[3:], *predicted)):
+        assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
+        # No replay ends before its last arrival.
+        assert row["ms_high"] > mine["copies"]["ms"] and 0 < row["share"]
+    last = received_s(case.problem(3), machine, 1)
+    assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
     about = json.loads((tmp_path / "rows.json").read_text())
     assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3
     assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import ENGINES, Engine
+from engines import DOUBLES, ENGINES, Engine
 from ranks import SLOW, Failure, Rank, caught, gave_up, since
 from subjects import (
     KINDS,
@@ -152,12 +152,20 @@ def some(chance: random.Random, subject: Subject) -> tuple[bool, ...]:
     return picked if any(picked) and chance.random() < 0.6 else every(chance, subject)
 
 
+def share(over: str, engine: Engine, where: Any, name: str, parts: int = 3) -> slice:
+    """A third of the schedules: for each engine and number of ranks, and each subject, another."""
+    every = [(one.name, each) for one in ENGINES for each in getattr(one, over)]
+    turn = every.index((engine.name, where)) + [*SUBJECTS].index(name)
+    return slice(turn % parts, None, parts)
+
+
 @cells()
 def test_forward(engine: Engine, where: int, name: str) -> None:
-    """Every schedule on two ranks, half of them on other numbers; rows, sizes, dtypes and layouts
-    in turns."""
+    """Every schedule on two ranks of the CPU's engine and of CUDA's, a third of them elsewhere;
+    rows, sizes, dtypes and layouts in turns."""
     schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
-    schedules = schedules if where == 2 else schedules[where % 2 :: 2]
+    if where != 2 or engine.name == "hip":
+        schedules = schedules[share("worlds", engine, where, name)]
     cases = drawn(name, engine, where, schedules, KINDS, none)
     assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
 
@@ -182,12 +190,12 @@ def test_few_rows_and_none(engine: Engine, where: int, name: str) -> None:
 
 @cells(over="hosts")
 def test_over_hosts(engine: Engine, where: tuple[int, int], name: str) -> None:
-    """A third of the schedules that cross hosts, another one on other engines; gradients of every
-    third call."""
+    """A third of the schedules that cross hosts, and on doubles a sixth; gradients of every third
+    call."""
     hosts, local = where
     world = hosts * local
-    share = [(one.name, each) for one in ENGINES for each in one.hosts].index((engine.name, where))
-    schedules = SUBJECTS[name].schedules(world, hosts)[share % 3 :: 3]
+    schedules = SUBJECTS[name].schedules(world, hosts)
+    schedules = schedules[share("hosts", engine, where, name, 6 if engine.name in DOUBLES else 3)]
     cases = drawn(name, engine, world, schedules, ("equal", "uneven", "few"), none)
     full = every(random.Random(), SUBJECTS[name])
     cases = [case.on(needs=full) if turn % 3 == 0 else case for turn, case in enumerate(cases)]
@@ -235,37 +243,35 @@ def compiled(function: Callable[..., Tensors]) -> Any:
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-def traced(at: Rank, name: str, cases: Sequence[Case]) -> None:
+def traced(at: Rank, name: str, case: Case) -> None:
     """A compiled call is equal to an eager one, to the last bit. Fake operands give the same shapes
     and strides. The operators pass PyTorch's own checks."""
     subject = SUBJECTS[name]
-    for iteration, case in enumerate(cases):
-        dtype = getattr(torch, case.dtype)
-        operands = [one.to(at.device, dtype) for one in subject.make(case, at.rank, iteration)]
-        constants = constants_of(at, subject, case, iteration)
-        eager = trained(subject, case, operands, constants)
-        once = trained(subject, case, operands, constants, compiled)
-        assert all(map(torch.equal, eager, once)), case
-        with Calls() as calls:
-            trained(subject, case, operands, constants)
-        assert calls.seen, "no operator of torch.library was called"
-        for func, args, kwargs in calls.seen:
-            # PyTorch's check of the schema compares operands, which it cannot for float8.
-            checks = ("test_faketensor", *(("test_schema",) if subject.differentiable else ()))
-            torch.library.opcheck(func, args, kwargs, test_utils=checks)
-        with FakeTensorMode() as mode:
-            fakes = [[mode.from_tensor(one) for one in some] for some in (operands, constants)]
-            fake = trained(subject, case, *fakes)
-        facts = [[(one.shape, one.stride(), one.dtype) for one in some] for some in (eager, fake)]
-        assert facts[0] == facts[1], case
+    dtype = getattr(torch, case.dtype)
+    operands = [one.to(at.device, dtype) for one in subject.make(case, at.rank, 0)]
+    constants = constants_of(at, subject, case, 0)
+    eager = trained(subject, case, operands, constants)
+    once = trained(subject, case, operands, constants, compiled)
+    assert all(map(torch.equal, eager, once)), case
+    with Calls() as calls:
+        trained(subject, case, operands, constants)
+    assert calls.seen, "no operator of torch.library was called"
+    for func, args, kwargs in calls.seen:
+        # PyTorch's check of the schema compares operands, which it cannot for float8.
+        checks = ("test_faketensor", *(("test_schema",) if subject.differentiable else ()))
+        torch.library.opcheck(func, args, kwargs, test_utils=checks)
+    with FakeTensorMode() as mode:
+        fakes = [[mode.from_tensor(one) for one in some] for some in (operands, constants)]
+        fake = trained(subject, case, *fakes)
+    facts = [[(one.shape, one.stride(), one.dtype) for one in some] for some in (eager, fake)]
+    assert facts[0] == facts[1], case
 
 
 @since("2.13", "compiles no methods of dataclasses")
 @cells(only=2, having="traced")
 def test_traced(engine: Engine, where: int, name: str) -> None:
-    cases = drawn(name, engine, where, ("auto",) * 2, ("equal", "uneven"), every)
-    cases = [SUBJECTS[name].traceable(case).on(layout="") for case in cases]
-    engine.run(where, traced, name, cases)
+    (case,) = drawn(name, engine, where, ("auto",), ("equal", "uneven"), every)
+    engine.run(where, traced, name, SUBJECTS[name].traceable(case).on(layout=""))
 
 
 # Graphs.

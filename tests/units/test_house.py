@@ -198,6 +198,14 @@ def unit_of(path: Path, package: Path = PACKAGE) -> str:
     return package.name if first == "__init__" else first
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    """Keep no syntax trees beyond these tests: they would make each collection of garbage slow."""
+    yield
+    parsed.cache_clear()
+    imports_of.cache_clear()
+
+
 def sources(package: Path = PACKAGE) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(package.rglob("*.py")):
         yield path, parsed(path, path.read_text())
