@@ -1,8 +1,8 @@
 """The board in shared memory on which ranks post their calls, to detect disagreement.
 
-A call costs one store to host memory. Three kinds of calls wait for their peers' entries:
-``ficco.empty``, calls whose problem is new to this rank, and calls whose slots were freed since.
-All other calls are compared while they wait for their peers in any case, or by the watchdog.
+Posting a call costs one store to host memory. Three kinds of calls wait for the entries of their
+peers: ``ficco.empty``, calls whose problem is new to this rank, and calls whose slots were freed.
+Other calls are compared while they wait for their peers' signals, or by the watchdog.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ficco.runtime.courier import BoardCourier
 ENTRIES = 256
 #: Texts that it holds for each rank, and the bytes of each, with its header.
 TEXTS, TEXT_BYTES = 128, 2048
-#: Numbers that a rank can tell with a call. What no call uses takes no memory.
+#: Numbers that a rank can tell with a call. Unused pages take no memory.
 TOLD = 1024
 
 _DIGEST_BITS = 40
@@ -50,19 +50,19 @@ _NUMBERS = 1 << (64 - _DIGEST_BITS)
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
 _REFUSED, _FAILED, _LATE = map(digest, (REFUSED, FAILED, LATE))
 
-#: Characters of a step that peers learn of; the step can quote the error of a library.
+#: Characters of a step's name that are published; the name can quote the error of a library.
 LONGEST_STEP = 400
 
 #: digest, checksum and length of a text
 _HEADER = struct.Struct("=QII")
 
-#: Polls of the board before a waiting rank sleeps between polls, and the longest sleep.
+#: Polls before a waiting rank sleeps between polls, and the longest sleep.
 SPINS, SLEEP_S = 200, 0.002
-#: Seconds that a rank waits after a mismatch for the entries of the other ranks, and for a text
-#: that is still being written.
+#: Seconds that a rank waits after a mismatch for further entries, and for a text that a peer is
+#: still writing.
 GRACE_S, TEXT_GRACE_S = 0.5, 0.05
-#: Seconds that a rank still waits after another rank timed out. Its own wait may time out by then
-#: and name the rank that both miss.
+#: Seconds that a rank keeps waiting after another rank timed out. By then its own wait may time out
+#: and name the missing rank.
 LATE_S = 0.7
 
 # An entry is 64 bits: the lower 24 bits of the number of the call, then 40 bits of digest. It is
@@ -70,15 +70,15 @@ LATE_S = 0.7
 # of an aligned array as its C type), which are atomic on x86-64 and Arm: no reader sees a torn
 # entry. No read depends on an entry: the data of a call wait for signals. So entries need no
 # ordering relative to other accesses; they only have to become visible, which cache coherence
-# guarantees. The one exception is the texts of error messages: they carry a checksum, and a text
-# that has not arrived shows as unknown. What a call tells are numbers that are each written like an
-# entry, in a ring of their own, and a reader waits until all have the number of the call.
+# guarantees. The texts of error messages are an exception: they carry a checksum, and a text that
+# has not arrived shows as unknown. Numbers that a rank tells with a call have a ring of their own.
+# Each number is written like an entry, and a reader waits until all carry the number of the call.
 
 
 def published(error: BaseException) -> tuple[str, str]:
-    """The text that tells the peers of an error that ended a call, and how that call failed.
+    """Text and kind of an error that ended a call, as published to the peers.
 
-    The text of a ``SignalTimeout`` holds its facts: what peers raise has the same."""
+    The text of a ``SignalTimeout`` holds its facts, so that peers raise the same facts."""
     if isinstance(error, SignalTimeout):
         facts = error.facts | {"step": error.step[:LONGEST_STEP]}
         return json.dumps(facts, ensure_ascii=False), LATE
@@ -98,12 +98,12 @@ class Board:
         self.rank, self.world, self._ranks = group.rank(), group.size(), range(group.size())
         self._hosts = hosts = hosts or Hosts.one(group)
         texts = ENTRIES * 8
-        shown = texts + TEXTS * TEXT_BYTES  # to other hosts, too
+        shown = texts + TEXTS * TEXT_BYTES  # copied to other hosts
         size = shown + ENTRIES * TOLD * 8
         what = hosts.near, size, timeout_s, "the agreement board", operator
         memory = HostMemory(*what, begins=True)
         self._pids = hosts.spread(memory.pids, 0)
-        # For each rank a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
+        # Each rank has a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
         for rank in hosts.far:
             parts[rank] = memoryview(bytearray(shown))
@@ -112,7 +112,7 @@ class Board:
         self._told = [
             np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
             if len(part) > shown
-            else np.zeros((ENTRIES, TOLD), np.uint64)  # of another host
+            else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
             for part in parts
         ]
         self._courier: BoardCourier | None = None
@@ -124,16 +124,16 @@ class Board:
             self._courier = BoardCourier(store, self.rank, mine, theirs, *ends)
         memory.close()
         self._closed = False
-        self._late: dict[int, float] = {}  # by call: when a rank's timeout was first seen
+        self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen
         self._writing = threading.Lock()  # the watchdog writes, too
-        self._cells: dict[int, int] = {}  # by digest: where this rank wrote its text
-        self._cell = 0  # where it writes the next new one
+        self._cells: dict[int, int] = {}  # by digest: cell of this rank's text
+        self._cell = 0  # cell of the next new text
 
     def describe(self, text: str, same_as: str = "") -> int:
-        """Publish a text that says what a call computes; returns the digest that stands for it.
+        """Publish the description of a call, and return its digest.
 
-        The latest 128 texts are kept; describing an older one writes it again. Texts with the same
-        ``same_as`` share its digest, which stands for the latest of them.
+        The board keeps the latest 128 texts of a rank; describing an older one writes it again.
+        Texts with the same ``same_as`` share its digest, which stands for the latest of them.
         """
         key = digest(same_as or text) or 1  # an entry of 0 means none
         with self._writing:
@@ -155,8 +155,8 @@ class Board:
         return key
 
     def begin(self, kind: str, timeout_s: float, operator: str) -> None:
-        """Post, as call 0, the kind of engine that carries out this rank's calls; where ranks are
-        on several hosts, wait until all ranks have.
+        """Post this rank's kind of engine as call 0. Between hosts, wait until all ranks have
+        posted theirs.
 
         Raises:
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
@@ -183,22 +183,21 @@ class Board:
     def told(
         self, number: int, count: int, timeout_s: float, operator: str
     ) -> np.ndarray[Any, Any]:
-        """What every rank tells with a call that all agree on and tell so many numbers with, int64
-        [world, count].
+        """Wait for the ``count`` numbers that every rank tells with a call: int64 [world, count].
 
         Raises:
-            FiccoError: a rank has told something 256 calls later.
+            FiccoError: a rank has overwritten its numbers, 256 calls later.
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
         rings = [ring[number % ENTRIES, :count] for ring in self._told]
 
         def there(rank: int) -> bool:
-            entries = rings[rank].copy()  # which may arrive meanwhile
+            entries = rings[rank].copy()  # the rank may be writing
             behind = number - (entries >> np.uint64(_DIGEST_BITS)).astype(np.int64)
             behind[entries == 0] = 1
             if (behind % _NUMBERS > _NUMBERS // 2).any():
                 raise FiccoError(
-                    f"what ranks told with call {number} is gone; use it within {ENTRIES} calls"
+                    f"the counts of call {number} are overwritten; use them within {ENTRIES} calls"
                 )
             return not (behind % _NUMBERS).any()
 
@@ -213,7 +212,7 @@ class Board:
         return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64) - 1
 
     def posted(self, number: int) -> bool:
-        """Whether this rank has posted a call, or its refusal."""
+        """Whether this rank has posted a call or refused it."""
         return self._closed or self._entry(self.rank, number) != 0
 
     def refused(self, number: int) -> bool:
@@ -221,8 +220,8 @@ class Board:
         return self._entry(self.rank, number) == _REFUSED
 
     def silent(self) -> list[int]:
-        """Of a group on several hosts, the ranks whose processes do not answer within two seconds;
-        empty if that cannot be told."""
+        """Ranks whose processes do not answer within two seconds; empty within one host, where
+        nobody asks."""
         return [] if self._courier is None else self._courier.silent()
 
     def ended(self, rank: int) -> bool:
@@ -230,7 +229,7 @@ class Board:
         return bool(self._pids[rank]) and dead(self._pids[rank])
 
     def await_same(self, number: int) -> None:
-        """Wait briefly until all ranks have the same entry for a call, such as a refusal."""
+        """Wait briefly for all ranks to post the same entry for a call, such as a refusal."""
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
             if len({self._entry(rank, number) for rank in self._ranks}) == 1:
@@ -242,8 +241,8 @@ class Board:
     ) -> None:
         """Wait until all ranks have posted a call that this rank has posted.
 
-        A rank that is at least 256 calls ahead counts as agreeing, since its entry is overwritten.
-        The wait also ends on a mismatch of an earlier call, which this rank may have refused.
+        A rank that is at least 256 calls ahead has overwritten its entry and counts as agreeing.
+        A mismatch of an earlier call, which this rank may have refused, also ends the wait.
 
         Raises:
             RankMismatch: the ranks' entries differ.
@@ -273,7 +272,7 @@ class Board:
         schedule: str,
         step: str,
     ) -> None:
-        """Wait until something of a call is there of every other rank."""
+        """Wait until ``there`` is true of every other rank."""
         if self._closed:
             return
 
@@ -313,8 +312,8 @@ class Board:
                 raise late
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
-        """The first mismatch or failure among this rank's calls on the board up to a number; None
-        if there is none. Thread-safe."""
+        """First mismatch or failure among this rank's calls up to ``latest``; None if all agree.
+        Thread-safe."""
         if self._courier is not None:
             self._courier.waiting()
         for number in self._differing(latest):
@@ -323,7 +322,7 @@ class Board:
         return None
 
     def close(self) -> None:
-        """Leave the board; peers still see this rank's entries. Who still reads finds nothing."""
+        """Leave the board. Peers still see this rank's entries; this rank reads an empty board."""
         self._closed = True
         if self._courier is not None:
             self._courier.stop()
@@ -331,25 +330,25 @@ class Board:
         self._told = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
-    # What is on it.
+    # Entries.
 
     def _entry(self, rank: int, number: int) -> int:
-        """A rank's digest for a call; 0 if it is not posted yet or overwritten."""
+        """A rank's digest of a call; 0 if the call is not posted yet, or overwritten."""
         entry = self._rings[rank].item(number % ENTRIES)
         return entry & _DIGEST if entry >> _DIGEST_BITS == number % _NUMBERS else 0
 
     def _passed(self, rank: int, number: int) -> bool:
-        """Whether a rank has posted a call, including one that has been overwritten since."""
+        """Whether a rank has posted a call, even if its entry has been overwritten."""
         entry = self._rings[rank].item(number % ENTRIES)
         return not self._behind(entry, number)
 
     @staticmethod
     def _behind(entry: int, number: int) -> bool:
-        """Whether an entry is none, or of a call before that of a number."""
+        """Whether an entry is empty, or belongs to a call before this number."""
         return not entry or ((entry >> _DIGEST_BITS) - number) % _NUMBERS >= _NUMBERS // 2
 
     def _latest(self, rank: int, number: int) -> int:
-        """The number of a rank's latest call, near ``number``; 0 if there is none."""
+        """Number of a rank's latest call, near ``number``; 0 if the rank has posted none."""
         half = _NUMBERS // 2
         distances = [
             (number - (int(entry) >> _DIGEST_BITS) + half) % _NUMBERS - half
@@ -359,8 +358,8 @@ class Board:
         return number - min(distances) if distances else 0
 
     def _differing(self, latest: int) -> Iterator[int]:
-        """Numbers, up to ``latest``, of this rank's calls on the board for which another rank has
-        posted a different digest."""
+        """Numbers up to ``latest`` of calls for which this rank and another have posted different
+        digests."""
         ring = self._rings[self.rank].copy()
         for rank in self._ranks:
             if rank == self.rank:
@@ -376,8 +375,8 @@ class Board:
                     yield number
 
     def _mismatch_of(self, number: int) -> RankMismatch | PeerFailed | None:
-        """The mismatch of one call among the entries posted so far, or the ranks on which it
-        failed; None if there is neither."""
+        """Mismatch of one call among the entries posted so far, or its failure on other ranks;
+        None if the entries agree."""
 
         def entries() -> dict[int, int]:
             values = {rank: self._entry(rank, number) for rank in self._ranks}
@@ -398,12 +397,12 @@ class Board:
         return RankMismatch({rank: self._text(rank, value) for rank, value in posted.items()})
 
     def _failed(self, entries: dict[int, int]) -> PeerFailed:
-        """The error of a call that failed on other ranks; ``entries`` are theirs."""
+        """Error of a call that failed on other ranks, from their entries."""
         reasons, timeouts = {}, {}
         for rank, entry in entries.items():
             reasons[rank] = self._text(rank, entry)
             if entry == _LATE:
-                with contextlib.suppress(ValueError):  # a text that has not arrived
+                with contextlib.suppress(ValueError):  # the text has not arrived
                     timeouts[rank] = SignalTimeout(**json.loads(reasons[rank]))
                     reasons[rank] = reason_of(timeouts[rank])
             if host := self._hosts.named(rank):

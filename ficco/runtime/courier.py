@@ -1,12 +1,12 @@
-"""Brings what ranks of other hosts have posted on the board, and takes there what this rank has.
+"""Copies the board between hosts.
 
 Within a host the board is shared memory. Between hosts a thread of each rank publishes the rank's
-part in the group's store when it has changed and, while calls are made, reads the parts of the
-ranks of other hosts: all the time while a call waits for them to agree. What ranks tell with a call
-is published at once, and read while a call waits for it.
+part of the board in the group's store whenever that part changes. It reads the parts of other hosts
+continuously while a call waits for agreement, otherwise for a short time after each call. Numbers
+that ranks tell with a call are published at once, and read while a call waits for them.
 
-The watchdog of a call that has waited for too long calls the roll: a rank of any host whose thread
-does not answer is gone or stopped.
+When a call times out, its watchdog calls the roll. A rank whose thread does not answer has ended or
+is stopped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Any
 import numpy as np
 from torch.distributed import Store
 
-#: Seconds between two looks: while a call waits for ranks to agree, and otherwise.
+#: Seconds between two polls: while a call waits for agreement, and otherwise.
 AT_ONCE_S, SOON_S = 0.002, 0.05
-#: Seconds for which the parts of other hosts are read after a call has asked for them.
+#: Seconds for which the thread reads the parts of other hosts after a call asked for them.
 WAITING_S = 0.2
-#: Seconds in which ranks answer when the roll is called.
+#: Seconds that ranks get to answer a roll call.
 ANSWER_S = 2.0
 
-#: Of the store: how often the roll was called, and the latest call that a rank has answered.
+#: Keys of the store: the number of roll calls, and the latest one that a rank has answered.
 ROLL, HERE = "roll", "here/{}"
-#: The answer of a rank that has left in good order.
+#: Answer of a rank that has closed the group.
 LEFT = 1 << 62
 
 
 class BoardCourier:
-    """A thread that keeps copies of other ranks' parts of the board."""
+    """Thread that publishes this rank's part of the board and copies those of other hosts."""
 
     def __init__(
         self,
@@ -47,19 +47,18 @@ class BoardCourier:
         told: Mapping[int, np.ndarray[Any, Any]],
         world: int,
     ) -> None:
-        """``mine``: this rank's part, of which the first ``ring`` bytes change with every call;
-        ``theirs``: where to put the parts of ranks on other hosts, and ``told`` what they tell with
-        calls, a row for each."""
+        """``mine``: this rank's part; its first ``ring`` bytes change with every call.
+        ``theirs``: copies of the parts of other hosts. ``told``: their numbers, a row a call."""
         self._others = [other for other in range(world) if other != rank]
-        self._store: Any = store  # whose `set` takes bytes, too
+        self._store: Any = store  # `set` also takes bytes
         self._rank, self._mine, self._theirs = rank, mine, theirs
         self._ring, self._told = ring, told
         self._tells: deque[tuple[int, bytes]] = deque()
-        self._asked: int | None = None  # the row that a call waits for
+        self._asked: int | None = None  # row that a call waits for
         self._known: dict[str, bytes] = {}
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
-        self._there = False  # all ranks have published
+        self._there = False  # whether all ranks have published
         self._answered = 0
         self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
@@ -67,11 +66,11 @@ class BoardCourier:
         self._thread.start()
 
     def changed(self) -> None:
-        """This rank's part has changed, and someone may wait for that."""
+        """Publish this rank's part soon, because a peer may wait for it."""
         self._changed.set()
 
     def waiting(self, agrees: bool = False) -> None:
-        """A call of this rank looks for what others post; ``agrees``: it waits for nothing else."""
+        """Read the parts of other hosts for a while. ``agrees``: a call waits for agreement."""
         self._waits_until = time.monotonic() + WAITING_S
         if agrees:
             self._pause = AT_ONCE_S
@@ -86,17 +85,16 @@ class BoardCourier:
             time.sleep(AT_ONCE_S / 10)
 
     def tell(self, row: int, numbers: bytes) -> None:
-        """Publish what this rank tells with a call."""
+        """Publish the numbers that this rank tells with a call."""
         self._tells.append((row, numbers))
         self._changed.set()
 
     def ask(self, row: int | None) -> None:
-        """Read what other ranks tell with a call, again and again until this is called with
-        None."""
+        """Keep reading the numbers that other ranks tell with a call, until the row is None."""
         self._asked = row
 
     def silent(self) -> list[int]:
-        """The ranks that do not answer; none if the store does not."""
+        """Call the roll, and return the ranks that do not answer; empty if the store fails."""
         found: list[list[int]] = []
 
         def call() -> None:
@@ -114,7 +112,7 @@ class BoardCourier:
             number, end = self._store.add(ROLL, 1), time.monotonic() + ANSWER_S
             keys = [HERE.format(rank) for rank in self._others]
             while True:
-                self.waiting()  # others may call it, too
+                self.waiting()  # and answer roll calls of other ranks
                 answers = zip(self._others, map(int, self._store.multi_get(keys)), strict=True)
                 silent = [rank for rank, answer in answers if answer < number]
                 if not silent or time.monotonic() > end:
@@ -124,7 +122,7 @@ class BoardCourier:
             return []
 
     def stop(self) -> None:
-        """End the thread, once what this rank has posted is published."""
+        """Publish this rank's part, then end the thread."""
         self._stop = True
         self._changed.set()
         self._thread.join(1.0)
@@ -143,7 +141,7 @@ class BoardCourier:
                     self._changed.clear()
                 elif not waits:
                     self._pause = SOON_S
-        except RuntimeError:  # the store is gone: what is left are limits on time
+        except RuntimeError:  # the store is gone; from here on only timeouts end waits
             return
 
     def _publish(self) -> None:
@@ -157,7 +155,7 @@ class BoardCourier:
             self._store.set(f"told/{self._rank}/{row}", numbers)
 
     def _answer(self, number: int) -> None:
-        """Tell that this rank is here, where the roll was called for that time."""
+        """Answer the roll call with this number."""
         self._answered = number
         self._store.set(HERE.format(self._rank), str(number))
 

@@ -2,7 +2,7 @@
 
 A call is numbered, its kind is looked up or planned, its results are allocated, it is posted on the
 board, and it runs. From the second call of a kind on, that is a dictionary look-up, one entry on
-the board and the loop over the operations. What an operator asks is an :class:`Invocation`.
+the board and the loop over the operations. An operator describes a call by an :class:`Invocation`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 
 
 class Invocation(ABC):
-    """One call of an operator: its operands, and what it asks.
+    """One call of an operator, with its operands and arguments.
 
     Attributes:
-        operator: its name, for errors.
-        purpose: what a call of a backward is for, which the ranks compare.
+        operator: name of the operator, for errors.
+        purpose: role of the call in a backward, for errors; empty in a forward.
     """
 
     operator: str
@@ -37,22 +37,22 @@ class Invocation(ABC):
 
     @abstractmethod
     def key(self, workspace: Workspace, options: Options) -> Hashable:
-        """Check the operands, and return what distinguishes this kind of call from all others."""
+        """Check the operands, and return the key of this kind of call."""
 
     @abstractmethod
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
-        """Choose a schedule for a kind of call that is new, and plan it."""
+        """Choose a schedule for a new kind of call, and plan it."""
 
     @abstractmethod
     def allocate(self, cached: CachedCall) -> Call:
-        """The call, with its results and local buffers allocated."""
+        """Allocate the results and the local buffers of a call."""
 
     def by_columns(self, workspace: Workspace, cached: CachedCall, call: Call) -> None:
-        """Make several calls in place of this one: see :class:`CachedCall`."""
+        """Split this call into calls on a few columns each: see :class:`CachedCall`."""
         raise NotImplementedError
 
 
-#: What is kept for a kind of call.
+#: Type of the cache entry of a kind of call.
 Kind = TypeVar("Kind", bound=CachedCall)
 
 
@@ -65,10 +65,10 @@ def new_kind(
     source: tuple[Symmetric, int] | None = None,
     kind: type[Kind] = CachedCall,  # type: ignore[assignment]
 ) -> Kind:
-    """What is kept for a kind of call that is seen for the first time.
+    """Cache entry of a new kind of call.
 
-    The ranks compare its problem, its schedule, the cap on its memory and, as texts, what else is
-    ``agreed``. ``single``: its calls take one slot. ``source``: see :class:`Program`.
+    The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
+    ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
     """
     texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
     if options.workspace_bytes is not None:
@@ -79,8 +79,8 @@ def new_kind(
 def begin(
     workspace: Workspace, invocation: Invocation, options: Options
 ) -> tuple[CachedCall, Call]:
-    """Number a call, look up its kind or plan it, allocate its results, and agree on it with the
-    other ranks if its kind is new. What this raises ends the call: ``workspace.end(error)``."""
+    """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
+    whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
     board = workspace.board
     workspace.begin(invocation.operator, options)
     key = invocation.key(workspace, options)
@@ -94,7 +94,7 @@ def begin(
         board.post(number, cached.digest)
         if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten
             workspace.raise_error()
-        if not cached.programs:  # new, or its slot is gone: ranks must agree before slots grow
+        if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
             limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
             board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
     if new:
@@ -103,8 +103,9 @@ def begin(
 
 
 def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, name: str) -> Call:
-    """Make a call on the device of an operand, which errors name. The results are in the tensors of
-    the call. On a GPU it is enqueued, on CPUs carried out."""
+    """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
+
+    ``operand``: decides the device. ``name``: of this operand, for errors."""
     options = current()
     workspace = workspace_for(group, operand, name, invocation.operator, options)
     try:
@@ -129,14 +130,15 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
     workspace.thread = 0
 
 
-#: What blocks of :func:`tracing` have seen, the inner ones last.
+#: Traces of the open blocks of :func:`tracing`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []
 
 
 @contextmanager
 def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
-    """Within it, calls are waited for, and record when each of their steps ran on this rank. A Plan
-    is as the engine carried it out, perhaps in parts (:func:`ficco.plan.in_parts`)."""
+    """Trace the calls in a block: each call is synchronous and records the times of its steps on
+    this rank. A traced Plan is the one that the engine ran, perhaps split into parts
+    (:func:`ficco.plan.in_parts`)."""
     _records.append([])
     try:
         yield _records[-1]

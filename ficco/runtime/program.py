@@ -17,10 +17,10 @@ def compile(
     source: tuple[Symmetric, int] | None = None,
     trace: bool = False,
 ) -> Program:
-    """Turn a Plan into a Program on a slot; with ``trace``, one that records when its steps ran.
+    """Compile a Plan to a Program on a slot. ``trace``: record the times of the steps.
 
     Raises:
-        NotImplementedError: the engine cannot do what the Plan wants.
+        NotImplementedError: the engine lacks a capability that the Plan needs.
     """
     plan = _taken_apart(plan, engine)
     program = Program(plan, slot, [], source)
@@ -43,7 +43,7 @@ def compile(
 def _operations(
     program: Program, engine: Engine, run: Sequence[int], needed: set[int], trace: bool
 ) -> Iterator[Op | None]:
-    """The operations of a run of steps that are enqueued together."""
+    """Operations of consecutive steps that are enqueued together."""
     index, last = run[0], run[-1]
     step = program.plan.steps[index]
     for earlier in step.after:
@@ -92,7 +92,7 @@ def _operations(
 
 
 def _taken_apart(plan: Plan, engine: Engine) -> Plan:
-    """The Plan as the engine carries it out."""
+    """Split products with gates or announcements into parts, if the engine needs that."""
     steps = plan.steps
     whole = all(step.whole or step.op == "call" for step in steps)
     scaled = any(product.factors for step in steps for product in step.products)

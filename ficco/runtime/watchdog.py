@@ -1,9 +1,9 @@
 """Finds calls that are stuck on a GPU, ranks that disagree, and ranks that have failed.
 
-A call on a GPU returns long before its work is over, and cannot raise an error that occurs later.
-Instead a thread polls the progress of calls and the agreement board. Eager calls on CUDA record
-events when they begin and end; captured calls, and all calls through HIP, write words to pinned
-host memory. The thread makes no call that could break a capture.
+A call on a GPU returns before its work is over, and cannot raise an error that occurs later. So a
+thread polls the progress of calls and the agreement board. Eager calls on CUDA record events when
+they begin and end; captured calls, and all calls through HIP, write words to pinned host memory.
+The thread makes no call that could break a capture.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 from ficco.runtime.board import Board
 
-#: Seconds between two looks.
+#: Seconds between two polls.
 PERIOD_S = 0.05
-#: Seconds for which a call still runs once the process of a rank has ended: what that has posted is
-#: there by then, and a call that has all it needs is over.
+#: Seconds that a call gets after the process of a rank has ended. By then all signals that the rank
+#: posted have arrived, and a call that needs no further signal is over.
 ENDED_S = 0.5
 #: Seconds that freeing the streams of a stuck call may take before the process ends.
 RELEASE_S = 10.0
-#: Seconds that earlier calls have to end by themselves after a call was broken off.
+#: Seconds that earlier calls get to end by themselves after a call was interrupted.
 SETTLE_S = 2.0
 
 
 class Watched(Protocol):
-    """What the watchdog reads of a :class:`ficco.runtime.workspace.Workspace`."""
+    """Part of :class:`ficco.runtime.workspace.Workspace` that the watchdog uses."""
 
     engine: Engine
     board: Board
@@ -44,19 +44,19 @@ class Watched(Protocol):
 
     @property
     def slots(self) -> list[Slot]:
-        """All slots on which calls may be in flight."""
+        """Slots with calls that may be in flight."""
 
     def fail(self, error: BaseException) -> None:
-        """Refuse all further calls with this error, and tell the peers."""
+        """Make all further calls raise this error, and publish it to the peers."""
 
 
 class Watchdog:
-    """A thread that watches one workspace until it is stopped or has found a fault."""
+    """Thread that watches one workspace until it is stopped or finds a fault."""
 
     def __init__(self, workspace: Watched) -> None:
         self._workspace = workspace
-        self._waits: dict[int, Patience] = {}  # slot -> since its running call was first seen
-        # Rank -> when its process was first seen to have ended, or its connection to have broken.
+        self._waits: dict[int, Patience] = {}  # by slot, since its running call was seen
+        # By rank: time of the first poll after its process ended or its connection broke.
         self._ended: dict[int, float] = {}
         self._stop = threading.Event()
         self.timeout_s = DEFAULT_S
@@ -76,15 +76,15 @@ class Watchdog:
                 if (error := self._found()) is not None:
                     self._act(error)
                     break
-            # Calls that were enqueued after the stuck one are stuck, too, once they begin.
+            # Calls enqueued after the stuck call get stuck as well once they begin.
             while not self._stop.wait(PERIOD_S):
                 self._release()
-        except BaseException:  # nobody would end a stuck call from here on
+        except BaseException:  # a stuck call would never end without this thread
             traceback.print_exc()
             self._exit("the watchdog failed")
 
     def _found(self) -> FiccoError | None:
-        """What is wrong, if only that it cannot be told."""
+        """The fault of the workspace, or the failure to look for one; None if all is well."""
         try:
             return self._look()
         except Exception as error:
@@ -95,7 +95,7 @@ class Watchdog:
             )
 
     def _release(self) -> bool:
-        """Whether this rank's streams could be freed."""
+        """Free this rank's streams from stuck waits; returns whether that succeeded."""
         try:
             return self._workspace.engine.release(self._workspace.slots, RELEASE_S)
         except Exception:
@@ -128,8 +128,8 @@ class Watchdog:
             stuck = stuck or wait.ends(self.timeout_s, partial(self._timeout, slot, running))
             if self._ended and now - max(wait.begin, *self._ended.values()) > ENDED_S:
                 stuck = stuck or self._orphaned(slot, running, wait.seconds)
-        # A mismatch comes first: mismatched calls can end, with wrong results, before a timeout.
-        # An error of this workspace, too: a call that broke off may have left others waiting.
+        # An error of this workspace comes first: an interrupted call may have left others waiting.
+        # A mismatch comes next: mismatched calls can end before a timeout, with wrong results.
         return workspace.error or workspace.board.mismatch(workspace.calls) or stuck
 
     def _orphaned(self, slot: Slot, running: int, seconds: float) -> SignalTimeout | None:
@@ -153,7 +153,7 @@ class Watchdog:
                 operator=operator, rank=engine.rank, schedule=schedule, seconds=seconds
             )
         silent = self._workspace.board.silent()
-        if silent and missing.peer not in silent:  # it waits for a rank that waits for this one
+        if silent and missing.peer not in silent:  # the peer itself waits for a silent rank
             missing = Missing(missing.step, silent[0])
         return self._timed_out(program, missing, seconds)
 
@@ -165,16 +165,16 @@ class Watchdog:
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace
-        if workspace.error is not None:  # an exception has already reported it to the caller
+        if workspace.error is not None:  # the caller has got it as an exception
             end = time.monotonic() + SETTLE_S
-            with contextlib.suppress(BackendError):  # a device that is lost runs nothing
+            with contextlib.suppress(BackendError):  # raised by a lost device, which is idle
                 while not workspace.engine.idle(workspace.slots) and time.monotonic() < end:
                     time.sleep(PERIOD_S)
             return
         workspace.fail(error)
         print(f"ficco: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         if self.on_timeout == "abort":
-            workspace.board.close()  # which tells other hosts what was found
+            workspace.board.close()  # publishes the error to other hosts
             self._exit("on_timeout='abort'")
         if not self._release():
             self._exit("the streams could not be freed")

@@ -1,4 +1,4 @@
-"""Workspaces: what a group keeps between calls. Engine, board, symmetric memory, programs."""
+"""Workspaces: the engine, board, symmetric memory and programs of a group, kept between calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Known:
-    """What a rank knows about its kind of host. The ranks compare its text."""
+    """The machine description that a rank uses. The ranks compare its text."""
 
     machine: Machine | None
 
@@ -67,12 +67,12 @@ class Known:
 
 @dataclass
 class CachedCall:
-    """What is kept for a kind of call: its Plan, and a Program per slot.
+    """The cached Plan of a kind of call, and its Program on each slot.
 
     Attributes:
-        columns: if not 0, the whole call would need more memory than ``workspace_bytes``, and runs
-            as several calls, each on so many columns of b.
-        latest: number of the latest call of the kind.
+        columns: columns of b in each of several calls, where one call would need more memory than
+            ``workspace_bytes``; 0 if one call suffices.
+        latest: number of the latest call of this kind.
     """
 
     plan: Plan
@@ -90,13 +90,13 @@ class CachedCall:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """That of the result."""
+        """Dtype of the result."""
         dtype: torch.dtype = getattr(torch, self.plan.buffer["out"].dtype)
         return dtype
 
     @cached_property
     def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
-        """Name, shape and dtype of what a call allocates apart from the result."""
+        """Name, shape and dtype of each buffer that a call allocates besides the result."""
         return [
             (buffer.name, self.plan.shape(buffer.name), getattr(torch, buffer.dtype))
             for buffer in self.plan.buffers
@@ -104,7 +104,7 @@ class CachedCall:
         ]
 
     def forget(self, slot: Slot | None = None) -> None:
-        """Let go of the program of a slot that is about to be freed, or of all."""
+        """Drop the program of a slot that is about to be freed; by default, all programs."""
         for key in list(self.programs) if slot is None else [id(slot)]:
             if (program := self.programs.pop(key, None)) is not None:
                 if program.slot is not None:
@@ -113,19 +113,19 @@ class CachedCall:
 
     @property
     def captured(self) -> bool:
-        """Whether a graph holds a call of the kind, and may be replayed."""
+        """Whether a graph that may still be replayed holds a call of this kind."""
         return any(program.slot and program.slot.captured for program in self.programs.values())
 
 
 def _opened(
     group: ProcessGroup, device: torch.device, options: Options, operator: str
 ) -> tuple[Board, Engine]:
-    """A board and an engine. Collective.
+    """Open the board and the engine of a group. Collective.
 
     Raises:
         ValueError: the group has PyTorch's fake backend.
-        PeerFailed: a rank of another host has none.
-        RankMismatch: engines of ranks on other hosts are of another kind.
+        PeerFailed: a rank of another host could not make its engine.
+        RankMismatch: a rank of another host has another kind of engine.
     """
     if backend_of(group) == "fake":
         raise ValueError(
@@ -142,30 +142,30 @@ def _opened(
         board.begin(engine.kind, seconds, operator)
         engine.connect()
     except BaseException as error:
-        if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
+        if not isinstance(error, (RankMismatch, PeerFailed)):  # both come from the board
             text, how = published(error)
             board.post(0, board.describe(text, same_as=how))
         if engine is not None:
-            with contextlib.suppress(BackendError):  # the first error tells more
+            with contextlib.suppress(BackendError):  # the first error is the cause
                 engine.close()
-        board.close()  # between hosts a thread looks after it
+        board.close()  # ends the thread that serves other hosts
         raise
     return board, engine
 
 
 class Workspace:
-    """One group on one device.
+    """State of one group on one device.
 
     Attributes:
-        engine, board: run the calls, and compare them with those of the other ranks.
+        engine: runs the calls.
+        board: compares the calls with those of the other ranks.
         calls: number of the latest call, the same on every rank.
-        limit_s: seconds that a call waits for a peer unless the options say otherwise.
-        allocations: symmetric memory of tensors from :meth:`empty`, by its address.
-        programs: what is kept for each kind of call, by a key of all that distinguishes kinds.
-        error: why the group can no longer be used; None if it can.
-        block_open: the latest call is a block of the caller's that is not over
-            (:func:`ficco.arriving`).
-        thread: the thread that is inside a call; 0 if none is.
+        limit_s: seconds that a call waits for a peer, unless the options set a limit.
+        allocations: symmetric memory of tensors from :meth:`empty`, by address.
+        programs: cached Plans and Programs, by the key of a kind of call.
+        error: the error that made the group unusable; None while the group is usable.
+        block_open: whether a block of :func:`ficco.arriving` is open.
+        thread: identifier of the thread inside a call; 0 if there is none.
     """
 
     block_open = False
@@ -179,32 +179,32 @@ class Workspace:
         operator: str,
         given: tuple[Board, Engine] | None = None,
     ) -> None:
-        """``given``: a board and an engine to use instead of making them with the group."""
+        """``given``: an existing board and engine; by default the group opens its own."""
         self.group, self.limit_s = group, limit_of(group, device)
         self.board, self.engine = given or _opened(group, device, options, operator)
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
-        self._told: tuple[str, str] | None = None  # what the peers learn of it
+        self._told: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
         self._known: dict[str | None, Known] = {}
-        # By capture, 0 for eager calls: a graph owns its slots, since a replay may run while eager
-        # calls do.
+        # Slots by capture id, 0 for eager calls. A graph owns its slots, because a replay may run
+        # at the same time as eager calls.
         self._slots: dict[int, list[Slot | None]] = {}
-        self._watched: dict[int, Slot | None] = {}  # for collectives
+        self._watched: dict[int, Slot | None] = {}  # slots of collectives
         self._pinned: list[Slot] = []
         self.allocations: dict[int, Symmetric] = {}
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
         self.engine.interrupt = self.interrupt
 
     def interrupt(self) -> None:
-        """Raise if the ranks disagree or one has failed; called by an engine while it waits."""
+        """Raise if the ranks disagree or a rank has failed. An engine calls this while it waits."""
         if mismatch := self.board.mismatch(self.calls):
             raise mismatch
 
     def begin(self, operator: str, options: Options) -> None:
-        """Begin the next call, under the options in force.
+        """Begin the next call under the current options.
 
         Raises:
             NotImplementedError: ``torch.library`` replaces PyTorch's matrix products.
@@ -220,11 +220,10 @@ class Workspace:
             refuse_overrides(self._overrides)
 
     def end(self, error: BaseException) -> None:
-        """Tell the peers that this rank's latest call ended with an error: they must not wait.
+        """Publish that this rank's latest call ended with an error, so that peers stop waiting.
 
-        A call that was refused before it was posted breaks nothing if all ranks refuse it, even
-        with different errors. If the error comes from a part of a call, that part has already told
-        the peers.
+        If all ranks refuse a call before posting it, the group stays usable, even if their errors
+        differ. An error of a part of a call has already been published by that part.
         """
         self.thread = 0
         note_told(error)
@@ -236,14 +235,14 @@ class Workspace:
             self._tell(reason_of(error), REFUSED)
 
     def fail(self, error: BaseException) -> None:
-        """Remember why the group can no longer be used (its signal words no longer say which rank
-        is where), and tell the peers unless they know.
+        """Mark the group as unusable, because its signal words are out of step, and publish the
+        error unless the peers know it.
 
-        Each call that ends because of this tells them again: its entry on the board may have
-        overwritten the watchdog's entry about another call.
+        Each later call publishes the error again: the entry of that call on the board may have
+        overwritten the watchdog's entry about an earlier call.
         """
         if self.error is None:
-            if not isinstance(error, (RankMismatch, PeerFailed)):  # peers read these off the board
+            if not isinstance(error, (RankMismatch, PeerFailed)):  # both come from the board
                 self._told = published(error)
             if not isinstance(error, FiccoError):
                 error = FiccoError(
@@ -270,13 +269,12 @@ class Workspace:
         return self.block_open or self.thread not in (0, get_ident())
 
     def refuse_thread(self, operator: str) -> None:
-        """``FiccoError`` if another thread is inside a call of this group."""
+        """Raise ``FiccoError`` if another thread is inside a call of this group."""
         if self.thread and self.thread != get_ident():
             raise FiccoError(_THREADS.format(operator))
 
     def refuse_within_block(self, what: str) -> None:
-        """``FiccoError`` within a block of :func:`ficco.arriving`: calls of a group follow each
-        other."""
+        """Raise ``FiccoError`` if a block of :func:`ficco.arriving` is open on the group."""
         if self.block_open:
             raise FiccoError(
                 f"{what}: a block of ficco.arriving on this group is not over; leave it first, or "
@@ -284,10 +282,10 @@ class Workspace:
             )
 
     def known(self, wanted: str | None) -> Known:
-        """What is known about this kind of host, or about the machine of a name or path.
+        """The machine description with this name or path; by default, that of this host.
 
         Raises:
-            ConfigError: that file, or the one that ``FICCO_MACHINE`` names, cannot be used.
+            ConfigError: the file, or the file that ``FICCO_MACHINE`` names, cannot be used.
         """
         if wanted not in self._known:
             fingerprint = self.engine.fingerprint()
@@ -295,11 +293,11 @@ class Workspace:
         return self._known[wanted]
 
     def keep(self, key: Hashable, cached: CachedCall) -> None:
-        """Remember a kind of call.
+        """Cache a kind of call.
 
-        Once there are ``KINDS``, half of those that no graph holds are forgotten, the least
-        recently called first. When such a kind is called again, the rank waits for its peers to
-        agree, as for a new one.
+        With ``KINDS`` kinds in the cache, the least recently called half of the kinds that no graph
+        holds is evicted. The next call of an evicted kind waits for the peers to agree, like a new
+        kind.
         """
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
@@ -309,7 +307,8 @@ class Workspace:
         self.programs[key] = cached
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
-        """The slot for the latest call. If the plan needs more, it is grown, which is collective.
+        """Slot of the latest call. A slot that is too small for the plan grows, which is
+        collective.
 
         ``single``: always use the first slot, for calls whose memory is capped.
         """
@@ -335,8 +334,8 @@ class Workspace:
                 slots[index] = None
                 self._pinned.append(old)
             else:
-                # Freeing memory waits for the device while nothing else runs, not even the
-                # watchdog. It must be able to find stuck calls before that, on this slot, too.
+                # Freeing memory blocks all threads of the process until the device is idle, the
+                # watchdog included. So calls on this slot must end before it is freed.
                 self.engine.retire(old)
                 self.engine.synchronize()
                 slots[index] = None
@@ -357,14 +356,14 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory that calls take, not counting tensors from :meth:`empty`."""
+        """Bytes of symmetric memory of all slots, without tensors from :meth:`empty`."""
         return sum(slot.memory.nbytes for slot in self.slots if slot.memory is not None)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in symmetric memory. Collective.
+        """Allocate a tensor in symmetric memory. Collective.
 
-        It counts as two calls on the board: on the first the ranks agree on the request, and the
-        second tells whether they got the memory.
+        The allocation counts as two calls on the board: in the first the ranks agree on the
+        request, in the second they learn whether every rank got the memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         engine, board, seconds = self.engine, self.board, current().timeout_s or self.limit_s
@@ -380,7 +379,7 @@ class Workspace:
         except FiccoError as error:
             self.end(error)
             raise
-        except BaseException as error:  # such as out of memory: breaks nothing if all ranks fail
+        except BaseException as error:  # out of memory, say: harmless if all ranks fail
             self._tell(reason_of(error), REFUSED)
             board.await_same(self.calls)
             self.end(error)
@@ -392,11 +391,11 @@ class Workspace:
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """The symmetric memory that holds a contiguous matrix, and the byte at which it begins;
-        None if it is in none.
+        """Symmetric memory of a contiguous matrix, and the matrix's offset in bytes; None for any
+        other matrix.
 
-        With one row or none a tensor is contiguous whatever its strides: they must tell, so that
-        the slices of all ranks are in it, or none.
+        A matrix of at most one row is contiguous with any strides. The strides decide here, so that
+        all ranks give the same answer.
         """
         if a.stride() != (a.shape[1], 1):
             return None
@@ -406,8 +405,8 @@ class Workspace:
         return memory, int(a.storage_offset()) * a.itemsize  # an empty tensor has no address
 
     def addresses(self, tensor: torch.Tensor) -> list[int] | None:
-        """By rank, where what belongs to a tensor from :meth:`empty` is mapped here; None for any
-        other tensor."""
+        """Local addresses of every rank's part of a tensor from :meth:`empty`, by rank; None for
+        any other tensor."""
         start = tensor.untyped_storage().data_ptr()
         memory = self.allocations.get(start)
         if memory is None:
@@ -416,7 +415,7 @@ class Workspace:
         return [address + offset for address in memory.addresses]
 
     def settle(self) -> None:
-        """Wait for this rank's calls, at most until the watchdog has had time to find a fault."""
+        """Wait for this rank's calls, at most until the watchdog must have reported a fault."""
         if self.watchdog is None:
             return
         end = time.monotonic() + self.watchdog.timeout_s + GRACE_S
@@ -424,14 +423,14 @@ class Workspace:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Free everything. Does not wait for peers; works after an error."""
+        """Free all memory and end all threads, without waiting for peers, also after an error."""
         if self.closed:
             return
         self.closed = True
         steps: list[Callable[[], object]] = []
         if self.watchdog is not None:
             steps.append(self.watchdog.stop)
-            if self.error is not None:  # calls that were broken off may wait forever
+            if self.error is not None:  # interrupted calls may wait forever
                 steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [memory.free for memory in self.allocations.values()]
@@ -443,23 +442,23 @@ class Workspace:
 
 
 def _repeated(error: FiccoError) -> FiccoError:
-    """The error of an earlier call, as a later one raises it."""
+    """Copy of an earlier call's error, for a later call to raise."""
     again = copy.copy(error)
     again.args = (f"an earlier call of this group failed: {error}",)
     return again
 
 
 def note_told(error: BaseException) -> None:
-    """Note in an error that the peers know of it: whoever catches it tells them nothing more."""
+    """Mark an error as published, so that no caller publishes it again."""
     error._told_peers = True  # type: ignore[attr-defined]
 
 
 def is_told(error: BaseException) -> bool:
-    """Whether the peers know of an error."""
+    """Whether an error has been published to the peers."""
     return getattr(error, "_told_peers", False)
 
 
-#: What a thread is told that calls while another one is inside a call of the group.
+#: Error text for a call while another thread is inside a call of the group.
 _THREADS = (
     "{}: required one thread at a time in a group, got a call while another thread is inside one; "
     "let the threads take turns in an order that is the same on all ranks, or give each thread a "
@@ -469,13 +468,13 @@ _THREADS = (
 _Key = tuple[ProcessGroup, torch.device, str | None]
 _workspaces: dict[_Key, Workspace] = {}
 _failed: dict[_Key, FiccoError] = {}
-_begun: set[_Key] = set()  # those that are being made
-_inherited: dict[_Key, Workspace | None] = {}  # those of the parent process, after a fork
+_begun: set[_Key] = set()  # workspaces under construction
+_inherited: dict[_Key, Workspace | None] = {}  # the parent's, after a fork
 
 
 def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "ficco") -> Workspace:
-    """The workspace of a group on a device. The first call for a group is collective, and its
-    errors name the operator."""
+    """Workspace of a group on a device. The first call for a group is collective; its errors name
+    the operator."""
     options = current()
     key = (group, device, options.engine)
     workspace = _workspaces.get(key)
@@ -494,8 +493,8 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)
         except BaseException as error:
-            note_told(error)  # by the board, if there is one
-            if isinstance(error, FiccoError):  # the next call does not wait for the same peers
+            note_told(error)  # `_opened` has published it
+            if isinstance(error, FiccoError):  # the next call fails without waiting
                 _failed[key] = copy.copy(error)
             raise
         finally:
@@ -508,7 +507,7 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
 def workspace_for(
     group: ProcessGroup, a: torch.Tensor, name: str, operator: str, options: Options
 ) -> Workspace:
-    """The workspace of a call with an operand of that name, under the options in force."""
+    """Workspace of a call under the current options. ``name``: of operand ``a``, for errors."""
     workspace = _workspaces.get((group, a.device, options.engine))
     if workspace is not None and not (
         workspace.error or workspace.closed or workspace.thread or workspace.block_open
@@ -525,8 +524,8 @@ def workspace_for(
 
 
 def adopt(group: ProcessGroup, device: torch.device, board: Board, engine: Engine) -> Workspace:
-    """Let calls of a group on a device use a board and an engine that were made for it elsewhere,
-    under the options in force."""
+    """Make a workspace from an existing board and engine; calls of the group under the current
+    options use it."""
     options = current()
     workspace = Workspace(group, device, options, "ficco", (board, engine))
     _workspaces[group, device, options.engine] = workspace
@@ -534,7 +533,7 @@ def adopt(group: ProcessGroup, device: torch.device, board: Board, engine: Engin
 
 
 def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
-    """The open workspaces of a group, or of all."""
+    """Open workspaces of a group; by default, of all groups."""
     return [
         workspace
         for (owner, _, _), workspace in _workspaces.items()
@@ -543,7 +542,7 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
 
 
 def close(group: ProcessGroup | None = None) -> None:
-    """As :func:`ficco.close`."""
+    """Close the workspaces of a group; by default, of all groups. See :func:`ficco.close`."""
     wanted = [key for key in _workspaces if group is None or key[0] is group]
     for key in wanted:
         _workspaces[key].refuse_within_block("close")
@@ -560,7 +559,7 @@ def _leave(key: _Key) -> None:
             if workspace.error is None:
                 workspace.engine.synchronize()
         except BaseException as error:
-            workspace.fail(error)  # running calls may be stuck
+            workspace.fail(error)  # its calls may be stuck
             raise
 
     carry_out([finish, workspace.close, partial(_workspaces.pop, key, None)])
@@ -568,7 +567,7 @@ def _leave(key: _Key) -> None:
 
 def _close_at_exit() -> None:
     workspaces = list(_workspaces.values())
-    # Once closing has stopped the watchdog, a stuck call would keep the process from ending.
+    # `close` stops the watchdog; a call that is stuck after that would block the exit.
     carry_out(step for workspace in workspaces for step in (workspace.settle, workspace.close))
     _workspaces.clear()
 
@@ -577,11 +576,11 @@ atexit.register(_close_at_exit)
 
 
 def _leave_to_parent() -> None:
-    """After a fork, in the child: neither use nor free what the parent made, not even by the
-    destructors of events and graphs when the interpreter ends."""
+    """After a fork, in the child: leave the parent's workspaces alone. The extra reference also
+    keeps destructors of events and graphs from running at exit."""
     for workspace in _workspaces.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(workspace))
-    _inherited.update(dict.fromkeys(_begun))  # of which the peers would take this for the parent
+    _inherited.update(dict.fromkeys(_begun))  # peers cannot tell this process from its parent
     _inherited.update(_workspaces)
     _begun.clear()
     _workspaces.clear()
