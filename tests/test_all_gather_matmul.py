@@ -108,12 +108,6 @@ def test_schedules(world: int, device: str) -> None:
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
-def test_dtypes(device: str) -> None:
-    case, ways = equal(3, 20, 200, 33), product(dtypes_on(device), KINDS)
-    cases = [case.on(dtype=dtype, schedule=name) for dtype, name in ways]
-    run(3, all_exact, cases, device=device)
-
-
 UGLY = [
     # rows, k, n
     ((0, 0, 0, 0), 8, 8),  # no rows at all
