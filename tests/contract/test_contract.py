@@ -123,10 +123,8 @@ def drawn(
     needs: Callable[[random.Random, Subject], tuple[bool, ...]],
 ) -> list[Case]:  # fmt: skip
     """A case for each schedule; all else is drawn, the same on every rank."""
-    subject, chance = (
-        SUBJECTS[name],
-        random.Random(f"{name} {engine.name} {world} {len(schedules)}"),
-    )
+    subject = SUBJECTS[name]
+    chance = random.Random(f"{name} {engine.name} {world} {len(schedules)}")
     return [
         subject.case(chance, world, chance.choice(kinds), engine.name).on(
             schedule=schedule,
@@ -246,8 +244,7 @@ def compiled(function: Callable[..., Tensors]) -> Any:
 def traced(at: Rank, name: str, case: Case) -> None:
     """A compiled call is equal to an eager one, to the last bit. Fake operands give the same shapes
     and strides. The operators pass PyTorch's own checks."""
-    subject = SUBJECTS[name]
-    dtype = getattr(torch, case.dtype)
+    subject, dtype = SUBJECTS[name], getattr(torch, case.dtype)
     operands = [one.to(at.device, dtype) for one in subject.make(case, at.rank, 0)]
     constants = constants_of(at, subject, case, 0)
     eager = trained(subject, case, operands, constants)
@@ -318,9 +315,8 @@ def replayed(at: Rank, name: str, case: Case) -> None:
             want += [one.grad for one in operands[at.rank]]
         size = max(map(root_mean_square, given[at.rank]))
         for turn, (one, two) in enumerate(zip(found, want, strict=True)):
-            compare(
-                one, two, subject, f"rank {at.rank}, replay {iteration}, {turn} of {case}", size
-            )
+            about = f"rank {at.rank}, replay {iteration}, {turn} of {case}"
+            compare(one, two, subject, about, size)
         at.barrier()
 
 

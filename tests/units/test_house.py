@@ -200,7 +200,7 @@ def unit_of(path: Path, package: Path = PACKAGE) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget() -> Iterator[None]:
-    """Keep no syntax trees beyond these tests: they would make each collection of garbage slow."""
+    """Drop the syntax trees after these tests: they slow down each collection of garbage."""
     yield
     parsed.cache_clear()
     imports_of.cache_clear()
