@@ -1,17 +1,16 @@
-"""Functions on tensors that engines enqueue: libraries' products and attention, and what is around
-them. Begin with ``program``, what a call is to them, and ``products``. Products whose tiles wait
-are in ``tiled``.
+"""Tensor functions that engines enqueue: matrix products, attention, sums and copies. Begin with
+``program`` (slots, programs, calls) and ``products``. ``tiled`` has products whose tiles wait.
 
 =============  =================================================================================
 module         subject
 =============  =================================================================================
 program        slots, programs and calls
-buffers        where Regions lie: addresses for copies, views for PyTorch
+buffers        addresses (for copies) and views (for PyTorch) of Regions
 products       products, sums and placement by PyTorch
-ragged_blocks  the same of rows that only the call knows
-scaled         products of float8 operands, and what libraries lack for them
+ragged_blocks  the same for numbers of rows that only the call knows
+scaled         products of float8 operands, and limits of the libraries
 cublaslt       ``c + a @ b`` without a copy of c
-attention      libraries' attention, its backward, and merging what they give
-heads          the same for all positions of some heads
+attention      attention by libraries, its backward, and merging of parts
+heads          attention over all positions of some heads
 =============  =================================================================================
 """

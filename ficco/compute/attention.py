@@ -1,8 +1,8 @@
 """Attention of a Plan by the libraries of PyTorch.
 
-A library's call returns the mean of the values and the logarithm of the sum of the weights
-(log-sum-exp), by which several results for the same queries become one. They are kept as they are
-until then: what a sum in float32 would read and write is more than all of them.
+A library's call returns the weighted mean of the values and the logarithm of the sum of the weights
+(log-sum-exp). The log-sum-exp allows several results for the same queries to be merged. All parts
+are kept until one merge at the end, because a running float32 sum would read and write more bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ficco.compute.program import Call, Op, Part, Program, in_turn
 from ficco.plan import Attending, Transfer
 from ficco.problems.mask import Documents, Rectangle, packed
 
-#: Merges parts, each with its log-sum-exp, into a result and, if that is given, its log-sum-exp.
+#: Merges parts into a result and, if it is not None, a log-sum-exp.
 Merge = Callable[[torch.Tensor, torch.Tensor | None, Sequence[Part]], None]
-#: Where sequences of queries and of keys begin, int32 on their device.
+#: Starts of the sequences of queries and of keys, int32 on the device.
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values as [batch, heads, rows, size]; k and v may have fewer heads."""
+    """Queries, keys and values [batch, heads, rows, size]; k and v may have fewer heads."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,7 +33,7 @@ class Heads(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of all keys [batch, heads, rows, size], its log-sum-exp and its gradient."""
+    """Attention over all keys [batch, heads, rows, size], its log-sum-exp, and its gradient."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -41,7 +41,7 @@ class Result(NamedTuple):
 
 
 def attend_op(program: Program, step: int, attends: Sequence[Attending]) -> Op:
-    """Attends, or their backwards, one after the other."""
+    """Run attends, or their backwards, one after the other."""
     return in_turn(
         [
             _attend(program, step, one) if one.back is None else _backward(program, one)
@@ -51,13 +51,13 @@ def attend_op(program: Program, step: int, attends: Sequence[Attending]) -> Op:
 
 
 class _Rectangles:
-    """What an attend reads: each library's call, with where its operands are."""
+    """Operands and library calls of an attend."""
 
     def __init__(self, program: Program, one: Attending) -> None:
         (asked,), places = program.plan.problem.specification.attentions, buffers_of(program)
         first, keys = one.q.row, (one.first, one.first + one.kv.rows)
         found = asked.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
-        #: In rows of the regions of queries and of keys.
+        #: Rows are relative to the regions of queries and of keys.
         self.calls = LibraryCalls([each.moved(-first, -keys[0]) for each in found])
         self.shape, self.scale = (2, *asked.heads), asked.scale
         self._q, self._kv = places.view(one.q), places.view(one.kv)
@@ -93,7 +93,7 @@ def _backward(program: Program, one: Attending) -> Op:
             dq.zero_()
         found = list(reads.calls.differentiated(reads.heads(call), of, reads.scale))
         apart = [(rows.k, rows.k_stop) for rows, _ in found] == [(0, one.kv.rows)]
-        wide = dkv  # what several calls add to
+        wide = dkv  # several calls add to it
         if not apart:
             wide = torch.zeros_like(dkv, dtype=torch.promote_types(dkv.dtype, torch.float32))
         for rows, some in found:
@@ -113,8 +113,8 @@ def by_heads(rows: torch.Tensor) -> torch.Tensor:
 
 
 def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> Op:
-    """Make rows of the result of all parts of them that earlier steps have made; and, if the call
-    has a tensor ``lse``, their log-sum-exp."""
+    """Merge all parts of some rows that earlier steps computed; with the log-sum-exp, if the call
+    has a tensor ``lse``."""
     first, last = transfer.dst.row, transfer.dst.row_stop
     out_view = buffers_of(program).view(transfer.dst)
     steps = [
@@ -137,8 +137,8 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
 
 
 def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[slice, list[Part]]]:
-    """Ranges of rows, and what parts have of each: as many rows as have ``most`` parts together, or
-    as all have the same."""
+    """Ranges of rows, each with the parts that cover it. Neighbouring ranges are joined while at
+    most ``most`` parts meet them."""
     inner = {end for part in parts for end in part[:2] if 0 < end < rows}
     if not inner:  # the common case
         yield slice(rows), list(parts)
@@ -152,13 +152,13 @@ def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[sli
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
-    """By operations of PyTorch."""
+    """Merge by operations of PyTorch."""
     for rows, some in spans(out.shape[2], parts):
         _merge_all(out[:, :, rows], None if lse is None else lse[:, :, rows], some)
 
 
 def _merge_all(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
-    """Parts that have all rows."""
+    """Merge parts that have all rows."""
     if len(parts) == 1:
         out.copy_(parts[0].mean)
         if lse is not None:
@@ -177,25 +177,25 @@ def _merge_all(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part
 
 # Libraries.
 
-#: Documents of fewer queries in the mean are attended to in one call of flash attention; longer
-#: ones in one of cuDNN each, where that serves them. One call takes 0.20 of the time of many for
+#: Documents with fewer queries on average share one call of flash attention; longer documents get a
+#: call of cuDNN each, where cuDNN serves them. One call takes 0.20 of the time of many for
 #: documents of 128, 0.96 for 512 and 1.15 for 1024, its gradients 0.30, 0.84 and 1.01 (one H100, 32
 #: heads, 8 of keys, size 128, 16384 positions; 2026-11-26, benchmarks/packed_documents.py).
 TOGETHER_ROWS = 640
 
-#: Of how many calls the bounds of documents are kept on devices.
+#: Calls whose documents' bounds are cached on devices.
 MOST_BOUNDS = 4096
 
 
 class LibraryCalls:
-    """Rectangles of rows of queries and of keys, in as few calls as libraries have for them."""
+    """Rectangles of queries by keys, in as few library calls as possible."""
 
     def __init__(self, rectangles: Sequence[Rectangle]) -> None:
         self._packed = packed(rectangles)
-        self._bounds: dict[Documents, Bounds] = {}  # which graphs may hold, as this is held
+        self._bounds: dict[Documents, Bounds] = {}  # kept alive for graphs that use them
 
     def attended(self, heads: Heads, scale: float) -> Iterator[Part]:
-        """What they give."""
+        """Attention of each rectangle."""
         for some in self._packed:
             if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
                 mean, lse = flash_of_several(heads, some, bounds, scale)
@@ -208,7 +208,7 @@ class LibraryCalls:
     def differentiated(
         self, heads: Heads, of: Result, scale: float
     ) -> Iterator[tuple[Rectangle, Heads]]:
-        """The gradients of that, each with its rows."""
+        """Gradients of each rectangle."""
         for some in self._packed:
             if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
                 made = flash_backward_of_several(heads, of, some, bounds, scale)
@@ -220,8 +220,8 @@ class LibraryCalls:
                 yield one, backward(_within(heads, one), _result(of, one), one, scale)
 
     def _together(self, heads: Heads, some: Documents) -> Bounds | None:
-        """Where documents begin, if one call serves several; None if each has one. Libraries pack
-        documents of one batch."""
+        """Starts of the documents, if one call serves them all; else None. Libraries pack documents
+        of a batch of one."""
         if heads.q.shape[0] > 1 or not serves_several(heads, some):
             return None
         if some not in self._bounds and (made := bounds_on(some, heads.q.device)):
@@ -239,7 +239,7 @@ def _result(of: Result, one: Rectangle) -> Result:
 
 
 def serves_several(heads: Heads, some: Documents) -> bool:
-    """Whether one call serves several rectangles, and is faster than one for each."""
+    """Whether one call for several rectangles is supported, and faster than a call for each."""
     if not heads.q.is_cuda or torch.version.hip:
         return False
     count = len(some.rectangles)
@@ -251,8 +251,8 @@ _made: dict[tuple[Documents, torch.device], Bounds] = {}
 
 
 def bounds_on(some: Documents, device: torch.device) -> Bounds | None:
-    """Where documents begin, on a device; None in a capture that needs them first. They are copied
-    on a stream of their own: the host must not wait for what peers have yet to send."""
+    """Starts of documents on a device; None in a capture before the first copy. The copy runs on a
+    separate stream, so that the host does not wait for work that waits for peers."""
     key = some, device
     if key not in _made:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -271,13 +271,13 @@ def bounds_on(some: Documents, device: torch.device) -> Bounds | None:
 def attention(
     heads: Heads, rectangle: Rectangle, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call of a library: the mean of the values and the log-sum-exp [batch, heads, rows]."""
+    """Attention by one library call: mean of the values and log-sum-exp [batch, heads, rows]."""
     if heads.q.device.type == "cpu":
         return _on_cpu(heads, rectangle, scale)
     if _cudnn_serves(heads, rectangle):
         try:
             return cudnn(heads, rectangle, scale)
-        except RuntimeError:  # has no plan for this shape
+        except RuntimeError:  # cuDNN has no plan for this shape
             pass
     return flash(heads, rectangle, scale)
 
@@ -289,7 +289,7 @@ def _on_cpu(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Ten
     whole = plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
     if found is None:
         return whole
-    # A largest score that is infinite or no number: the library has zeros, which would be merged.
+    # If the largest score is infinite or NaN, the library returns zeros, which a merge would use.
     (mean, lse), (of_plain, lse_of_plain) = found, whole
     wrong = (lse == 0) & ~lse_of_plain.isfinite()
     mean = torch.where(wrong.unsqueeze(-1), of_plain.to(mean.dtype), mean)
@@ -305,14 +305,14 @@ def _flash_on_cpu(
         mean, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, band == (None, 0), attn_mask=mask, scale=scale
         )
-    except RuntimeError:  # an older PyTorch, or a shape that it does not have
+    except RuntimeError:  # an older PyTorch, or an unsupported shape
         return None
     return mean, lse
 
 
 def _for_cpu(heads: Heads) -> Heads:
-    """As the flash attention of CPUs takes them. Before PyTorch 2.9 it reads beyond the keys where
-    they have fewer heads than the queries (pytorch/pytorch#157893)."""
+    """Repeat shared heads of keys and values before PyTorch 2.9: its flash attention on CPUs reads
+    beyond the keys if they have fewer heads than the queries (pytorch/pytorch#157893)."""
     shared = heads.q.shape[1] // heads.k.shape[1]
     if shared == 1 or release_of_torch() >= (2, 9):
         return heads
@@ -320,7 +320,7 @@ def _for_cpu(heads: Heads) -> Heads:
 
 
 def _band(heads: Heads, rectangle: Rectangle) -> torch.Tensor:
-    """What is added to the scores."""
+    """Additive mask of a rectangle."""
     n, m = heads.q.shape[2], heads.k.shape[2]
     own: Any = {"device": heads.q.device}
     ahead = torch.arange(m, **own)[None, :] - torch.arange(n, **own)[:, None] - (m - n)
@@ -335,7 +335,7 @@ def _band(heads: Heads, rectangle: Rectangle) -> torch.Tensor:
 def plain(
     heads: Heads, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by products and a softmax, in float32 at least."""
+    """Attention by products and a softmax, in float32 or wider."""
     wide = torch.promote_types(heads.q.dtype, torch.float32)
     q, k, v = (one.to(wide) for one in heads)
     shared = q.shape[1] // k.shape[1]
@@ -348,15 +348,15 @@ def plain(
     return mean.masked_fill_((lse == -torch.inf).unsqueeze(-1), 0), lse
 
 
-#: Rows of queries, and of keys, that cuDNN gets at least. For fewer its backward can end a process
-#: by a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/gpu/test_packed_gpu.py). What
-#: number is safe is not known.
+#: Fewest rows of queries and of keys for cuDNN. With fewer rows its backward can end a process with
+#: a segmentation fault (PyTorch 2.11, H100, 2026-11-26, tests/gpu/test_packed_gpu.py). The exact
+#: limit is unknown.
 CUDNN_ROWS = 128
 
 
 def _cudnn_serves(heads: Heads, rectangle: Rectangle) -> bool:
-    """1.9 times as fast as flash attention on an H100 (bfloat16, 64k positions, size 128;
-    2026-11-25, docs/results/attention-h100-1.md)."""
+    """Whether cuDNN serves a rectangle. It is 1.9 times as fast as flash attention on an H100
+    (bfloat16, 64k positions, size 128; 2026-11-25, docs/results/attention-h100-1.md)."""
     if torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     masked = rectangle.whole or rectangle.causal
@@ -367,7 +367,7 @@ def _cudnn_serves(heads: Heads, rectangle: Rectangle) -> bool:
 
 
 def cudnn(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """By cuDNN, for rectangles without a window."""
+    """Attention by cuDNN, for rectangles without a window."""
     mean, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *heads, None, True, 0.0, rectangle.causal, False, scale=scale
     )
@@ -375,7 +375,7 @@ def cudnn(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tenso
 
 
 def flash(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the flash attention that PyTorch has."""
+    """Attention by PyTorch's flash attention."""
     q, k, v = (one.transpose(1, 2) for one in heads)
     mean, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, rectangle.causal, False),
@@ -412,7 +412,7 @@ def backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> He
     if _cudnn_serves(heads, rectangle):
         try:
             return cudnn_backward(heads, of, rectangle, scale)
-        except RuntimeError:  # has no plan for this shape
+        except RuntimeError:  # cuDNN has no plan for this shape
             pass
     return flash_backward(heads, of, rectangle, scale)
 
@@ -437,7 +437,7 @@ def _backward_on_cpu(heads: Heads, of: Result, rectangle: Rectangle, scale: floa
 
 
 def plain_backward(heads: Heads, of: Result, mask: torch.Tensor | None, scale: float) -> Heads:
-    """The same by products, in float32 at least."""
+    """Gradient of :func:`plain`, in float32 or wider."""
     wide = torch.promote_types(heads.q.dtype, torch.float32)
     q, k, v, out, grad = (one.to(wide) for one in (*heads, of.out, of.grad))
     shared = q.shape[1] // k.shape[1]
@@ -454,7 +454,7 @@ def plain_backward(heads: Heads, of: Result, mask: torch.Tensor | None, scale: f
 
 
 def cudnn_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
-    """By cuDNN, for rectangles without a window."""
+    """Gradients by cuDNN, for rectangles without a window."""
     n, m, lse = heads.q.shape[2], heads.k.shape[2], of.lse.contiguous().unsqueeze(-1)
     none = torch.empty(0, dtype=torch.int64, device=heads.q.device)  # of dropout
     return Heads(
@@ -467,7 +467,7 @@ def cudnn_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float)
 
 
 def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
-    """By the flash attention that PyTorch has."""
+    """Gradients by PyTorch's flash attention."""
     q, k, v, out, grad = (one.transpose(1, 2) for one in (*heads, of.out, of.grad))
     none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
     found = torch.ops.aten._flash_attention_backward(
@@ -482,7 +482,7 @@ def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float)
 def flash_backward_of_several(
     heads: Heads, of: Result, some: Documents, bounds: Bounds, scale: float
 ) -> Heads:
-    """By one call for documents of different lengths."""
+    """Gradients by one call for documents of different lengths."""
     band = some.band
     heads, of = _within(heads, band), _result(of, band)
     q, k, v, out, grad = (one[0].transpose(0, 1) for one in (*heads, of.out, of.grad))

@@ -1,7 +1,7 @@
-"""Where the Regions of a Program lie: addresses for copies, views for PyTorch.
+"""Addresses and views of the Regions of a Program.
 
-Nothing else in an engine looks into a Plan's buffers, or into a Call for its tensors. What does not
-change from call to call is found once, when the Program is made.
+Engines read a Plan's buffers and a Call's tensors only through this module. What all calls share is
+computed once, when the Program is compiled.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Place = tuple[int, int]
 
 
 def operands_key(call: Call) -> tuple[Any, ...]:
-    """Where the tensors of a call lie, by which calls are alike."""
+    """Addresses and strides of a call's tensors: equal for calls that can share a recording."""
     return tuple([(one.data_ptr(), one.stride()) for one in call.tensors.values()])
 
 
 def buffers_of(program: Program) -> Buffers:
-    """Those of a Program, made once."""
+    """The Buffers of a Program, created on first use."""
     found: Buffers | None = program.state.get("buffers")
     if found is None:
         found = program.state["buffers"] = Buffers(program)
@@ -35,13 +35,13 @@ class Buffers:
     """The buffers of a Program on its rank."""
 
     def __init__(self, program: Program) -> None:
-        # Not the Program: it keeps this, and memory must be free as soon as nobody uses it.
+        # No reference to the Program, which refers to this: a cycle would delay freeing memory.
         self._plan, self._slot, self._source = program.plan, program.slot, program.source
         self._rank = program.plan.rank
         self._whole: dict[tuple[str, int], torch.Tensor] = {}  # in symmetric memory
 
     def size(self, region: Region) -> tuple[int, int]:
-        """Bytes that are contiguous, and how often they follow at equal distances."""
+        """Contiguous bytes of a row, and the number of rows."""
         buffer, (rows, cols) = self._plan.buffer[region.buffer], (region.rows, region.cols)
         if buffer.layout == "transposed":
             rows, cols = cols, rows
@@ -52,13 +52,13 @@ class Buffers:
         return dtype
 
     def cuts_rows(self, region: Region) -> bool:
-        """Whether a region is parts of rows."""
+        """Whether a region has only some columns of its buffer."""
         return region.cols < self._plan.buffer[region.buffer].shapes[region.rank][1]
 
     # For copies.
 
     def place(self, region: Region) -> Place:
-        """Where a region of a symmetric buffer of any rank lies."""
+        """Address and pitch of a region of a symmetric buffer, of any rank."""
         buffer = self._plan.buffer[region.buffer]
         memory, offset = self._memory(region.buffer)
         start, (row, col) = _within(buffer, region)
@@ -67,7 +67,7 @@ class Buffers:
         return base + start * itemsize, pitch * itemsize
 
     def source(self, region: Region) -> Callable[[Call], Place]:
-        """Where a copy reads: in one of a call's tensors, or in symmetric memory."""
+        """Address and pitch of a copy's source, in a tensor of the call or in symmetric memory."""
         buffer = self._plan.buffer[region.buffer]
         if region.rank != self._rank or buffer.memory == "slot":
             place = self.place(region)
@@ -90,7 +90,7 @@ class Buffers:
     # For PyTorch.
 
     def view(self, region: Region) -> Callable[[Call], torch.Tensor]:
-        """A region as a matrix."""
+        """View of a region as a matrix."""
         name, buffer = region.buffer, self._plan.buffer[region.buffer]
         if buffer.matrices and buffer.memory != "slot":
             matrix, index = self._in_matrix(region)
@@ -99,12 +99,12 @@ class Buffers:
             if (index := _index(buffer.shapes[region.rank], region)) is None:
                 return lambda call: call.tensors[name]
             return lambda call: call.tensors[name][index]
-        with torch.inference_mode(False):  # calls of other modes use it, too
+        with torch.inference_mode(False):  # calls in any mode use the view
             part = self._part(region)
         return lambda call: part
 
     def batch(self, region: Region, count: int, stride: int) -> Callable[[Call], torch.Tensor]:
-        """So many regions, each ``stride`` rows below the one before; a matrix if it is one."""
+        """View of ``count`` regions, ``stride`` rows apart, as a batch; a matrix if count is 1."""
         first = self.view(region)
         if count == 1:
             return first
@@ -124,10 +124,10 @@ class Buffers:
         return several
 
     def rows(self, region: Region) -> Callable[[Call, int, int], torch.Tensor]:
-        """Whole rows of the buffer of a region, as a call has them, from a first to a last one."""
+        """Function of a call and rows [first, last) of a region's buffer: view of these rows."""
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
         if buffer.memory == "slot":
-            with torch.inference_mode(False):  # calls of other modes use it, too
+            with torch.inference_mode(False):  # calls in any mode use the view
                 whole = self._part(region._replace(row=0, row_stop=buffer.room or buffer.rows))
             return lambda call, first, last: whole[first:last]
 
@@ -142,7 +142,7 @@ class Buffers:
         return own
 
     def row(self, region: Region) -> Callable[[Call, int], int]:
-        """The address of a row of an own buffer of whole rows, as a call has it."""
+        """Function of a call and a row of an own buffer: address of the row."""
         name, (pitch, _), rows = region.buffer, self.size(region), self.rows(region)
         if self._plan.buffer[name].memory == "slot":
             base = self.place(region._replace(row=0, row_stop=1))[0]
@@ -157,12 +157,12 @@ class Buffers:
         return own
 
     def _in_matrix(self, region: Region) -> tuple[int, tuple[slice, slice]]:
-        """Which of a buffer's matrices a region is in, and where in that."""
+        """Matrix of a buffer that contains a region, and the region's index in that matrix."""
         matrix, row, _ = _matrix(self._plan.buffer[region.buffer], region)
         return matrix, (slice(row, row + region.rows), slice(region.col, region.col_stop))
 
     def _memory(self, name: str) -> tuple[Symmetric, int]:
-        """The symmetric memory with a buffer, and where in it that begins."""
+        """Symmetric memory of a buffer, and the buffer's offset in bytes."""
         if self._plan.buffer[name].memory == "slot":
             assert self._slot is not None and self._slot.memory is not None
             return self._slot.memory, self._slot.data + self._plan.offsets[name]
@@ -170,10 +170,10 @@ class Buffers:
         return self._source
 
     def _part(self, region: Region) -> torch.Tensor:
-        """A region of symmetric memory."""
+        """View of a region of symmetric memory."""
         name, rank, buffer = region.buffer, region.rank, self._plan.buffer[region.buffer]
         rows, cols = buffer.shapes[rank]
-        if buffer.memory == "slot":  # which has room for the most of any rank
+        if buffer.memory == "slot":  # a slot has the rows of the largest rank
             rows = buffer.room or buffer.rows
         if (name, rank) not in self._whole:
             memory, start = self._memory(name)
@@ -189,7 +189,7 @@ class Buffers:
 
 
 def gathered_rows(program: Program, call: Call) -> torch.Tensor:
-    """The rows that a step of the caller's reads, all of A [m, k]: in staging, or as given."""
+    """All of A [m, k], as the caller's own step reads it: in staging, or the operand itself."""
     if program.slot is None:
         return call.tensors["a"]
     rows, cols = program.plan.shape("staging")
@@ -198,7 +198,7 @@ def gathered_rows(program: Program, call: Call) -> torch.Tensor:
 
 
 def _matrix(buffer: Buffer, region: Region) -> tuple[int, int, int]:
-    """Which of a buffer's matrices a region is in, its first row there, and how many that has."""
+    """Matrix of a buffer that contains a region, the region's first row in it, and its height."""
     matrices = max(buffer.matrices, 1)
     height = buffer.shapes[region.rank][0] // matrices
     matrix = min(region.row // max(height, 1), matrices - 1)
@@ -206,8 +206,8 @@ def _matrix(buffer: Buffer, region: Region) -> tuple[int, int, int]:
 
 
 def _within(buffer: Buffer, region: Region) -> tuple[int, tuple[int, int]]:
-    """The element at which a region of symmetric memory begins in its buffer, and the strides of
-    its rows and columns."""
+    """Offset in elements of a region in its symmetric buffer, and the strides of its rows and
+    columns."""
     cols = buffer.shapes[region.rank][1]
     if buffer.layout == "columns":
         return region.col * buffer.rows + region.row * region.cols, (region.cols, 1)
@@ -218,7 +218,7 @@ def _within(buffer: Buffer, region: Region) -> tuple[int, tuple[int, int]]:
 
 
 def _index(shape: tuple[int, int], region: Region) -> Any:
-    """What cuts a region out of a matrix; None if it is all of it."""
+    """Index of a region in a matrix; None if the region is the whole matrix."""
     rows, cols = slice(region.row, region.row_stop), slice(region.col, region.col_stop)
     if region.cols < shape[1]:
         return rows, cols

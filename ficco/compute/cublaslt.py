@@ -18,9 +18,9 @@ import torch
 
 from ficco.errors import BackendError
 
-#: Shapes whose descriptions are kept.
+#: Shapes whose descriptors are cached.
 MAX_PLANNED = 1024
-#: Bytes that an algorithm may use, as PyTorch allows on such cards.
+#: Workspace of an algorithm in bytes, PyTorch's limit on Hopper GPUs.
 WORKSPACE = 32 << 20
 
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType_t
@@ -28,7 +28,7 @@ _FLOAT32 = 0
 _COMPUTE_FLOAT32 = 68  # cublasComputeType_t
 _TRANSPOSE_A = 3  # cublasLtMatmulDescAttributes_t
 _MAX_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
-_REDUCTIONS, _IN_FLOAT32 = 3, 2  # which ways to add up parts of k; cublasLtReductionScheme_t
+_REDUCTIONS, _IN_FLOAT32 = 3, 2  # how split-k parts are summed; cublasLtReductionScheme_t
 _ALIGNMENTS = (5, 6, 7, 8)  # of A, B, C and D
 
 
@@ -58,8 +58,7 @@ def _reduced(dtype: torch.dtype) -> bool:
 
 @dataclass
 class _Planned:
-    """A product as the library takes it. What describes it is the library's memory, and goes back
-    once nothing holds this any more."""
+    """Descriptors and algorithm of a product. The descriptors are freed with this object."""
 
     held: ExitStack
     description: c_void_p
@@ -93,7 +92,7 @@ class CublasLt:
 
     @staticmethod
     def serves(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether the operands are such as the library takes as they are."""
+        """Whether the library takes the operands without a copy."""
         kinds = {tensor.dtype for tensor in (c, a, b, out)}
         some = a.shape[0] and a.shape[1] and b.shape[1]
         rows = all(map(_plain, (c, a, out)))
@@ -109,8 +108,8 @@ class CublasLt:
         workspace: torch.Tensor,
         stream: Any,
     ) -> bool:
-        """``out = c + a @ b`` on a stream, which has ``workspace``, bytes, for itself; False where
-        the library has no way to do it.
+        """Compute ``out = c + a @ b`` on a stream; False if the library has no algorithm. No other
+        stream may use ``workspace`` (bytes).
 
         ``a`` is [m, k], ``c`` and ``out`` [m, n], all with contiguous rows; ``b`` is [k, n] or a
         transposed view of [n, k].
@@ -145,10 +144,10 @@ class CublasLt:
         aligned: tuple[int, ...],
         exact: bool,
     ) -> _Planned | None:
-        """What describes such products, and the algorithm for them; None where there is none.
+        """Descriptors and algorithm of a product; None if the library has no algorithm.
 
-        The library counts by columns: it is asked for out^T = c^T + b^T @ a^T. ``exact``: parts of
-        k are added in float32 alone.
+        The library is column-major, so it computes out^T = c^T + b^T @ a^T. ``exact``: split-k
+        parts are summed in float32 only.
         """
         kind = c_int(_TYPES[dtype])
         of_a, of_b, of_c, of_out = pitches

@@ -16,7 +16,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def apply_op(program: Program, one: Applied) -> Op:
-    """A function of heads: a run of them is one call of a library, or one for each document."""
+    """Attention of heads, or its gradient: one library call for each run of heads and document."""
     (asked,), rank = program.plan.problem.specification.applications, program.plan.rank
     rows_of, places = {row.matrix: row.of for row in asked.inputs + asked.outs}, buffers_of(program)
     views = dict(zip(rows_of, map(places.view, one.inputs + one.outs), strict=True))
@@ -41,7 +41,7 @@ def apply_op(program: Program, one: Applied) -> Op:
 
 def _by_batch(name: str, matrix: torch.Tensor, heads: tuple[int, int]) -> torch.Tensor:
     """Rows of a matrix as [batch, heads, positions, size]."""
-    if name == "lse":  # which is [heads, batch, positions]
+    if name == "lse":  # [heads, batch, positions]
         return matrix.view(matrix.shape[0], heads[0], -1).transpose(0, 1)
     return matrix.view(matrix.shape[0], -1, *heads).permute(2, 0, 1, 3)
 

@@ -1,4 +1,4 @@
-"""What PyTorch does of a Plan: products, sums and placement; and the name of its library."""
+"""Products, sums and copies of a Plan by PyTorch, and the name of PyTorch's library."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from ficco.problems.specification import FUNCTIONS
 
 
 class Activation(NamedTuple):
-    """An elementwise function: of a tensor, and into a result. ``derivative``: of the gradient of
-    the result and of the operand, the gradient of the operand."""
+    """An elementwise function.
+
+    ``of``: out of place. ``into``: with ``out=``. ``derivative``: (gradient of the result, operand)
+    to gradient of the operand."""
 
     of: Callable[[torch.Tensor], torch.Tensor]
     into: Callable[..., torch.Tensor]
@@ -38,9 +40,9 @@ ACTIVATIONS = {
     "silu": Activation(functional.silu, _aten.silu.out, _aten.silu_backward),
     "gelu": Activation(functional.gelu, _aten.gelu.out, _aten.gelu_backward),
 }
-#: Does ``out = addend + a @ b`` without a copy of the addend, on a stream; False if it cannot.
+#: Computes ``out = addend + a @ b`` on a stream without copying the addend; False if unsupported.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any], bool]
-#: Applies a function, by its name, to rows, and leaves the result in others.
+#: Applies a function, by name, to rows, and writes the result to other rows.
 Applies = Callable[[str, torch.Tensor, torch.Tensor], None]
 #: The libraries by PyTorch's names of preferred ones, for its two builds with GPUs.
 _ON_CUDA = {"Cublas": "cuBLAS", "Cublaslt": "cuBLASLt"}
@@ -62,9 +64,9 @@ OVERRIDES = {
 def refuse_overrides(kernels: frozenset[str]) -> None:
     """Refuse calls while ``torch.library`` replaces some of PyTorch's kernels of products.
 
-    Batch-invariant and deterministic modes replace them, such as vLLM's. Engines call the vendor's
-    library and kernels of their own, and replay recorded products, so that a call would leave the
-    mode without a word.
+    Batch-invariant and deterministic modes, such as vLLM's, replace these kernels. Engines call the
+    vendor's library and their own kernels, and replay recorded products, so a call would silently
+    bypass the mode.
 
     Raises:
         NotImplementedError: a replacement is registered.
@@ -113,7 +115,7 @@ def accumulation() -> str:
 
 
 def release_of_torch() -> tuple[int, int]:
-    """Its major and minor number."""
+    """Major and minor number of PyTorch's release."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -166,7 +168,7 @@ def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
-    """A function of x, in few passes over memory."""
+    """Apply a function to x, in few passes over memory."""
     name, gates = FUNCTIONS[function]
     gate, *up = x.chunk(1 + gates, dim=-1)
     ACTIVATIONS[name].into(gate, out=out)
@@ -175,7 +177,7 @@ def apply(function: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def place_op(program: Program, transfer: Transfer, applies: Applies = apply) -> Op:
-    """A copy within this rank, through a function if the transfer names one."""
+    """Copy within this rank, through the transfer's function if it names one."""
     function = transfer.function
     if program.plan.buffer[transfer.src.buffer].indexed:
         return pick_op(program, transfer)
@@ -202,7 +204,7 @@ def _applied(applies: Applies, function: str, out: torch.Tensor, x: torch.Tensor
 
 
 def shared_by(transfer: Transfer) -> tuple[int, int]:
-    """How many rows and columns of what is cast share a factor."""
+    """Rows and columns of a cast matrix that share a factor."""
     assert transfer.factors is not None
     return 1, transfer.dst.cols if transfer.factors.cols == 1 else BLOCK
 
@@ -213,7 +215,7 @@ def matmul_op(
     add_product: AddProduct | None = None,
     lane: str = "compute0",
 ) -> Op:
-    """Products one after the other; ``add_product`` is tried on those that add to another buffer,
+    """Products, one after the other. ``add_product`` is tried for products that add another buffer,
     on the stream of a lane."""
     return in_turn([_product(program, product, add_product, lane) for product in products])
 

@@ -1,4 +1,4 @@
-"""A Plan as operations on the memory of a slot, and what one call brings to them."""
+"""Slots, programs (a Plan compiled for a slot), and the tensors of a call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ficco.plan import Plan
 
 
 class Symmetric(ABC):
-    """Memory of the same size on every rank of a group, that every rank can reach.
+    """Memory of equal size on every rank of a group, mapped by every rank.
 
     Attributes:
         serial: number of the allocation, the same on every rank.
-        nbytes: its size.
+        nbytes: size of a part.
         tensor: this rank's part, as bytes.
-        addresses: of all ranks' parts, mapped here.
+        addresses: local addresses of all ranks' parts.
     """
 
     serial: int
@@ -31,27 +31,26 @@ class Symmetric(ABC):
 
     @abstractmethod
     def part(self, rank: int) -> torch.Tensor:
-        """A rank's part as bytes, to be read here."""
+        """A rank's part as bytes."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give it back at once: a garbage collector may come while a graph is captured, when
-        freeing is forbidden. Not collective."""
+        """Free the memory now, not in a destructor: a garbage collector may run during a capture,
+        which forbids freeing. Not collective."""
 
 
 @dataclass
 class Slot:
-    """The signal words and the buffers of the calls that take turns on them.
+    """Signal words and buffers that calls use in turns.
 
     Attributes:
-        memory: the symmetric memory with its data; None where calls have nothing but a watchdog in
-            common.
-        words: how many signal words it has.
-        nbytes: bytes of its data, see :attr:`ficco.plan.Plan.offsets`.
-        data: the byte of ``memory`` at which the data begin.
-        captured: it belongs to a graph.
-        programs: what runs on it, by the number that tells a watchdog which one is running.
-        state: what the engine keeps with it.
+        memory: symmetric memory with the words and the data; None if calls only share a watchdog.
+        words: number of signal words.
+        nbytes: bytes of data, see :attr:`ficco.plan.Plan.offsets`.
+        data: offset of the data in ``memory``, in bytes.
+        captured: whether the slot belongs to a graph.
+        programs: programs of the slot, by the number that a watchdog sees while one runs.
+        state: private to the engine.
     """
 
     memory: Symmetric | None
@@ -64,7 +63,7 @@ class Slot:
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def number(self, program: Program) -> int:
-        """The number of a program of this slot, never 0 and never that of another."""
+        """Unique number of a program on this slot, at least 1."""
         if not program.number:
             program.number = next(self._numbers)
             self.programs[program.number] = program
@@ -72,8 +71,10 @@ class Slot:
 
 
 class Part(NamedTuple):
-    """What some queries get of some keys: ``mean`` [batch, heads, queries, size], of the values,
-    and ``lse`` [batch, heads, queries], the logarithm of the sum of the weights."""
+    """Attention of queries [first, last) over some keys.
+
+    ``mean``: weighted mean of the values [batch, heads, queries, size]. ``lse``: logarithm of the
+    sum of the weights [batch, heads, queries]."""
 
     first: int
     last: int
@@ -81,16 +82,16 @@ class Part(NamedTuple):
     lse: torch.Tensor
 
     def meets(self, first: int, last: int) -> bool:
-        """Whether it has queries of a range."""
+        """Whether this part has queries of a range."""
         return max(self.first, first) < min(self.last, last)
 
     def rows(self, first: int, last: int) -> Part:
-        """Those of a range, of which it has all."""
+        """Sub-range of the queries."""
         some = slice(first - self.first, last - self.first)
         return Part(first, last, self.mean[:, :, some], self.lse[:, :, some])
 
     def within(self, first: int, last: int) -> Part | None:
-        """What it has of a range, whose first query becomes number 0; None for nothing."""
+        """Intersection with a range, numbered from its first query; None if it is empty."""
         begin, end = max(self.first, first), min(self.last, last)
         if begin >= end:
             return None
@@ -104,13 +105,13 @@ Groups = tuple[int, int, int]
 
 @dataclass
 class Filled:
-    """What a call has of buffers whose rows are in blocks (:attr:`ficco.plan.Buffer.block`).
+    """Rows that a call has in buffers of blocks (:attr:`ficco.plan.Buffer.block`).
 
     Attributes:
-        starts: by buffer, int64 [rank, blocks + 1]: the rows before each block, and in all.
-        ends: of grouped products, the row after each group, from its first row on: int32 on the
-            device.
-        made: of buffers that are made in parts, the rows of each part and the part.
+        starts: by buffer, rows before each block, and of all blocks: int64 [rank, blocks + 1].
+        ends: by groups of a grouped product, the end row of each group, counted from the first
+            row: int32 on the device.
+        made: by buffer, results of grouped products with their first and last rows.
     """
 
     starts: Mapping[str, np.ndarray[Any, Any]]
@@ -120,12 +121,13 @@ class Filled:
 
 @dataclass
 class Call:
-    """One call: its operands, results and local buffers by name, and what the engine keeps for its
-    duration.
+    """One call of a Program.
 
     Attributes:
-        parts: of attention, what each step has made.
-        filled: what it has of blocks; None where it has all rows of all buffers.
+        tensors: operands, results and local buffers, by name.
+        state: private to the engine.
+        parts: parts of attention, by the step that computed them.
+        filled: rows in buffers of blocks; None if all buffers are full.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -138,18 +140,16 @@ Op = Callable[[Call], None]
 
 
 def callers(call: Call) -> None:
-    """Stands among the operations of a Program for what its caller does (:meth:`Engine.around`)."""
+    """Placeholder in a Program for the caller's own operations (:meth:`Engine.around`)."""
 
 
 @dataclass
 class Program:
-    """A Plan as operations, ready to run again and again on one slot.
+    """A Plan compiled to operations on one slot.
 
     Attributes:
-        plan, slot: what it was made from.
-        ops: operations in enqueue order, each with its lane.
-        source: the symmetric memory that holds the caller's shard, and where, if peers read it
-            in place.
+        ops: lane and operation, in enqueue order.
+        source: symmetric memory and offset of the caller's shard, if peers read it in place.
         number: see :meth:`Slot.number`.
     """
 
@@ -161,14 +161,14 @@ class Program:
     state: dict[Any, Any] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Let go of the slot's memory."""
+        """Drop all references to the slot's memory."""
         self.ops.clear()
         self.state.clear()
         self.slot = None
 
 
 def in_turn(ops: Sequence[Op]) -> Op:
-    """Several operations as one."""
+    """Combine operations into one."""
     if len(ops) == 1:
         return ops[0]
 

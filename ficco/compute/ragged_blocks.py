@@ -1,9 +1,8 @@
-"""Steps on rows that only the call knows: blocks of which it has only the first ones
-(:attr:`ficco.plan.Buffer.block`), and rows that are picked from a matrix by their numbers.
+"""Steps on ragged blocks (:attr:`ficco.plan.Buffer.block`), and on rows picked by an index.
 
-The Plan is that of full blocks. What a call has is known when it is made: each operation looks up
-where the rows that it names begin and end then. Rows of neighbouring blocks lie one right after the
-other, so that a batch of products with a matrix each becomes one grouped product of exactly these.
+The Plan is for full blocks. A call fills a prefix of each block, and each operation looks up the
+rows of its blocks when it runs. The rows of neighbouring blocks are contiguous, so a batch of
+products with one matrix a block becomes one grouped product without padding.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Call, Filled, Groups, Op, Program
 from ficco.plan import Plan, Product, Region, Transfer
 
-#: Bytes of which rows of operands of a grouped product are multiples.
+#: Alignment in bytes of the rows of a grouped product's operands.
 ALIGNED = 16
-#: What a call has of blocks if there are none.
+#: Rows of a call without blocks.
 EMPTY = Filled({})
 
 
@@ -33,7 +32,7 @@ class Spans(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """First rows at both ends of several copies, and how many rows each copies: at least one."""
+    """Several copies: first rows of source and destination, and numbers of rows (at least 1)."""
 
     src: np.ndarray[Any, Any]
     dst: np.ndarray[Any, Any]
@@ -41,19 +40,18 @@ class Moves(NamedTuple):
 
 
 def filled(plan: Plan, region: Region) -> bool:
-    """Whether calls have only some of the rows of a region."""
+    """Whether a region is in a buffer of ragged blocks."""
     return plan.buffer[region.buffer].block > 0
 
 
 def by_copies(plan: Plan, transfer: Transfer) -> bool:
-    """Whether such rows go as they are, so that copies of the driver can move them."""
+    """Whether a transfer of ragged blocks is plain copies, which the driver can carry out."""
     whole = not (transfer.function or plan.buffer[transfer.src.buffer].indexed)
     return filled(plan, transfer.src) and whole
 
 
 def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Filled], Spans]:
-    """Where the rows of so many regions, each ``stride`` rows below the one before, lie in a
-    call."""
+    """Rows of ``count`` regions, ``stride`` rows apart, as a function of a call's fill."""
     name, rank, block = region.buffer, region.rank, plan.buffer[region.buffer].block
     if not block:
         downs = stride * np.arange(count)
@@ -86,8 +84,7 @@ def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Fill
 
 
 def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
-    """The rows that a transfer moves in a call, regions that follow each other at both ends as one
-    copy."""
+    """Copies of a transfer in a call. Regions that are adjacent at both ends become one copy."""
     one, two = transfer.src, transfer.dst
     batch, down, across = transfer.batch, transfer.src_stride, transfer.dst_stride
     block = max(plan.buffer[one.buffer].block, 1)
@@ -111,7 +108,7 @@ def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
 def move_op(
     program: Program, transfer: Transfer, move: Callable[[torch.Tensor, torch.Tensor], Any]
 ) -> Op:
-    """Moves rows to where they go, ``move(dst, src)``."""
+    """Move the rows of a transfer, by ``move(dst, src)``."""
     rows = moves(program.plan, transfer)
     src, dst = (buffers_of(program).rows(one) for one in transfer[:2])
 
@@ -125,7 +122,7 @@ def move_op(
 
 
 def pick_op(program: Program, transfer: Transfer) -> Op:
-    """Brings rows of the matrix that an indexed operand is given as to where they go."""
+    """Gather rows of an indexed operand from its matrix."""
     rows, name = moves(program.plan, transfer), transfer.src.buffer
     dst = buffers_of(program).rows(transfer.dst)
 
@@ -140,13 +137,13 @@ def pick_op(program: Program, transfer: Transfer) -> Op:
 
 
 def index_of(operand: str) -> str:
-    """The name of the tensor of a call that says which rows an indexed operand has."""
+    """Name of the call's tensor with the row index of an indexed operand."""
     return f"{operand} index"
 
 
 def grouped(plan: Plan, product: Product) -> bool:
-    """Whether a batch of products is one of contiguous rows, in groups of whole blocks, which the
-    library multiplies at once."""
+    """Whether the library computes a batch of products as one grouped product: contiguous rows in
+    groups of whole blocks."""
     a, out = plan.buffer[product.a.buffer], plan.buffer[product.out.buffer]
     widths = (product.a.cols, product.out.cols)
     return (
@@ -160,8 +157,8 @@ def grouped(plan: Plan, product: Product) -> bool:
 
 
 def made_whole(plan: Plan) -> frozenset[str]:
-    """Local buffers that grouped products on the caller's stream make, all of them. A call need not
-    have them: what the library returns is kept as it is."""
+    """Local buffers written only by grouped products on the caller's stream. A call does not
+    allocate them; it uses the library's output instead."""
     found: dict[str, bool] = {}
     for step in plan.steps:
         for one in step.products:
@@ -173,7 +170,7 @@ def made_whole(plan: Plan) -> frozenset[str]:
 
 
 def groups_of(plan: Plan) -> list[Groups]:
-    """Those of the grouped products of a Plan."""
+    """Groups of all grouped products of a Plan."""
     products = (one for step in plan.steps for one in step.products)
     return list(dict.fromkeys(_groups(plan, one) for one in products if grouped(plan, one)))
 
@@ -186,8 +183,8 @@ def _groups(plan: Plan, product: Product) -> Groups:
 def ends_of(
     groups: Sequence[Groups], starts: np.ndarray[Any, Any], device: torch.device
 ) -> dict[Groups, torch.Tensor]:
-    """Where groups of blocks end, each counted from the first of its product, by one copy to the
-    device. ``starts``: the rows before each block, and in all."""
+    """End rows of groups, counted from the first row of their product, by one copy to the device.
+    ``starts``: rows before each block, and of all blocks."""
     each = [
         starts[first + apart : first + count * apart + 1 : apart] - starts[first]
         for first, apart, count in groups
@@ -200,7 +197,7 @@ def ends_of(
 
 
 def product_op(program: Program, product: Product) -> Op:
-    """Multiplies the rows that a call has, each by the matrix of its block."""
+    """Multiply the rows of each block by the block's matrix."""
     plan, places = program.plan, buffers_of(program)
     batch, name = product.batch, product.out.buffer
     left = spans(plan, product.a, batch, product.a_stride)

@@ -1,4 +1,4 @@
-"""Products of float8 operands with scales, by PyTorch's libraries, and what each of these lacks."""
+"""Products of scaled float8 operands by PyTorch's libraries, and the limits of each library."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, FAMILIES, RECIPES, Scaling, factor_count
 
-#: Rows or columns that share a factor of blocks.
+#: Rows or columns of a block that shares a factor.
 BLOCK = 128
-#: PyTorch's numbers of these recipes (torch.nn.functional.ScalingType).
+#: PyTorch's numbers of the recipes for blocks (torch.nn.functional.ScalingType).
 _BY_1X128, _BY_128X128 = 4, 5
 #: The first compute capability with float8, and the only one whose library takes blocks.
 FIRST, HOPPER = (8, 9), 9
@@ -25,7 +25,7 @@ ARCHITECTURES = {"gfx942": "fnuz", "gfx950": "OCP"}
 
 @cache
 def float8_of(device: torch.device) -> torch.dtype:
-    """The e4m3 that a device multiplies."""
+    """The e4m3 dtype that a device multiplies."""
     if device.type == "cuda" and torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
         if ARCHITECTURES.get(name) == "fnuz":
@@ -49,8 +49,8 @@ def multiply_scaled(
 ) -> None:
     """``out (+)= (a * scale) @ (b * scale) + bias`` for float8 matrices; scales as in a Plan.
 
-    Only float32 is added to. No library adds a float8 product to a sum, so that the product takes
-    as much memory while it runs.
+    ``accumulate`` needs a float32 result. No library accumulates float8 products, so a temporary of
+    the result's size is used.
     """
     into = torch.empty_like(out) if accumulate else out
     if a.is_cuda:
@@ -65,7 +65,7 @@ def multiply_scaled(
 
 
 def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """A matrix in float32, multiplied by factors that one or 128 rows or columns share, or all."""
+    """Matrix in float32, multiplied by the factors of its rows, columns or blocks."""
     for dim, size in enumerate(matrix.shape):
         if factors.shape[dim] not in (1, size):
             factors = factors.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
@@ -75,10 +75,10 @@ def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def quantized(
     matrix: torch.Tensor, share: tuple[int, int], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in float8, and its scales in float32: so many rows and columns share one.
+    """Quantize a matrix to float8. Blocks of ``share`` rows and columns share a float32 scale.
 
-    Zeros get a scale that is not zero. What shares a scale with NaN or infinity is dequantized to
-    NaN.
+    The scale of zeros is not zero. Values that share a scale with NaN or infinity become NaN when
+    they are dequantized.
     """
     sizes = matrix.shape
     counts = [factor_count(size, one) for size, one in zip(sizes, share, strict=True)]
@@ -102,7 +102,7 @@ def quantized(
 def quantize_into(
     out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, share: tuple[int, int]
 ) -> None:
-    """:func:`quantized`, to where it is wanted."""
+    """:func:`quantized`, into existing tensors."""
     cast, scale = quantized(matrix, share, out.dtype)
     out.copy_(cast)
     factors.copy_(scale)
@@ -110,7 +110,7 @@ def quantize_into(
 
 @cache
 def _recipes_on_cpu() -> tuple[str, ...]:
-    """The recipes that ``torch._scaled_mm`` of this PyTorch has on CPUs."""
+    """Recipes that ``torch._scaled_mm`` of this PyTorch supports on CPUs."""
     one = torch.zeros(16, 16, device="cpu").to(torch.float8_e4m3fn)
     rows, cols = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
     try:
@@ -129,13 +129,13 @@ def _scaled_on_gpu(
     bias: torch.Tensor | None,
     fast: bool,
 ) -> None:
-    if bias is not None and out.dtype == torch.float32:  # of a sum of parts of k; none takes both
+    if bias is not None and out.dtype == torch.float32:  # unsupported; occurs in sums over k
         _scaled_on_gpu(a, b, out, scales, recipe, None, fast)
         out.add_(bias)
         return
     of_a, of_b = scales if recipe == "block" else map(_aligned, scales)
-    if recipe == "block":  # never fast. The first version takes no padded columns of scales.
-        flat = of_a.t().flatten().contiguous()  # a single column, too, gets the stride of columns
+    if recipe == "block":  # `_scaled_mm` (v1) takes no padded columns of scales
+        flat = of_a.t().flatten().contiguous()  # sets the stride of a single column, too
         columns = flat.view(of_a.shape[::-1]).t()
         how = [columns], [_BY_1X128], [0], [_padded(of_b)], [_BY_128X128], [0]
         torch.ops.aten._scaled_mm_v2.out(a, b, *how, bias, out.dtype, [], False, out=out)
@@ -149,14 +149,14 @@ def _scaled_on_gpu(
 
 
 def _aligned(scale: torch.Tensor) -> torch.Tensor:
-    """A scale without gaps that begins at a multiple of 16 bytes, as the libraries read it."""
+    """Contiguous scale, aligned to 16 bytes as the libraries require."""
     scale = scale.contiguous()
     return scale.clone() if scale.data_ptr() % 16 else scale
 
 
 def in_columns(scale: torch.Tensor) -> torch.Tensor:
-    """A scale column by column, each with room for a multiple of four, as the library reads those
-    of blocks of B (cuBLAS, "1D and 2D Block Scaling for FP8 Data Types")."""
+    """Scale in column-major order, each column padded to a multiple of four, as the library reads
+    scales of B's blocks (cuBLAS, "1D and 2D Block Scaling for FP8 Data Types")."""
     rows, cols = scale.shape
     if rows % 4 == 0:
         return scale.t().contiguous().t()
@@ -166,7 +166,7 @@ def in_columns(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(scale: torch.Tensor) -> torch.Tensor:
-    """A scale with what its columns have room for; a copy unless :func:`in_columns` made it."""
+    """Scale with the padding of its columns; a copy unless :func:`in_columns` created it."""
     rows, cols = scale.shape
     pitch = -(-rows // 4) * 4
     needed = (scale.storage_offset() + pitch * cols) * scale.element_size()
@@ -177,13 +177,13 @@ def _padded(scale: torch.Tensor) -> torch.Tensor:
 
 @cache
 def row_results(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes that a GPU's library makes products by rows in."""
+    """Result dtypes of a GPU's library for products with factors of rows."""
     names = _row_results(torch.cuda.get_device_capability(device), cuda_release())
     return tuple(getattr(torch, name) for name in names)
 
 
 def cuda_release() -> tuple[int, ...]:
-    """That of PyTorch's build; (0, 0) if it has none."""
+    """Release of CUDA that PyTorch was built with; (0, 0) if none."""
     return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
 
 
@@ -194,8 +194,8 @@ def _row_results(capability: tuple[int, int], release: tuple[int, ...]) -> tuple
 
 
 def lacking_on_cuda(problem: Problem, capability: tuple[int, int], release: tuple[int, ...]) -> str:
-    """What NVIDIA's library lacks for the float8 operands of a problem, on a compute capability and
-    with a release of CUDA; empty if nothing."""
+    """Reason why NVIDIA's library cannot multiply the float8 operands of a problem, for a compute
+    capability and a release of CUDA; empty if it can."""
     scaling = problem.scaling
     assert scaling is not None
     dtypes, (major, minor) = (problem.dtype, scaling.right), capability
@@ -226,8 +226,8 @@ def lacking_on_cuda(problem: Problem, capability: tuple[int, int], release: tupl
 
 
 def lacking_on_hip(problem: Problem, arch: str) -> str:
-    """What AMD's library lacks for the float8 operands of a problem on an architecture; empty if
-    nothing. Not seen on a card."""
+    """Reason why AMD's library cannot multiply the float8 operands of a problem on an architecture;
+    empty if it can. Never run on a card."""
     scaling = problem.scaling
     assert scaling is not None
     dtypes, name = (problem.dtype, scaling.right), arch.partition(":")[0]

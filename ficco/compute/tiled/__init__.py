@@ -1,8 +1,7 @@
-"""One matrix product as one kernel whose tiles wait for arriving rows and announce finished ones.
+"""A matrix product in one kernel whose tiles wait for arriving rows and announce finished rows.
 
-:mod:`ficco.compute.tiled.worklist` decides what is computed in which order, without a device;
-:mod:`ficco.compute.tiled.products` puts that on a device, and launches the kernel of its
-architecture:
-:mod:`ficco.compute.tiled.hopper`, in CUDA C++ (``hopper.cpp``), or
-:mod:`ficco.compute.tiled.portable`, in Triton.
+:mod:`ficco.compute.tiled.worklist` orders the tiles, without a device.
+:mod:`ficco.compute.tiled.products` uploads the work list and launches the kernel of the device's
+architecture: :mod:`ficco.compute.tiled.hopper` in CUDA C++ (``hopper.cpp``), or
+:mod:`ficco.compute.tiled.portable` in Triton.
 """

@@ -136,8 +136,8 @@ def _encode() -> Any:
 def tensor_map(
     dtype: torch.dtype, address: int, rows: int, columns: int, pitch: int, box_rows: int
 ) -> bytes:
-    """The map of a matrix, rows ``pitch`` bytes apart, in boxes of 128 bytes of its rows, swizzled.
-    What is outside of the matrix reads as 0 and is not written."""
+    """Tensor map of a matrix with rows ``pitch`` bytes apart: swizzled boxes of ``box_rows`` rows
+    by 128 bytes. Elements outside the matrix read as 0 and are not written."""
     room = ctypes.create_string_buffer(2 * _MAP_BYTES)
     aligned = -(-ctypes.addressof(room) // 64) * 64
     swizzle_128, promotion_256, zeros = 3, 3, 0

@@ -1,6 +1,6 @@
-"""Compile and launch the product whose tiles wait in Triton (``triton_kernel.py``): on MI300X.
+"""Compiles the Triton kernel of tiled products (``triton_kernel.py``) for MI300X, and launches it.
 
-Triton only compiles, on first use; launches are the vendor's, like those of ficco's other kernels.
+Triton only compiles, on first use. The vendor's binding launches, as for ficco's other kernels.
 Importing this module needs no Triton and uses no device.
 """
 
@@ -31,14 +31,14 @@ from ficco.compute.tiled.worklist import BK, MI300X, TileRates, Tiling
 from ficco.hip_kernels.build import Target
 from ficco.hip_kernels.launch import Binding, Packed
 
-#: What HIP calls an MI300X.
+#: HIP's name of the MI300X.
 ARCHITECTURE = "gfx942"
-#: The oldest Triton that is served, that of the first PyTorch for ROCm 7.2.
+#: The oldest supported Triton, which came with the first PyTorch for ROCm 7.2.
 OLDEST = 3, 6
-#: Products of a list. Their addresses are arguments, and those of eight spill registers.
+#: Maximum of products in a list. Their addresses are arguments; eight of them spill registers.
 MOST_PRODUCTS = 4
 NUM_WARPS = 4
-#: Seconds that a poll of a word takes at least.
+#: Lower bound on the seconds of a poll.
 POLL_S = 0.5e-6
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,7 +46,7 @@ _C_TYPES = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}  # others are pointers
 
 
 def lacking(target: Target) -> str:
-    """Why a device cannot have the kernel; empty if it can."""
+    """Reason why a device cannot run the kernel; empty if it can."""
     arch = target.arch.split(":")[0]
     if arch != ARCHITECTURE:
         return f"a product whose tiles wait needs {ARCHITECTURE} (MI300X), not {arch}"
@@ -59,7 +59,7 @@ def lacking(target: Target) -> str:
 
 
 def signature(dtype: torch.dtype) -> dict[str, Any]:
-    """Types of the kernel's arguments in Triton; a tuple has one for each product."""
+    """Triton types of the kernel's arguments; a tuple has one type for each product."""
     addresses, pitches = ("i64",) * MOST_PRODUCTS, ("i32",) * MOST_PRODUCTS
     return {
         "a": addresses,
@@ -75,7 +75,7 @@ def signature(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def constants(vendor: str, tiling: Tiling, b_rows: bool, even_k: bool) -> dict[str, Any]:
-    """What the kernel is compiled for besides. ``even_k``: ``BK`` divides k."""
+    """Compile-time constants of the kernel. ``even_k``: ``BK`` divides k."""
     numbers = {"BM": tiling.bm, "BN": tiling.bn}
     return numbers | {"B_ROWS": b_rows, "EVEN_K": even_k, "AMD": vendor == "hip"}
 
@@ -83,7 +83,7 @@ def constants(vendor: str, tiling: Tiling, b_rows: bool, even_k: bool) -> dict[s
 def values(
     a: Sequence[torch.Tensor], b: torch.Tensor, out: Sequence[torch.Tensor], table: int
 ) -> dict[str, Any]:
-    """The arguments."""
+    """Values of the kernel's arguments, by name."""
 
     def each(numbers: list[int]) -> tuple[int, ...]:
         return (*numbers, *[0] * (MOST_PRODUCTS - len(numbers)))
@@ -102,7 +102,7 @@ def values(
 
 
 def tables(lists: Lists, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
-    """The table on the device, and the rows of products, which must live as long."""
+    """The table on the device, and the numbers of rows that it points to."""
     from ficco.compute.tiled.triton_kernel import TABLE
 
     rows = upload(np.array(lists.tiles.work.rows, np.int32))
@@ -118,7 +118,7 @@ def tables(lists: Lists, upload: Upload) -> tuple[torch.Tensor, torch.Tensor]:
 def compiled_by_triton(
     target: Target, tiling: Tiling, dtype: torch.dtype, b_rows: bool, even_k: bool
 ) -> Any:
-    """The kernel for an architecture, as Triton has it. Needs no device."""
+    """Triton's compiled kernel for an architecture. Needs no device."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -183,7 +183,7 @@ class TritonKernel(TileKernel):
                 numbers = value if isinstance(value, tuple) else (value,)
                 kind = kinds[name][0] if isinstance(value, tuple) else kinds[name]
                 arguments += map(_C_TYPES.get(kind, ctypes.c_void_p), numbers)
-            # Two more pointers, to memory of Triton's for which this kernel has no use.
+            # Triton adds two pointers to scratch memory, which this kernel does not use.
             arguments += ctypes.c_void_p(), ctypes.c_void_p()
             launch, packed = self._binding.launch, Packed(arguments)
             return partial(launch, function, tiles.clusters, threads, packed, shared=shared)
@@ -193,7 +193,7 @@ class TritonKernel(TileKernel):
     def _load(
         self, tiling: Tiling, dtype: torch.dtype, b_rows: bool, even_k: bool
     ) -> tuple[Any, int, int]:
-        """The kernel on the device, its threads, and its bytes of shared memory."""
+        """The loaded kernel, its threads per block, and its bytes of shared memory."""
         made = compiled_by_triton(self._binding.target, tiling, dtype, b_rows, even_k)
         metadata = made.metadata
         kernels = self._binding.load(made.kernel, (metadata.name,), metadata.shared)

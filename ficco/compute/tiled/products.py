@@ -1,4 +1,4 @@
-"""The product whose tiles wait, on one device: what all of its kernels share.
+"""The product whose tiles wait, on one device, for the kernels of all architectures.
 
 :class:`TiledProducts` puts work lists on the device and :class:`TiledLaunch` launches them, through
 the :class:`TileKernel` of the device's architecture. Importing this module uses no device.
@@ -19,10 +19,10 @@ import torch
 from ficco.accelerator import gpu
 from ficco.compute.tiled.worklist import TileList, TileRates, Tiling, Work, best
 
-#: Bytes of the unit that kernels load, and how many elements these are.
+#: Bytes and elements of the unit that kernels load.
 UNIT, UNIT_ELEMENTS = 16, 8
 DTYPES = (torch.bfloat16, torch.float16)
-#: Those of operands that are scaled.
+#: Dtypes of scaled operands.
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CONTIGUOUS = torch.contiguous_format
 
@@ -35,8 +35,8 @@ Enqueue = Callable[[Any], None]
 class TileTypes(NamedTuple):
     """Dtypes of A, of B and of the results.
 
-    ``precise``: what the device adds up in less than float32, as Hopper GPUs do for float8, is
-    added to a sum in float32 after each step along k.
+    ``precise``: add the sums of each step along k in float32, for devices that accumulate with less
+    precision, as Hopper GPUs do for float8.
     """
 
     a: torch.dtype
@@ -46,7 +46,7 @@ class TileTypes(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> TileTypes:
-        """One for all."""
+        """The same dtype for operands and results."""
         return cls(dtype, dtype, dtype)
 
     @property
@@ -59,9 +59,9 @@ class TileScales(NamedTuple):
     """The factors of float8 operands, in float32.
 
     Attributes:
-        a: of each product, [its rows, 1], or [1, 1] for all of them.
+        a: for each product, [rows, 1], or [1, 1] for all rows.
         b: [1, n], or [1, 1].
-        bias: a row [n] of the results' dtype that is added.
+        bias: row [n] that is added, in the results' dtype.
     """
 
     a: Sequence[torch.Tensor]
@@ -69,8 +69,8 @@ class TileScales(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-#: Sets the arguments for A of each product, B as it is stored, the result of each product, and the
-#: factors of operands that are scaled.
+#: Sets the arguments: A of each product, B as stored, the result of each product, and the factors
+#: of scaled operands.
 Bind = Callable[
     [Sequence[torch.Tensor], torch.Tensor, Sequence[torch.Tensor], TileScales | None], Enqueue
 ]
@@ -78,18 +78,18 @@ Bind = Callable[
 
 @dataclass(frozen=True)
 class Lists:
-    """A work list on the device: addresses, unless said otherwise.
+    """A work list on the device. All fields but ``tiles`` and ``limit_s`` are device addresses.
 
     Attributes:
-        items: of ``tiles``.
-        gates, words: of arrays of addresses of 32-bit words. A gate is open at 1; a word becomes 1
+        items: the items of ``tiles``.
+        gates, words: arrays of addresses of 32-bit words. A gate is open at 1; a word becomes 1
             when an announcement's rows are stored.
-        targets: additions to a counter that complete an announcement.
-        counters: per announcement.
-        ready: per cut tile and whatever counts by itself, how many parts are written.
-        parts: float32 of parts of tiles.
-        late: becomes 1 + a gate that did not open in time, 1 + ``MAX_GATES`` for parts.
-        limit_s: seconds after which a kernel no longer waits.
+        targets: for each announcement, the counter value that completes it.
+        counters: a counter for each announcement.
+        ready: written parts, for each cut tile and each counting unit of a block.
+        parts: parts of tiles, float32.
+        late: set to 1 + the gate that did not open in time, or 1 + ``MAX_GATES`` for a part.
+        limit_s: seconds that a kernel waits.
     """
 
     tiles: TileList
@@ -108,9 +108,9 @@ class TileKernel(ABC):
     """The kernel of an architecture, on one device.
 
     Attributes:
-        most: products of a list.
-        scales: whether it multiplies float8.
-        counts: what each block has that counts tiles by itself.
+        most: maximum of products in a list.
+        scales: whether the kernel multiplies float8.
+        counts: units of a block that each count tiles.
     """
 
     most: ClassVar[int]
@@ -119,20 +119,19 @@ class TileKernel(ABC):
 
     @abstractmethod
     def rates(self, types: TileTypes) -> TileRates:
-        """By which lists are chosen, and the tilings."""
+        """Tilings and their rates, for choosing a work list."""
 
     @abstractmethod
     def prepare(self, lists: Lists, types: TileTypes, b_rows: bool, upload: Upload) -> Bind:
-        """Compile it and load it, once for each variant. What is returned keeps what it uploads.
+        """Compile and load the kernel, once for each variant. The result owns its uploads.
 
         Args:
-            b_rows: B is stored as [k, n], otherwise as [n, k], each with contiguous rows.
+            b_rows: whether B is stored as [k, n], else as [n, k], with contiguous rows.
         """
 
 
 def addressable(matrix: torch.Tensor) -> bool:
-    """Whether kernels can load units of a matrix: its rows are contiguous, and begin at multiples
-    of 16 bytes."""
+    """Whether kernels can load a matrix in units: contiguous rows, aligned to 16 bytes."""
     size, (rows, columns) = matrix.element_size(), matrix.shape
     pitch = matrix.stride(0)
     spaced = rows == 1 or (pitch >= columns and pitch * size % UNIT == 0)
@@ -145,9 +144,9 @@ def pitch_of(matrix: torch.Tensor) -> int:
 
 
 class TiledLaunch:
-    """A work list on one device, with its scratch: made by :meth:`TiledProducts.prepare`.
+    """A work list on one device, with scratch memory, from :meth:`TiledProducts.prepare`.
 
-    Its launches must run one after the other, and end before it is dropped.
+    Launches must not overlap, and must end before this object is dropped.
     """
 
     def __init__(
@@ -173,15 +172,15 @@ class TiledLaunch:
         """Enqueue ``out[p] = a[p] @ b`` for each product p.
 
         Args:
-            a: [rows of p, k] each. Rows that wait for gates must be :func:`addressable`. Others are
-                copied if they are not.
-            b: [k, n]. It is copied if it is not laid out as prepared for.
-            out: [rows of p, n] each, likewise for rows that are announced.
-            stream: PyTorch's current one, as the vendor's binding takes it.
-            scales: of float8 operands, whose products they multiply.
+            a: [rows of p, k] each. Gated rows must be :func:`addressable`; other rows are copied if
+                they are not.
+            b: [k, n], copied if its layout is not the prepared one.
+            out: [rows of p, n] each. Announced rows must be :func:`addressable`.
+            stream: PyTorch's current stream, in the form of the vendor's binding.
+            scales: factors of float8 operands.
 
         Returns:
-            What enqueues it again for the same operands; None if some had to be copied.
+            A function that enqueues the launch again for the same operands; None after a copy.
 
         Raises:
             ValueError: a tensor has another shape or dtype, or may not be copied but must be.
@@ -234,13 +233,13 @@ class TiledProducts:
     def __init__(
         self, device: torch.device, processors: int, kernel: TileKernel, uploads: Any = None
     ) -> None:
-        # On ``uploads`` lists go to the device. Engines have their own: a stream of PyTorch's is
-        # also handed out to callers, who capture on it, or have it wait for peers.
+        # Stream for uploads. Engines pass one of their own: PyTorch also hands its streams out to
+        # callers, who may capture on them or let them wait for peers.
         self.device, self.processors, self.kernel = device, processors, kernel
         self._uploads: gpu.Stream | None = uploads
 
     def serves(self, types: TileTypes, products: int, n: int, k: int) -> str:
-        """Why products cannot be computed here; empty if they can."""
+        """Reason why products are not supported here; empty if they are."""
         served = (*DTYPES, *FLOAT8) if self.kernel.scales else DTYPES
         if types.a not in served or types.b not in served or types.out not in DTYPES:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in served)
@@ -253,11 +252,11 @@ class TiledProducts:
         return ""
 
     def best(self, work: Work, types: TileTypes, b_rows: bool, spare: int = 0) -> TileList:
-        """The list with the least predicted time that leaves ``spare`` processors to others."""
+        """Fastest predicted list that leaves ``spare`` processors to other kernels."""
         return best(work, self.kernel.rates(types), self.processors - spare, b_rows)
 
     def clusters(self, tiling: Tiling, spare: int = 0) -> int:
-        """Clusters of a launch that leaves ``spare`` processors to others."""
+        """Clusters of a launch that leaves ``spare`` processors to other kernels."""
         return (self.processors - spare) // tiling.blocks
 
     def prepare(
@@ -271,12 +270,12 @@ class TiledProducts:
         gates: Sequence[int] = (),
         words: Sequence[int] = (),
     ) -> TiledLaunch:
-        """Compile the kernel, load it, and put the list on the device. It waits for the device, so
-        nothing that this thread must end may keep it waiting.
+        """Compile and load the kernel, and upload the list. This synchronizes with the device, so
+        no work there may depend on what this thread does next.
 
         Args:
-            b_rows: whether B [k, n] is given with contiguous rows, else with contiguous columns.
-            late, gates, words: addresses of words: see :class:`Lists`.
+            b_rows: whether B [k, n] has contiguous rows, else contiguous columns.
+            late, gates, words: addresses of words, see :class:`Lists`.
         """
         work, tiling, counts = tiles.work, tiles.tiling, self.kernel.counts
         if len(gates) != len(work.gates) or len(words) != len(work.announces):
@@ -318,7 +317,7 @@ class TiledProducts:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """What is enqueued in this block is over after it, whatever else is on the device."""
+        """Run the block on the stream for uploads, and wait for that stream only."""
         uploads = self._uploads = self._uploads or gpu.Stream(self.device)
         with gpu.stream(uploads):
             yield

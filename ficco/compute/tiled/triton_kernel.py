@@ -1,8 +1,8 @@
-"""The product whose tiles wait, in Triton: what ``hopper.cpp`` is, for GPUs without Hopper's units.
+"""The product whose tiles wait, in Triton, for GPUs without Hopper's units (see ``hopper.cpp``).
 
 A persistent program per processor follows its list of items (:mod:`ficco.compute.tiled.worklist`).
-It waits for the gates of an item, multiplies with sums in float32, adds the parts of a tile that is
-cut along k in a fixed order, stores, and announces what is complete. All counters rest at zero.
+For each item it waits for the gates, multiplies with float32 sums, adds the parts of a tile that is
+cut along k in a fixed order, stores, and announces complete rows. All counters rest at zero.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ficco.compute.tiled import products, worklist
 
-#: What the kernel's table holds, int64 each: fields of :class:`ficco.compute.tiled.products.Lists`,
-#: then the address of the rows of products, polls until it gives up, and clusters.
+#: Fields of the kernel's int64 table: those of :class:`ficco.compute.tiled.products.Lists`, then
+#: the address of the products' numbers of rows, the limit on polls, and the number of clusters.
 TABLE = (
     *("items", "gates", "words", "targets", "counters", "ready", "parts", "late"),
     *("rows", "polls", "clusters"),
@@ -39,8 +39,8 @@ UNIT_BYTES: tl.constexpr = tl.constexpr(products.UNIT)
 
 @triton.jit
 def wait(word, value, polls):
-    """Wait until a 32-bit word has a value, as an acquire from the whole system, for so many polls.
-    The polls that are left; 0 if it gave up."""
+    """Poll a 32-bit word until it has a value (system-scope acquire). Returns the polls that are
+    left; 0 after a timeout."""
     seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
     while (seen != value) & (polls > 0):
         seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
@@ -50,16 +50,16 @@ def wait(word, value, polls):
 
 @triton.jit
 def notify(word):
-    """Set a 32-bit word to 1, as a release to the whole system."""
+    """Set a 32-bit word to 1 (system-scope release)."""
     tl.atomic_xchg(word, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def release(AMD: tl.constexpr):
-    """All threads of the program have come here, and the whole system can see what they stored."""
+    """Barrier of the program's threads that makes their stores visible to the whole system."""
     if AMD:
-        # There a barrier does not wait for stores that are under way, and the compiler (that of
-        # Triton 3.6) lets an atomic that releases overtake the write-back of the cache before it.
+        # On AMD a barrier does not wait for stores in flight, and Triton 3.6 lets an atomic release
+        # overtake the write-back of the cache before it.
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nbuffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
             "=v,~{memory}",
@@ -73,7 +73,7 @@ def release(AMD: tl.constexpr):
 
 @triton.jit
 def chosen(values, product):
-    """The value of a product."""
+    """Select the value of a product."""
     value = values[0]
     for index in tl.static_range(1, len(values)):
         value = tl.where(product == index, values[index], value)

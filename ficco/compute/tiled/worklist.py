@@ -1,6 +1,6 @@
-"""What each cluster of the tiled product computes, in which order, and how long that takes.
+"""Work lists of the tiled product: the items of each cluster in order, and their predicted time.
 
-Pure functions: no device, no clock. :func:`listed` makes the work list of a :class:`Work` for a
+Pure functions: no device, no clock. :func:`listed` builds the work list of a :class:`Work` for a
 :class:`Tiling` and a :class:`Cut`; :func:`best` chooses the two by simulating the lists.
 """
 
@@ -16,32 +16,34 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# The same numbers as in the kernels.
+# The kernels have the same constants.
 MAX_PRODUCTS = 8
 MAX_GATES = 128
 MAX_ANNOUNCED = 128
-#: Columns of A in one step along k, if they have two bytes each.
+#: Columns of A in one step along k, for elements of two bytes.
 BK = 64
 #: int32 of an :class:`TileItem`.
 ITEM_INTS = 12
 
-#: Row blocks whose tiles follow one another column by column, so that B and A stay in L2.
+#: Row blocks of a band. Its tiles are ordered column by column, so that A and B stay in L2.
 BAND = 8
-#: The most equal parts of a tile.
+#: Maximum of equal parts of a tile.
 PARTS = 8
-#: Steps along k: the fewest of a part, and of a piece at the end of a tile.
+#: Minimum of steps along k of a part, and of a piece at the end of a tile.
 PART_STEPS, EDGE_STEPS = 8, 4
-#: Gates whose expected time, so many times over, is before a group begins are taken for open then.
+#: A gate counts as open when a group begins, if its expected time multiplied by this is earlier.
 EARLY = 1.5
 #: Share of the time of an empty call before its clusters begin.
 BEGIN = 0.7
-#: How sharply the time of a step turns from that of multiplying to that of loading.
+#: Exponent of the norm that combines the times of multiplying and of loading a step.
 _SHARP = 8
 
 
 class Tiling(NamedTuple):
-    """Rows and columns of a block's tile, stages of its ring of loads, and blocks of a cluster, one
-    below another (``cm``) or side by side (``cn``)."""
+    """Shape of tiles and clusters.
+
+    ``bm``, ``bn``: rows and columns of a block's tile. ``stages``: stages of its ring of loads.
+    ``cm``, ``cn``: blocks of a cluster along the rows and along the columns."""
 
     bm: int
     bn: int
@@ -74,8 +76,8 @@ class RowSpan(NamedTuple):
 
 
 class Cut(Enum):
-    """Which tiles are cut along k: none; what does not fill a round of all clusters in the end; or
-    what does not fill one in each group, from the first, or in the last part of them."""
+    """Tiles that are cut along k: none, the last incomplete round of clusters, or the incomplete
+    round of each group from some group on."""
 
     NONE = "none"
     END = "at the end"
@@ -94,14 +96,14 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Work:
-    """Products that share B, and what their rows wait for and announce.
+    """Products that share B, with the gates and announcements of their rows.
 
     Attributes:
-        rows: of each product, at least 1.
-        n, k: multiples of 8; ``k`` counts two bytes, of which float8 fills one half each.
-        gates: for each gate the rows that need it, in the order in which gates should open.
-        announces: for each announcement its rows, in the order in which they should be complete.
-        opens: when the gates are expected to open, in seconds after the start; by default at once.
+        rows: rows of each product, at least 1.
+        n, k: multiples of 8. ``k`` counts units of two bytes: one bfloat16 or two float8.
+        gates: rows behind each gate, in the expected order of opening.
+        announces: rows of each announcement, in the preferred order of completion.
+        opens: expected time of each gate's opening, in seconds after the start; by default 0.
     """
 
     rows: tuple[int, ...]
@@ -132,7 +134,7 @@ class Work:
 
 
 class TileItem(NamedTuple):
-    """One entry of a list, as in the kernels; ranges are inclusive and (0, -1) if empty."""
+    """One item of a list, laid out as in the kernels. Ranges are inclusive; (0, -1) is empty."""
 
     product: int
     row: int
@@ -149,7 +151,7 @@ class TileItem(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether another cluster adds what this one computes."""
+        """Whether another cluster adds this item's sums."""
         return self.tile >= 0 and not self.others
 
 
@@ -158,11 +160,11 @@ class TileList:
     """A work list.
 
     Attributes:
-        items: int32 of shape (rounds, clusters, ``ITEM_INTS``); the last round is empty.
-        slots: parts of tiles that are written, each of ``Tiling.rows * Tiling.columns`` float32.
-        tiles: that are cut along k.
-        targets: for each announcement how many blocks, once stored, complete it.
-        seconds: its predicted time.
+        items: int32 [rounds, clusters, ``ITEM_INTS``]; the last round is empty.
+        slots: written parts of tiles, each ``Tiling.rows * Tiling.columns`` float32.
+        tiles: number of tiles that are cut along k.
+        targets: for each announcement, the number of stored blocks that completes it.
+        seconds: predicted time.
     """
 
     work: Work
@@ -181,12 +183,16 @@ class TileList:
 
 @dataclass(frozen=True)
 class TileCosts:
-    """Seconds of a call that computes nothing, and of a cluster's work for one tiling: one step of
-    ``BK`` along k, what a tile costs besides, and writing or adding one part of a tile.
+    """Costs of a cluster's work with one tiling, in seconds.
 
-    ``fetch`` is the time in which the device's memory delivers B once, 0 if B stays in L2.
-    ``slowdown`` is the share by which work of any length slows down as the GPU reaches its power
-    limit, ``settles`` the time that this takes.
+    Attributes:
+        call: an empty call.
+        step: one step of ``BK`` along k.
+        tile: overhead of a tile.
+        write, add: writing or adding one part of a tile.
+        fetch: reading B once from the device's memory; 0 if B stays in L2.
+        slowdown: relative slowdown once the GPU has reached its power limit.
+        settles: time constant of that slowdown.
     """
 
     call: float
@@ -199,25 +205,30 @@ class TileCosts:
     settles: float = 400e-6
 
     def seconds(self, end: float, busy: float, groups: int) -> float:
-        """Of a call whose last cluster ends so long after the first begins, whose clusters are busy
-        so long on average, and that reads B for so many groups."""
+        """Seconds of a call.
+
+        Args:
+            end: time from the begin of the first cluster to the end of the last.
+            busy: average busy time of a cluster.
+            groups: number of groups, each of which reads B.
+        """
         end = (end**_SHARP + (groups * self.fetch) ** _SHARP) ** (1 / _SHARP)
-        # A GPU that waits does not get hot.
+        # Only busy clusters heat the GPU.
         hot = self.slowdown * (1 - math.exp(-busy / self.settles)) * (busy / end) ** 2
         return (1 - BEGIN) * self.call + end + hot * busy
 
 
 @dataclass(frozen=True)
 class TileRates:
-    """What :class:`TileCosts` follow from on one GPU; benchmarks/tiled_rates.py fits them.
+    """Rates of one GPU, from which :class:`TileCosts` follow; benchmarks/tiled_rates.py fits them.
 
     Attributes:
-        multiply: for each tiling the seconds of one step if operands are in shared memory.
-        bytes_per_s: at which all processors together load operands.
-        memory: bytes per second of the device's memory.
+        multiply: seconds of one step with operands in shared memory, by tiling.
+        bytes_per_s: rate at which all processors together load operands.
+        memory: bandwidth of the device's memory in bytes per second.
         cache: bytes of B that stay in L2.
         call, slowdown: as in :class:`TileCosts`.
-        tile, write, add: likewise, for 256 columns of a block.
+        tile, write, add: as in :class:`TileCosts`, for a block of 256 columns.
     """
 
     multiply: Mapping[Tiling, float]
@@ -231,18 +242,18 @@ class TileRates:
     slowdown: float
 
     def _loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> float:
-        """Seconds in which so many clusters load one step."""
-        # Rows of B that begin in the middle of a line of 128 bytes: half of them span two more.
+        """Seconds in which ``clusters`` clusters load the operands of one step."""
+        # Rows of B that begin inside a line of 128 bytes touch 1.5 times as many lines.
         split = 1.5 if b_rows and (n * 2 % 128 or tiling.bn * 2 % 128) else 1.0
         return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
 
     def cuts(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> bool:
-        """Whether tiles may be cut: not where rows of B are loaded as fast as they can be. Pieces
-        at different k share fewer loads, and 128 columns took 27 % longer than predicted."""
+        """Whether tiles may be cut: not if loads of B's rows limit the speed. Pieces at different k
+        share fewer loads; 128 columns took 27 % longer than predicted."""
         return not b_rows or self._loads(tiling, n, b_rows, clusters) < self.multiply[tiling]
 
     def costs(self, tiling: Tiling, n: int, k: int, b_rows: bool, clusters: int) -> TileCosts:
-        """With so many clusters at work; ``b_rows`` if B is given with contiguous rows."""
+        """Costs with ``clusters`` active clusters. ``b_rows``: whether B has contiguous rows."""
         loads = self._loads(tiling, n, b_rows, clusters)
         step = (self.multiply[tiling] ** _SHARP + loads**_SHARP) ** (1 / _SHARP)
         of = tiling.bn / 256
@@ -251,10 +262,10 @@ class TileRates:
         return TileCosts(self.call, step, *rest)
 
 
-#: Tilings worth compiling, and what they cost (benchmarks/tiled_rates.py; H100 80GB HBM3, driver
-#: 580, 2026-11-24, commit f18dd30; memory, cache, add and BEGIN by products whose gates opened one
-#: after the other, on an H200). Wide tiles load the least per step; blocks one below another
-#: (``cm``) load half of B each; narrow ones are for few rows or columns.
+#: Useful tilings and their rates (benchmarks/tiled_rates.py; H100 80GB HBM3, driver 580,
+#: 2026-11-24, commit f18dd30; memory, cache, add and BEGIN from products whose gates opened one
+#: after the other, on an H200). Wide tiles load the fewest bytes per step. The two blocks of
+#: ``cm=2`` load half of B each. Narrow tiles are for few rows or columns.
 H100 = TileRates(
     multiply={
         Tiling(128, 256, 4): 0.614e-6,
@@ -274,8 +285,8 @@ H100 = TileRates(
     slowdown=0.178,
 )
 
-#: Where float8 is added up in float32 after each step: sums and two steps must fit in registers. 96
-#: columns took 1.3 times as long (H100, 2026-11-25).
+#: For float8 with float32 sums after each step: the sums and two steps must fit in registers. Tiles
+#: of 96 columns took 1.3 times as long (H100, 2026-11-25).
 H100_PRECISE = replace(
     H100,
     multiply={
@@ -284,8 +295,8 @@ H100_PRECISE = replace(
     },
 )
 
-#: For the kernel in Triton on MI300X, whose only tiling is the largest that spills no registers.
-#: Assumed, nothing is measured: half of the peak of a compute unit (data sheet: 1307 TFLOP/s by
+#: For the Triton kernel on MI300X. Its only tiling is the largest that spills no registers. All
+#: rates are assumed, none is measured: half the peak of a compute unit (data sheet: 1307 TFLOP/s by
 #: 304), 256 MB of last-level cache at 17.2 TB/s, memory at 5.3 TB/s, and the times of a call, a
 #: tile and its parts as twice those of H100.
 MI300X = TileRates(
@@ -304,7 +315,7 @@ MI300X = TileRates(
 def _ranges(
     spans: Sequence[Iterable[RowSpan]], product: int, rows: int, height: int
 ) -> npt.NDArray[np.int64]:
-    """For each block of ``height`` rows of a product the range of those that meet it."""
+    """For each block of ``height`` rows of a product, the range of spans that meet it."""
     ranges = np.tile([len(spans), -1], (-(-rows // height), 1))
     for index, of in enumerate(spans):
         for span in of:
@@ -323,7 +334,7 @@ _GATES, _ANNOUNCES = slice(2, 4), slice(4, 6)
 
 @dataclass(frozen=True)
 class _Group:
-    """Tiles that can begin at the same time ``opens``: the last of them are ``tiles[-1]``."""
+    """Tiles of some row blocks that can begin at the time ``opens``."""
 
     opens: int
     blocks: npt.NDArray[np.int64]
@@ -333,7 +344,7 @@ class _Group:
         return len(self.blocks) * self.columns
 
     def order(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of each tile the index of its block and of its column."""
+        """Block and column index of each tile."""
         block, column = np.divmod(np.arange(len(self)), self.columns)
         order = np.lexsort((block, column, block // BAND))
         return block[order], column[order]
@@ -341,14 +352,13 @@ class _Group:
 
 @lru_cache(maxsize=64)
 def _groups(work: Work, tiling: Tiling, each: float) -> tuple[_Group, ...]:
-    """In the order in which they begin: by what arrives first, then by what is announced first, if
-    at all.
+    """Groups of tiles in the order of their begin: by gate, then by announcement.
 
-    Gates that should have opened well before a group begins share it. Wide products read all of B
-    for each group, so fewer groups read it less often.
+    Gates that are expected to open well before a group begins join that group. Each group reads all
+    of B if the product is wide, so fewer groups read less.
 
     Args:
-        each: seconds in which all clusters together compute a tile.
+        each: seconds of a tile, divided by the number of clusters.
     """
     height, columns = tiling.rows, -(-work.n // tiling.columns)
     blocks = []
@@ -375,12 +385,12 @@ def _groups(work: Work, tiling: Tiling, each: float) -> tuple[_Group, ...]:
 
 
 def _ps(seconds: float) -> int:
-    """Times are added as integers, so that equal ones stay equal."""
+    """Seconds in integral picoseconds, whose sums are exact."""
     return round(seconds * 1e12)
 
 
 class _Plan:
-    """Which cluster computes what, and until when: tiles go to the clusters that are free first."""
+    """Assignment of tiles to clusters: each tile goes to the cluster that is free first."""
 
     def __init__(
         self, work: Work, tiling: Tiling, cut: Cut, clusters: int, costs: TileCosts
@@ -394,10 +404,10 @@ class _Plan:
         self.slots = self.tiles = self.busy = 0
         each = (self.steps * costs.step + costs.tile) / clusters
         self.groups = _groups(work, tiling, each)
-        #: For arrays of tiles of a group: group, tile, cluster, index in its list, then k0, kn,
-        #: tile, slot and others.
+        #: Arrays of items with the rows: group, tile of the group, cluster, index in the cluster's
+        #: list, k0, kn, tile, slot and others.
         self.placed: list[npt.NDArray[np.int64]] = []
-        keep = [len(group) for group in self.groups]  # of each group, tiles that stay whole
+        keep = [len(group) for group in self.groups]  # by group, number of uncut tiles
         if cut is Cut.END:
             left = sum(keep) % clusters
             for index in reversed(range(len(keep))):
@@ -435,10 +445,10 @@ class _Plan:
         self.busy += total * each
 
     def _cut(self, tiles: Sequence[tuple[int, int]], opens: int) -> None:
-        """Spread fewer tiles than there are clusters over all of them."""
+        """Spread tiles over more clusters than there are tiles."""
         count, order = len(tiles), np.argsort(self.free, kind="stable")
-        # The first piece is the owner's, which waits for the others. No cluster of another piece
-        # owns one, so that no circle of owners waits.
+        # The owner of a tile computes the first piece and waits for the others. A cluster with
+        # another piece owns no tile, so owners never wait in a cycle.
         tile, place, k0, kn = self._pieces(count, np.maximum(self.free[order], opens))
         if len(tile) == count:
             return self._whole(np.array(tiles).T, opens)
@@ -455,10 +465,10 @@ class _Plan:
         mine = np.maximum(over[:count] - self.write, last) + self.tile + others * self.add
         self.free[cluster[count:]] = over[count:]
         self.free[cluster[:count]] = mine
-        # Slots of a tile follow each other, in the order of its pieces.
+        # The slots of a tile are consecutive, in the order of its pieces.
         rank, by_tile = np.empty_like(tile), np.argsort(tile, kind="stable")
         rank[by_tile] = np.arange(len(tile)) - np.repeat(np.cumsum(others) - others, others + 1)
-        rank -= tile  # each tile before has an owner, too
+        rank -= tile  # minus the owners of earlier tiles
         slot = self.slots + (np.cumsum(others) - others)[tile] + np.maximum(rank - 1, 0)
         self.placed.append(
             np.stack(
@@ -474,17 +484,18 @@ class _Plan:
         self.tiles += count
 
     def _pieces(self, count: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of ``count`` tiles the pieces, sized so that all end at the same time: for each the tile,
-        the place of its cluster in the order of those that are free first, k0 and kn. The first
-        piece of each tile comes first; those of one cluster follow each other.
+        """Cut ``count`` tiles into pieces that all end at the same time.
 
-        Clusters that share rows or columns read them at the same time only if pieces begin and end
-        at the same k in all tiles: where they do not, L2 is read so much more that products take up
-        to twice as long. So piece p of all tiles is as long, and is for the clusters that are free
-        p-th. Those that are left may help with the end of each tile.
+        The result has a column for each piece: tile, rank of its cluster by free time, k0 and kn.
+        The first pieces of all tiles come first; the pieces of a cluster are consecutive.
+
+        Clusters that share rows or columns load them together only if their pieces begin and end at
+        the same k. Otherwise L2 is read so much more that products take up to twice as long. So
+        piece p has the same length in all tiles, and goes to the p-th ``count`` clusters. Remaining
+        clusters may help at the end of each tile.
 
         Args:
-            starts: when the clusters are free, the first of them first.
+            starts: times at which the clusters are free, in ascending order.
         """
         steps, most = self.steps, max(1, self.clusters // count)
         options: list[tuple[float, int, list[float]]] = []
@@ -493,7 +504,7 @@ class _Plan:
             begins[1:] += self.write
             left = starts[parts * count :][:count]
             for helpers in {0, len(left)}:
-                # Helpers write a piece of each tile that they work on.
+                # A helper writes a piece of each of its tiles.
                 theirs = (left[:helpers] + count / max(helpers, 1) * self.write).sum() / count
                 work = steps * self.step + begins.sum() + theirs
                 end = work / (parts + helpers / count)
@@ -548,14 +559,14 @@ class _Plan:
 
 
 def listed(work: Work, tiling: Tiling, cut: Cut, clusters: int, costs: TileCosts) -> TileList:
-    """The work list of ``clusters`` clusters. The same arguments always give the same list."""
+    """Work list for ``clusters`` clusters. It depends on the arguments only."""
     return _Plan(work, tiling, cut, clusters, costs).listed()
 
 
 def _candidates(
     work: Work, rates: TileRates, processors: int, b_rows: bool
 ) -> list[tuple[float, tuple[Tiling, Cut, int, TileCosts]]]:
-    """With a time that their lists cannot be faster than, the least first."""
+    """Candidates with a lower bound on the time of their lists, in ascending order."""
     candidates = []
     for tiling in rates.multiply:
         clusters = processors // tiling.blocks
@@ -568,7 +579,7 @@ def _candidates(
             groups = _groups(work, tiling, each / clusters)
             first = cut.first(len(groups))
             if cut not in (Cut.NONE, Cut.END) and (first in firsts or len(groups) == 1):
-                continue  # of one group it is the end
+                continue  # equal to another cut
             firsts.add(first)
             for group in groups:
                 rounds = left / clusters if cut is not Cut.NONE else -(-left // clusters)
@@ -583,11 +594,11 @@ def _candidates(
 def ranked(
     work: Work, rates: TileRates, processors: int, b_rows: bool, most: int = 1
 ) -> list[TileList]:
-    """The lists with the least predicted times, at most ``most`` of them, the least first.
+    """The ``most`` lists with the least predicted times, in ascending order.
 
     Args:
-        processors: that the kernel may use.
-        b_rows: whether B is given with contiguous rows.
+        processors: processors that the kernel may use.
+        b_rows: whether B has contiguous rows.
     """
     plans: list[_Plan] = []
     for bound, of in _candidates(work, rates, processors, b_rows):
@@ -600,5 +611,5 @@ def ranked(
 
 
 def best(work: Work, rates: TileRates, processors: int, b_rows: bool) -> TileList:
-    """The list with the least predicted time; see :func:`ranked`."""
+    """List with the least predicted time; see :func:`ranked`."""
     return ranked(work, rates, processors, b_rows)[0]
