@@ -1,50 +1,51 @@
 """Discrete-event simulation of Plans on a Machine.
 
-What is modelled, and how:
+The model:
 
-- *Copies.* A copy lane is a queue. A copy occupies it for ``gap`` and the time of its bytes; its
-  signal is seen ``latency`` and the time of its bytes after it began. Bytes move at the copy's own
-  rate or at its share of what it shares: on a switch the sender's egress port and the receiver's
-  ingress port, on a mesh the link between the two. A rank has no more copies in flight than it has
-  engines. Copies by the kernel that are launched together (:func:`ficco.plan.together`) move at the
-  rate of all their bytes, without gaps; they are enqueued once, and a wait for one of them is a
-  wait for all. On a compute lane, without fork and join, they are seen sooner
+- *Copies.* A copy lane is a queue. A copy occupies the lane for ``gap`` and the time of its bytes.
+  Its signal is visible ``latency`` and the time of its bytes after the copy began. A copy runs at
+  its own rate, or at its share of the links it uses: on a switch the sender's egress port and the
+  receiver's ingress port, on a mesh the link between both. A rank has at most as many copies in
+  flight as it has engines. Copies of one kernel launch (:func:`ficco.plan.together`) run at the
+  rate of all their bytes, without gaps. The launch is enqueued once, and a wait for one of its
+  copies is a wait for all. On a compute lane, without fork and join, its signals are visible sooner
   (``Copies.in_front``).
-- *Drift.* GPUs multiply at different rates, so that products to be sent are ready sooner on one
-  rank than on another. Copies that go from peer to peer in turns then meet copies of other ranks at
-  the ports of a switch, for as long as ranks are early or late: see ``DRIFT``. Successive copies to
-  one peer (a ring) meet no others.
-- *Products.* The GPU of a rank serves the products of all its compute lanes in the order in which
-  they begin, each for its ``Gemm.seconds``. The next one begins in the last wave of the one before
-  and fills part of it, the part by which ``Gemm.dense`` is shorter: see ``UNFILLED``. Copies within
-  a rank are served likewise, at the rate of its memory. Of products that can begin at the same
-  time on several lanes those to be sent come last: a GPU may take either, and where it takes a
-  product that stays, the copies of the other wait for both (up to 32 % slower with two products on
-  2 H200). A GPU that multiplies for long gets slower (``Gemm.heated``). A product whose rows wait
-  or tell (``Step.gates``, ``Step.announces``) is one kernel: each part takes its share of the
-  processors' time, and the last one also what the last wave lacks. A part that was waited for is
-  over no sooner than a product of its own, but leaves processors to the next.
-- *Batches* of products with a matrix each, as layers of experts have them, take what the machine
-  has of them (``Machine.experts``), else what other products do.
+- *Drift.* GPUs multiply at different rates, so products to be sent are ready sooner on one rank
+  than on another. While ranks are early or late, copies that go to the peers in turns meet copies
+  of other ranks at the ports of a switch: see ``DRIFT``. Copies to a single peer (a ring) meet
+  none.
+- *Products.* A rank's GPU serves the products of all compute lanes in the order of their begin,
+  each for ``Gemm.seconds``. A product begins in the last wave of its predecessor and fills part of
+  that wave, by which ``Gemm.dense`` is shorter: see ``UNFILLED``. Copies within a rank are served
+  likewise, at the rate of the rank's memory. Of products that can begin at the same time on several
+  lanes, products to be sent come last: a GPU may take either, and if it takes a product that stays,
+  the copies of the other wait for both (up to 32 % slower with two products on 2 H200). A GPU that
+  multiplies for long gets slower (``Gemm.heated``). A product with gates or announcements
+  (``Step.gates``, ``Step.announces``) is one kernel. Each of its parts takes its share of the
+  processors' time; the last part also takes the unused rest of the last wave. A part that was
+  waited for ends no sooner than a separate product would, but leaves processors to the next part.
+- *Batches* of products with one matrix each, as in layers of experts, use the machine's block
+  ``experts`` if there is one, else ``gemm``.
 - *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
-  with these; calls on several lanes fill each other's start and last blocks as products do.
-- *Sums* of what arrives read all their parts and write the result, at the rate of the rank's
-  memory. They go before products that are not yet served, whose lanes have a lower priority, but
-  start ``Memory.latency`` after what they wait for. The next product of a lane waits less than that
-  for the one before it, so that a sum of what the first one produced comes after both.
-- *Hosts.* A network step begins when both sides of a move have reached it; where one rank stands
-  for all they do so at the same time. What a rank sends and receives moves at its share of the
-  cards at both ends (``Network``), and slows products as copies do. The moves of a step follow each
-  other, and the network's latency counts once.
-- *Collectives* take as long as a curve says (``Machine.exchange``), and nothing runs during them.
-- *Contention.* While a rank sends or receives, its products take longer by a factor, and while it
-  multiplies, its copies do (FiCCO, section IV-D). Copy kernels slow products as a collective does.
-- *The host.* In the mode ``"idle"`` an operation is available to the GPU when the host has enqueued
-  it, after all those before it in the plan; in the mode ``"queued"`` all are available at 0. Hosts
-  do not begin at the same time (``Host.skew``), so that on a switch copies that would take turns
-  meet at a port: on 4 H200 that, not the host's own time, is most of what many small pieces lose
+  with products. Calls on several lanes fill each other's first and last blocks, as products do.
+- *Sums* of arrived parts read all parts and write the result, at the rate of the rank's memory.
+  They run before products that are not yet served, whose lanes have a lower priority, but start
+  ``Memory.latency`` after their inputs. The gap between successive products of a lane is shorter,
+  so a sum of the first product's result runs after the second product.
+- *Hosts.* A network step begins when both sides of a move have reached it; if one rank stands for
+  all, both do so at the same time. A rank's traffic gets its share of the cards at both ends
+  (``Network``), and slows products like copies. The moves of a step run one after the other, with
+  one network latency.
+- *Collectives* take the time of a measured curve (``Machine.exchange``), and nothing runs beside.
+- *Contention.* Products take longer by a factor while their rank sends or receives, and copies take
+  longer while their ranks multiply (FiCCO, section IV-D). Copy kernels slow products as a
+  collective does.
+- *The host.* In the mode ``"idle"`` the GPU can begin an operation once the host has enqueued it
+  and all operations before it; in the mode ``"queued"`` all are enqueued at 0. Hosts do not begin
+  at the same time (``Host.skew``), so copies that would take turns on a switch meet at a port. On 4
+  H200 that, not the host's own time, is most of the loss with many small pieces
   (docs/results/measured-h200-4.csv, hetero-fused-1d:pieces=4 where copies take as long as GEMMs).
-- *The end* is when the caller's stream is done, which waits for all lanes but ``sync``. Slots are
+- *The end* is the end of the caller's stream, which waits for all lanes but ``sync``. Slots are
   free: nothing waits for the previous call.
 """
 
@@ -77,25 +78,25 @@ from ficco.problems.specification import AnyProblem
 from ficco.simulate.mirror import Mirror
 from ficco.simulate.timeline import SYNC_LANE
 
-#: By how much of a call's host time a product whose tiles wait is enqueued later: it is launched
-#: after the recording of all else. Medians over 30 calls on three hosts with one H200 each,
-#: 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
+#: Delay of a product whose tiles wait, as a share of the call's host time: the product is launched
+#: after the recording of all other operations. Medians over 30 calls on three hosts with one H200
+#: each, 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
 
-#: Points of time per second: what differs by less than a femtosecond happens at the same time.
+#: Grid of times, per second: events within a femtosecond are simultaneous.
 GRID = 2.0**50
 
-#: Seconds of the host for each launch or copy of exact rows, which looks up what the call has of
-#: them. Calls of four pieces took 831 us longer to enqueue than calls of one, with seven more for
+#: Seconds of the host for each launch or copy of exact rows, to look up the call's numbers of rows.
+#: Calls of four pieces took 831 us longer to enqueue than calls of one, with seven more for
 #: each piece (64 experts, two H100, 2026-11-26, commit 841d812).
 LOOK_UP = 40e-6
 
-#: Share of the start and of the last wave of a product that the next one on another lane does not
-#: fill. Fitted: with it, the times with two compute lanes over those with one are 1.1 % from those
+#: Share of a product's start and last wave that the next product on another lane does not fill.
+#: Fitted: with it, the times with two compute lanes over those with one are 1.1 % from those
 #: in docs/results/measured-h200-4.csv in the mean, with 0 they are 2.2 % from them.
 UNFILLED = 0.5
 
-#: How far ranks drift apart, as a share of the seconds that they have multiplied. Fitted to 104
+#: Drift between ranks, as a share of the seconds that they have multiplied. Fitted to 104
 #: all-reduces and 136 reduce-scatters on 4 H200 (docs/results, 2026-11-22): with it predictions are
 #: 4.7 and 3.0 % from them in the mean, with 0 they are 6.9 and 3.0 % from them.
 DRIFT = 0.03
@@ -109,70 +110,72 @@ _BEGIN, _END, _ENGINE, _SERVE = range(4)
 
 @dataclass(slots=True, eq=False)
 class _SimulatedLane:
-    """A queue of steps of one rank, and the step at its head once that has begun."""
+    """A queue of steps of one rank, and the state of its first step."""
 
     rank: int  # index among those that are simulated
-    computes: bool  # other lanes have a higher priority
+    computes: bool  # compute lanes have a lower priority than others
     steps: list[int] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)  # of steps that could begin at the same time
+    order: list[int] = field(
+        default_factory=list
+    )  # tie-break between steps that can begin at the same time
     position: int = 0  # of the head in ``steps``
-    free: float = 0.0  # when the lane is free for its head
-    version: int = 0  # of the head's end, which changes with its rate
+    free: float = 0.0  # time at which the head may begin
+    version: int = 0  # of the event of the head's end, which changes with its rate
     start: float = 0.0
     launched: bool = False  # whether a product ran before
-    #: Of a product: when it is served and when it ends, on its rank's clock.
+    #: Of a product: times of its service and end, on the rank's clock.
     served: float = 0.0
     ends: float = 0.0
-    #: Of a part of a product: seconds by which it is over after the next one begins, and when all
-    #: parts so far are over, on its rank's clock; the rows since the processors all began at once,
-    #: and when that was.
+    #: Of a part of a product: seconds from the begin of the next part to the end of this part; end
+    #: of all parts so far, on the rank's clock; rows since all processors began together, and the
+    #: time of that begin.
     late: float = 0.0
     parts_end: float = 0.0
     rows: int = 0
     rows_begin: float = 0.0
-    #: Of a copy: bytes left at the time ``since``, bytes per second now and without contention,
-    #: the ports that it shares with others, and the ranks whose products it slows down.
+    #: Of a copy: bytes left at the time ``since``; bytes per second now, and without contention;
+    #: ports that it uses; ranks whose products it slows down.
     remaining: float = 0.0
     since: float = 0.0
     rate: float = 0.0
     full_rate: float = 0.0
     ports: tuple[int, ...] = ()
     endpoints: tuple[int, ...] = ()
-    peer: int = -1  # of its last copy
+    peer: int = -1  # peer of the lane's last copy
 
     def head_order(self) -> int:
-        """Of lanes that can begin at the same time, the one with the smallest begins first."""
+        """Priority of the head: the smallest of simultaneous heads begins first."""
         return self.order[self.position] if self.position < len(self.steps) else -1
 
 
 @dataclass(slots=True, eq=False)
 class _SimulatedRank:
-    """The GPU of a rank. Its products follow a clock that is slower while copies are in flight."""
+    """The GPU of a rank. Its products follow a clock that slows down while copies are in flight."""
 
     plan: Plan
     number: int
     lanes: dict[str, _SimulatedLane] = field(default_factory=dict)
-    clock: float = 0.0  # at the time ``since``
+    clock: float = 0.0  # value at the time ``since``
     since: float = 0.0
-    slowdown: float = 1.0  # seconds per second of the clock
-    worked: float = 0.0  # seconds of products, had the GPU stayed cold
-    served: float = 0.0  # when the next product can begin, on the clock
+    slowdown: float = 1.0  # seconds of time per second of the clock
+    worked: float = 0.0  # seconds of products on a cold GPU
+    served: float = 0.0  # earliest begin of the next product, on the clock
     multiplying: dict[_SimulatedLane, None] = field(default_factory=dict)
     busy: bool = False  # whether products slow copies down
     #: Lanes, of any rank, with a copy to or from this one.
     copying: dict[_SimulatedLane, None] = field(default_factory=dict)
-    in_flight: int = 0  # copies of its own lanes
-    engines: int = 0  # the most of them at a time; 0 for no limit
-    queue: deque[_SimulatedLane] = field(default_factory=deque)  # lanes that wait for an engine
-    #: By step: when it is available to the GPU, and when what it posts is.
+    in_flight: int = 0  # copies of this rank's lanes
+    engines: int = 0  # limit of copies in flight; 0 for none
+    queue: deque[_SimulatedLane] = field(default_factory=deque)  # lanes waiting for a copy engine
+    #: By step: time at which the GPU can begin it, and at which its signals can be seen.
     enqueued: list[tuple[float, float]] = field(default_factory=list)
     ran: list[tuple[float, int, float]] = field(default_factory=list)  # start, step, stop
     posts: list[tuple[Signal, ...]] = field(default_factory=list)
-    #: By step: the steps of its launch, and of copies that are launched together all bytes.
+    #: By step: steps of its launch, and bytes of all copies of the launch.
     launches: list[tuple[int, ...]] = field(default_factory=list)
     launch_bytes: dict[int, int] = field(default_factory=dict)
-    placed: set[int] = field(default_factory=set)  # steps that a launch of copies does, too
-    #: By part of a product, the rows of all its parts, and whether some wait.
+    placed: set[int] = field(default_factory=set)  # steps included in a launch of copies
+    #: By part of a product: rows of all parts, and whether any part waits.
     tiled: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -193,8 +196,8 @@ class _SimulatedRank:
             self.tiled.update(dict.fromkeys(parts, (rows, gated)))
 
     def launch_together(self) -> None:
-        """Launch copies together as a GPU does. What a launch brings to its place within the rank
-        is there before what travels."""
+        """Group copies into launches, as a GPU engine does. Copies within the rank are complete
+        before the copies between ranks."""
         steps = self.plan.steps
         for whole in together(self.plan):
             copies = tuple(i for i in whole if steps[i].op == "copy")
@@ -210,10 +213,10 @@ class _SimulatedRank:
             self.posts[copies[-1]] = tuple(post for i in copies for post in steps[i].posts)
 
     def enqueue(self, host: Host, begin: float) -> None:
-        """Note when the host has enqueued each step, and what the step posts.
+        """Compute the time at which the host has enqueued each step and its signals.
 
-        The lane ``sync`` comes last, as engines enqueue it. A collective is part of its call; a
-        place or a sum costs the host as much as a product.
+        The lane ``sync`` is enqueued last, as engines do. A collective is part of its call. A place
+        or a sum costs the host as much as a product.
         """
         plan = self.plan
         now = begin + (host.collective_call if plan.collective else host.call)
@@ -247,8 +250,7 @@ class _SimulatedRank:
                 self.enqueued[one] = available, now
 
     def _looks_up(self, step: Step) -> float:
-        """Seconds of the host for rows of blocks of which only the call knows how many there
-        are."""
+        """Seconds of the host to look up the exact rows of a step's blocks."""
         buffer = self.plan.buffer
         if step.transfer is not None:
             return LOOK_UP * (buffer[step.transfer.src.buffer].block > 0)
@@ -256,19 +258,19 @@ class _SimulatedRank:
         return LOOK_UP * sum(one.batch if self.plan.apart(one) else 1 for one in products)
 
     def unserved(self) -> list[_SimulatedLane]:
-        """The compute lanes whose products are not yet served."""
+        """Compute lanes whose products are not served yet."""
         return [lane for lane in self.multiplying if lane.computes and lane.served > self.clock]
 
     def tick(self, now: float) -> float:
-        """Advance the clock to a time, and return what it says."""
+        """Advance the clock to a time, and return the clock's value."""
         self.clock += (now - self.since) / self.slowdown
         self.since = now
         return self.clock
 
 
 def _exchanged_bytes(problem: AnyProblem, row_bytes: int) -> int:
-    """Bytes that a rank has for another, as curves of collectives count them, in rows of so many;
-    where ranks or blocks differ, those of the rank that has most to send or to receive."""
+    """Bytes per pair of ranks, the argument of collectives' curves, for rows of ``row_bytes``. If
+    ranks or blocks differ, this is the mean over the peers of the busiest rank."""
     peers, rows = range(problem.world), problem.specification.exchange.by_collective
     table = [[0 if i == j else rows(i, j) for j in peers] for i in peers]
     most = max(map(sum, (*table, *zip(*table, strict=True))))
@@ -276,7 +278,7 @@ def _exchanged_bytes(problem: AnyProblem, row_bytes: int) -> int:
 
 
 def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
-    """The parts of each step that was taken apart. They are next to each other."""
+    """Parts of each step that was split. The parts of a step are consecutive."""
     parts: list[int] = []
     for index, step in enumerate(steps):
         if parts and step.part <= steps[parts[-1]].part:
@@ -289,13 +291,13 @@ def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
 
 
 def _reads_peers(step: Step) -> bool:
-    """Whether a step sums what lies at peers."""
+    """Whether a step sums parts in the memory of peers."""
     reduction = step.reduction
     return reduction is not None and any(p.rank != reduction.out.rank for p in reduction.parts)
 
 
 class Simulation:
-    """Plans of all ranks, or the plan of one that stands for all."""
+    """Simulation of the plans of all ranks, or of one rank that stands for all."""
 
     def __init__(
         self, plans: Sequence[Plan], machine: Machine, mode: str, mirror: Mirror | None = None
@@ -313,11 +315,11 @@ class Simulation:
         self.now = 0.0
         self.pushed = 0
         self.events: list[tuple[float, int, int, int, _SimulatedLane, int]] = []
-        self.ready: list[_SimulatedLane] = []  # lanes whose head may begin
-        #: When a signal is seen, or a step is over; lanes that wait for it to be known.
+        self.ready: list[_SimulatedLane] = []  # lanes whose head may be able to begin
+        #: Times of signals and of ends of steps, and lanes that wait for one of them.
         self.known: dict[object, float] = {}
         self.waiting: dict[object, list[_SimulatedLane]] = {}
-        #: Lanes whose copies use a port or link.
+        #: Lanes with a copy in flight, by port or link.
         self.sharers: dict[int, dict[_SimulatedLane, None]] = {}
         self.changed_ranks: dict[int, None] = {}
         self.changed_copies: dict[_SimulatedLane, None] = {}
@@ -327,7 +329,7 @@ class Simulation:
         self._read_machine([step for plan in plans for step in plan.steps])
 
     def _read_machine(self, steps: Sequence[Step]) -> None:
-        """Take the blocks of the machine that the steps need, and of others what is there."""
+        """Read the machine's blocks. Blocks that the steps do not need may be missing."""
         for step in steps:
             if step.op not in OPS:
                 raise unknown(step, "the simulator")
@@ -370,7 +372,7 @@ class Simulation:
             self.copy_factor = contention.copies_under_gemm
         host: Host = self._block("host", self.mode == "idle")
         sends_products = any(step.transfer and step.transfer.terms for step in copies)
-        #: What a copy that meets those of other ranks moves in addition, as a share of its bytes.
+        #: Penalty for a copy that may meet copies of other ranks, as a share of its bytes.
         self.collision = self._collision() if sends_products else 0.0
         for rank in self.ranks:
             if by_kernel and machine.accelerator != "cpu":
@@ -392,8 +394,8 @@ class Simulation:
         return block
 
     def _collision(self) -> float:
-        """By how much longer a copy takes, relatively, at a port that it may have to share: each
-        other rank sends to one of its peers, to any as likely as to another."""
+        """Expected relative delay of a copy at a shared port, if each other rank sends to a random
+        one of its peers."""
         peers = self.local_world - 1
         if peers < 2 or self.topology is None or self.topology.kind != "switch":
             return 0.0
@@ -405,12 +407,12 @@ class Simulation:
         return self.topology.bandwidth / left - 1.0
 
     def _share(self, sharers: int) -> float:
-        """Bytes per second of one of so many copies on a port or link."""
+        """Bytes per second of each of ``sharers`` copies on a port or link."""
         whole = self.topology.bandwidth
         return whole if sharers == 1 else whole * self.topology.sharing / sharers
 
     def run(self) -> list[list[TimedStep]]:
-        """The steps of every rank that is simulated, in the order of their start."""
+        """Simulate, and return the steps of each simulated rank in the order of their start."""
         for rank in self.ranks:
             self.ready.extend(rank.lanes.values())
         events = self.events
@@ -437,7 +439,7 @@ class Simulation:
         ]
 
     def _begin_ready(self) -> None:
-        """Begin what can begin now, then update the rates of what it slows down."""
+        """Begin all heads that can begin now, then update the affected rates."""
         while self.ready:
             ready, self.ready = self.ready, []
             for lane in sorted(ready, key=_SimulatedLane.head_order) if len(ready) > 1 else ready:
@@ -450,14 +452,14 @@ class Simulation:
         at = floor(at * GRID + 0.5) / GRID
         heappush(self.events, (at, lane.head_order(), self.pushed, kind, lane, lane.version))
 
-    # What a step waits for.
+    # Waits.
 
     def _wait_key(self, signal: Signal) -> object:
-        """What a signal is known by: its word, or this rank's own signal that mirrors it."""
+        """Key of a signal: its word, or this rank's own signal that mirrors it."""
         if not self.mirror or signal.poster == signal.waiter:
             return signal.waiter, signal.word
         peer = signal.poster
-        if self.mirror.subtracts:  # the peer at the same distance the other way round
+        if self.mirror.subtracts:  # the peer at the same distance in the other direction
             local = self.local_world
             first = signal.waiter // local * local
             peer = first + (2 * signal.waiter - peer - first) % local
@@ -572,7 +574,7 @@ class Simulation:
     # Products, and copies within a rank.
 
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
-        """Let the GPU serve a step's products, or what it moves within the rank."""
+        """Serve a step's products, or its copies within the rank, on the GPU."""
         multiplies = step.op in ("matmul", "attend", "apply")
         if step.part and multiplies:
             whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
@@ -591,7 +593,7 @@ class Simulation:
             self._finish(lane, self.now, self.now)
             return
         begin = rank.tick(self.now)
-        if multiplies:  # the more was multiplied, the hotter the GPU
+        if multiplies:  # the GPU is hotter the more it has multiplied
             worked, rank.worked = rank.worked, rank.worked + whole
             slower = (self.gemm.heated(rank.worked) - self.gemm.heated(worked)) / whole
             whole, filled = whole * slower, filled * slower
@@ -615,8 +617,7 @@ class Simulation:
         self._push(self.now + (lane.ends - rank.clock) * rank.slowdown, _END, lane)
 
     def _product_seconds(self, step: Step, plan: Plan) -> tuple[float, float]:
-        """Seconds of a step's products if nothing else runs, and with their last waves filled by
-        other products."""
+        """Seconds of a step's products alone, and with their last waves filled by others."""
         whole = filled = 0.0
         for product in step.products:
             out, itemsize = product.out, self.itemsize[product.a.buffer]
@@ -640,8 +641,8 @@ class Simulation:
     def _attention_seconds(
         self, calls: Iterable[LibraryCall], itemsize: int
     ) -> tuple[float, float]:
-        """Seconds of calls of a library's attention if nothing else runs, and with their starts and
-        last blocks filled by others."""
+        """Seconds of attention calls alone, and with their starts and last blocks filled by
+        others."""
         times = [self.attention.times(self.gemm, itemsize, *call) for call in calls]
         return sum(whole for whole, _ in times), sum(filled for _, filled in times)
 
@@ -660,7 +661,7 @@ class Simulation:
     def _part_seconds(
         self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step, now: float
     ) -> float:
-        """Seconds before the next part of a product can begin, or the whole product is over."""
+        """Seconds until the next part can begin or, for the last part, until the product ends."""
         index, here = lane.steps[lane.position], lane.position + 1
         last = here == len(lane.steps) or rank.plan.steps[lane.steps[here]].part <= step.part
         (rows, gated), itemsize = rank.tiled[index], self.itemsize[step.products[0].a.buffer]
@@ -675,10 +676,10 @@ class Simulation:
         share, start = dense * mine / rows, self.tiled.start
         waves = partial(self.tiled.waves, itemsize=itemsize)
         lane.rows += mine
-        if not gated:  # whole waves of tiles that suit all rows
+        if not gated:  # whole waves of the tiles chosen for all rows
             waved = waves(lane.rows, rows, n, k) / waves(rows, rows, n, k)
             ends = [lane.rows_begin + (whole - start) * waved]
-        else:  # of tiles that suit the rows that are there
+        else:  # waves of tiles chosen for the available rows
             seconds = partial(self.tiled.seconds, n=n, k=k, itemsize=itemsize)
             ends = [lane.rows_begin + seconds(lane.rows) - start]
             keys = [self._wait_key(gate) for gate in step.waits if gate.kind != "released"]
@@ -686,13 +687,13 @@ class Simulation:
                 opened = max(self.known[key] for key in keys) - self.now
                 ends.append(now + opened / rank.slowdown + seconds(mine) - start)
             if self.now > lane.free:
-                lane.rows, lane.rows_begin = mine, begin  # the processors begin with these at once
+                lane.rows, lane.rows_begin = mine, begin  # all processors begin with this part
         lane.parts_end = max(lane.parts_end, begin + share, *ends)
         lane.late = max(max(ends) - begin - share, 0.0) * (not last)
         return max(share + whole - dense, lane.parts_end + start - begin) if last else share
 
     def _move_seconds(self, step: Step) -> float:
-        """Seconds to read here, or at the peers, and write here."""
+        """Seconds to read from here or from peers, and to write here."""
         regions: tuple[Region, ...]
         times = 1
         if step.reduction is not None:
@@ -740,13 +741,13 @@ class Simulation:
             lane.endpoints = src.rank, dst.rank
             link = src.rank * self.world + dst.rank
             lane.ports = (link,) if mesh else (2 * src.rank, 2 * dst.rank + 1)
-        else:  # what uses the peer's port mirrors what uses this rank's
+        else:  # the peer's port mirrors this rank's port
             lane.endpoints = (0,)
             lane.ports = (peer,) if mesh else (0,)
         self._occupy(lane)
 
     def _begin_crossing(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
-        """Begin to move between hosts: all of a step's moves, where one rank stands for all."""
+        """Begin a move between hosts; if one rank stands for all, all moves of the step."""
         me = rank.plan.rank
         moves = step.moves or (step.transfer,)
         sent = received = 0
@@ -761,7 +762,7 @@ class Simulation:
             return
         lane.remaining, lane.full_rate = float(nbytes), self.network.bandwidth
         lane.rate, lane.since = 0.0, self.now
-        if self.mirror:  # the others on the card do the same
+        if self.mirror:  # the card's other ranks do the same
             lane.full_rate /= self.network.sharing
             lane.ports, lane.endpoints = (), (0,)
         else:
@@ -772,13 +773,13 @@ class Simulation:
         self._occupy(lane)
 
     def _card(self, rank: int) -> int:
-        """The port by which a rank sends to other hosts; the next one is that by which it receives.
-        Their numbers come after those of all links and ports inside."""
+        """Number of the port through which a rank sends to other hosts. The next number is its port
+        for receiving. These numbers follow those of the links and ports within hosts."""
         first = rank // self.local_world * self.local_world
         return 2 * (self.world**2 + first + (rank - first) // self.network.sharing)
 
     def _occupy(self, lane: _SimulatedLane) -> None:
-        """Let a copy take its ports, and slow down what its ends multiply."""
+        """Occupy a copy's ports, and slow down products at both ends."""
         for port in lane.ports:
             sharers = self.sharers.setdefault(port, {})
             sharers[lane] = None
@@ -819,7 +820,7 @@ class Simulation:
             self._begin(rank.queue.popleft())
 
     def _update_rates(self) -> None:
-        """New rates for what began or ceased to share, or to slow down, something else."""
+        """Update the rates of products and copies after a change of sharing or contention."""
         for number in self.changed_ranks:
             rank = self.ranks[number]
             slowdown = self.product_factor if rank.copying else 1.0

@@ -93,7 +93,7 @@ def _lengths(problem: Problem, schedule: Schedule) -> list[int]:
 
 
 def _sizes(problem: Problem, dims: int, shards: int, length: int) -> tuple[int, int, int]:
-    """m, n and k of a product of one piece of so many shards, side by side."""
+    """m, n and k of a product of one piece of ``shards`` shards."""
     rows, n, k = shards * problem.block(0, 1), problem.n, problem.k
     if problem.kind.inner:
         return (k, n, shards * length) if dims == 1 else (length, n, rows)

@@ -52,9 +52,9 @@ class Timeline:
     """The bars of every rank, in the order of their start.
 
     Attributes:
-        title: what it shows, such as the schedule.
-        problem, source: of which problem, and by what and where it was simulated or measured; empty
-            if that is not known, as in files of earlier versions.
+        title: title of the picture, such as the schedule.
+        problem: the problem; empty in files of earlier versions.
+        source: simulator or engine, with the machine; empty in files of earlier versions.
     """
 
     title: str
@@ -64,20 +64,19 @@ class Timeline:
 
     @property
     def stop_s(self) -> float:
-        """When the callers' streams of all ranks go on: the end of the last lane but ``sync``."""
+        """End of the last lane but ``sync``, when the callers' streams of all ranks go on."""
         bars = (bar for bars in self.ranks for bar in bars if bar.lane != SYNC_LANE)
         return max((bar.stop_s for bar in bars), default=0.0)
 
 
 def attended_flops(one: Attending) -> float:
-    """Floating-point operations of the two products of attention, or of the five of its
-    backward."""
+    """Floating-point operations of attention (two products) or its backward (five products)."""
     return (4.0 if one.back is None else 10.0) * one.pairs * one.q.cols
 
 
 def work(plan: Plan, step: Step) -> tuple[float, float]:
-    """Floating-point operations of a step, and the bytes that it moves; of a sum those that it
-    reads and writes, of a collective those that it brings to the rank from all others."""
+    """Floating-point operations and bytes of a step. A sum counts the bytes that it reads and
+    writes; a collective counts the bytes that the rank receives."""
     flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
     flops += sum(map(attended_flops, step.attends))
     flops += step.applied.flops if step.applied else 0.0
@@ -88,7 +87,7 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
         exchange, rank = plan.problem.specification.exchange, plan.rank
         peers = [peer for peer in range(plan.problem.world) if peer != rank]
         rows = sum(exchange.by_collective(peer, rank) for peer in peers)
-        if step.label == "all-reduce":  # what the others have added up comes back
+        if step.label == "all-reduce":  # the sums of other ranks come back
             rows += sum(exchange.by_collective(rank, peer) for peer in peers)
         nbytes = plan.nbytes(moves[0].src._replace(row=0, row_stop=rows))
     elif step.reduction:
