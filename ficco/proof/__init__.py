@@ -1,40 +1,40 @@
 """The proof that the Plans of all ranks together compute the product, in any interleaving.
 
-The ranks' steps are executed symbolically, each rank's whole plan as one queue in enqueue order
-(streams may share a hardware queue). If that completes, no interleaving of the lanes deadlocks
-either, since lanes only relax the order. The execution is also a topological order of the steps,
-along which the rules are checked. If a rule requires that two steps are in order, that is a claim,
-which is proved for every interleaving by vector clocks over the lanes. The rules:
+The proof runs the ranks' steps symbolically, each rank's plan as one queue in enqueue order, since
+streams may share a hardware queue. If this run completes, no interleaving of the lanes deadlocks,
+because lanes only relax the order. The run is a topological order of the steps, along which the rules are
+checked. A rule that needs two steps in order makes a claim, and vector clocks over the lanes prove
+the claim for every interleaving. The rules:
 
 1. Every signal has one poster, one waiter and one word. Its waiter clears it, after the wait and
    before the word can be posted again.
-2. Whatever is read was written before, by the right step, and is not overwritten while it may
-   still be read. A rank accesses no memory of a peer that is not symmetric.
-3. Every element of the product is written once, by products whose rows of A and of b belong
-   together. Together they cover exactly once the dimension that is summed over: k or, if A is
-   transposed, its rows, in any order. Partial sums are kept in a dtype that does not round them.
-   If products of ranks are summed, all steps that touch a sum state whose products are in it. No
-   product is in it twice, and in the end all are. A function of a library reads and makes whole
-   rows: those, of the matrices, that the specification names together. What attention gives
-   of several keys stays side by side, written in any order, and is read after all of it.
-4. Calls compose: a rank touches the shared memory of a peer only after that peer has handed over
-   its slot, and all who touch it do so before the peer hands the slot on. The previous and the next
-   call, whatever they are, obey the same rule, so that no pair of calls needs a proof of its own.
-   A peer's input is read only after that peer has begun this call.
+2. Every read follows a write by the right step, and nothing overwrites data that may still be
+   read. A rank accesses a peer's memory only if it is symmetric.
+3. Every element of the result is written once, by products with matching rows of A and b. The
+   products cover the summed dimension exactly once: k or, if A is transposed, A's rows, in any
+   order. Partial sums have a dtype that does not round them. If products of several ranks are
+   summed, each step that touches a sum states the ranks in it. No rank is in a sum twice, and all
+   ranks are in the final sum. A library function reads and writes whole rows of the matrices, as
+   the specification relates them. Parts of attention are written in any order, are kept
+   separately, and are read after the last of them.
+4. Calls compose: a rank touches the shared memory of a peer only after the peer has handed over its
+   slot, and before the peer hands the slot on. The previous and the next call obey the same rule,
+   so no pair of calls needs a proof. A rank reads a peer's input only after the peer has begun this
+   call.
 
-The proof assumes two things about whoever runs a plan: its steps start after all steps of the
-rank's previous call on the same slot, and work that the caller enqueues after the call starts
-after all its steps.
+The proof assumes two things about the engine: the steps of a call start after all steps of the
+rank's previous call on the same slot, and work that the caller enqueues after the call starts after
+all steps of the call.
 
-Rows have two numberings. Where they leave (``a``, ``publish``, ``partial``) the number is that of
-the buffer. Where they land (all other buffers) it is that of the row among those that the rank
-gets, as in :meth:`Problem.lands`. A step that moves rows from the former to the latter takes them
-from one block, and converts the numbers. Blocks that are summed have the same number everywhere,
-that of the row of the product. Columns have the same number everywhere; a buffer may begin with a
-later one (``Buffer.left``).
+Rows have two numberings. In buffers that rows leave (``a``, ``publish``, ``partial``) a row has its
+number in the buffer. In all other buffers, where rows land, a row has its number among the rows
+that the rank receives, as in :meth:`Problem.lands`. A step that moves rows from the first kind of
+buffer to the second takes them from one block, and converts the numbers. Rows of summed blocks have
+the same number everywhere: that of the row of the product. Columns have the same number everywhere;
+the first column of a buffer may be a later one (``Buffer.left``).
 
 Steps are numbered consecutively, rank by rank. Regions, accesses and uses of signals are columns of
-numbers, one array for each field: 64 ranks with 64 pieces make a million of them.
+numbers, with one array for each field: 64 ranks with 64 pieces have a million of them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = ["PlanError", "check"]
 def check(plans: Sequence[Plan]) -> None:
     """Prove the Plans of all ranks of a Problem, or raise :class:`PlanError`."""
     with paused():
-        _prove(plans)  # whose objects are gone when the collector comes back
+        _prove(plans)  # returns before the collector runs again, so that it sees no objects
 
 
 def _prove(plans: Sequence[Plan]) -> None:

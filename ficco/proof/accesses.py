@@ -1,4 +1,4 @@
-"""What every step reads and writes, and the rules for each step's operands."""
+"""Reads and writes of every step, and the rules for each step's operands."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ficco.proof.rules import PlanError, Who, demand
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 
-#: More than the number of any row.
+#: Larger than the number of any row.
 _NO_END = np.int64(1) << 62
 
 
 class BufferColumns:
-    """The properties of :class:`ficco.problems.specification.Buffer` as columns, by the buffers'
-    number; matrices and dtypes are numbers. ``begins``, ``left``: by buffer and rank, the numbers
-    of the first row and column."""
+    """Properties of :class:`ficco.problems.specification.Buffer` as columns, by the buffer's number.
+    Matrices and dtypes are numbers. ``begins``, ``left``: numbers of the first row and column, by
+    buffer and rank."""
 
     def __init__(self, steps: Steps) -> None:
         buffers, world = steps.buffers, steps.world
         self.names = [buffer.name for buffer in buffers]
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
-        for one in steps.asked.contractions:  # of which a rank without rows may hold none
+        for one in steps.asked.contractions:  # a rank without rows may hold none of them
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.factors)))
         for each in steps.asked.attentions:
             matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
@@ -55,7 +55,8 @@ class BufferColumns:
 
 
 class _Route:
-    """Where the blocks of all pairs of ranks leave and land, as ``[source, target]``."""
+    """First rows of the blocks of all pairs of ranks, where they leave and where they land, as
+    ``[source, target]``."""
 
     def __init__(self, exchange: Exchange, world: int) -> None:
         ranks = range(world)
@@ -65,23 +66,23 @@ class _Route:
         )
         self.parts = exchange.parts
         self.leaves_apart, self.lands_apart = exchange.leaves_apart, exchange.lands_apart
-        #: Whether a row has the same number at all ranks that get it.
+        #: Whether a row has the same number at all ranks that receive it.
         self.common = all(
             (table == table[:, :1]).all() for table in (self.leaves, self.lands, self.block)
         )
 
-        #: Of each block, by the rank whose rows they are and by the other one: the first row at
-        #: both, and how many there are.
+        #: By owner of a block and by its peer: first row at the owner, first row at the peer, and
+        #: number of rows.
         self._by_owner = self.leaves, self.lands, self.block
         if exchange.sums:
             self._by_owner = self.lands.T, self.leaves.T, self.block.T
 
     def passed(self, row: Ints, row_stop: Ints, at: Ints, to: Ints) -> tuple[Ints, Bools]:
-        """For rows by their numbers at a rank, the distance from there to their numbers at another
-        one, and whether both ranks have them all in a block with the same rank."""
+        """Offset from row numbers at rank ``at`` to row numbers at rank ``to``, and whether both
+        ranks have all these rows in one block of the same owner."""
         way, known = np.zeros(len(row), np.int64), np.zeros(len(row), np.bool_)
         for theirs, first, block in zip(*self._by_owner, strict=True):
-            up = theirs - first  # by rank, from the number there to that at the owner
+            up = theirs - first  # by rank, offset from the number there to the owner's
             here = (first[at] <= row) & (row_stop <= first[at] + block[at])
             begin, end = row + up[at] - theirs[to], row_stop + up[at] - theirs[to]
             here &= (0 <= begin) & (end <= block[to]) & ~known
@@ -91,21 +92,21 @@ class _Route:
 
 
 class Footprint:
-    """What the steps of all ranks read and write.
+    """Reads and writes of the steps of all ranks.
 
     Attributes:
         access: all reads, followed by all writes.
-        reads: how many are reads.
+        reads: number of reads.
         buffers: the buffers as columns.
-        numbers: by set of ranks whose products are summed somewhere, its number.
-        contraction, summed: by matrix, the product that makes it, if any, and the length of what
-            that sums over on each rank.
-        attention, senders: by matrix, the attention that makes it, and which ranks have rows for a
-            rank, if that is asked for.
-        apart: by matrix, whether what steps write stays beside what others have written.
-        transposed: by matrix, whether what is summed over comes in any order.
-        sums, terms: by matrix, whether products of all ranks are added up in it, and whether steps
-            say whose products they move.
+        numbers: number of each set of ranks whose products are summed.
+        contraction: by matrix, the product that computes it.
+        summed: by matrix and rank, length of the summed dimension.
+        attention: by matrix, the attention that computes it.
+        senders: by matrix, function for the ranks that send rows to a rank.
+        apart: by matrix, whether parts written by different steps are kept separately.
+        transposed: by matrix, whether the summed dimension is covered in any order.
+        sums: by matrix, whether products of all ranks are summed in it.
+        terms: by matrix, whether steps state the ranks whose products they move.
     """
 
     def __init__(self, steps: Steps, signals: SignalColumns) -> None:
@@ -122,7 +123,7 @@ class Footprint:
             self._reductions(),
             self._collectives(),
         )
-        # The sum that a product adds to is not listed as a read: the write says that it adds.
+        # A product's read of the sum that it adds to is not listed: `adds` of the write implies it.
         reads, writes = zip(*parts, strict=True)
         self.access = Accesses(*map(np.concatenate, zip(*reads, *writes, strict=True)))
         self.reads = sum(len(part.step) for part in reads)
@@ -130,7 +131,7 @@ class Footprint:
         self._cuts()
 
     def by_access(self, access: Ints) -> Who:
-        """Names accesses."""
+        """Function that names accesses in errors."""
 
         def who(index: int) -> str:
             columns = (int(column[access[index]]) for column in self.access)
@@ -179,7 +180,7 @@ class Footprint:
         return sizes
 
     def _inside(self, regions: Accesses | Regions, who: Who) -> None:
-        """No region leaves its buffer."""
+        """Check that no region leaves its buffer."""
         rows, cols = self._sizes[regions.buffer, regions.rank].T
         inside = (regions.row >= 0) & (regions.row <= regions.row_stop)
         inside &= (regions.row_stop <= rows) & (regions.col_stop <= cols)
@@ -187,7 +188,7 @@ class Footprint:
         demand(inside, who, "leaves the buffer")
 
     def _cuts(self) -> None:
-        """Packed columns are accessed as they were packed: in other cuts, other bytes are meant."""
+        """Check that packed columns are accessed in the cuts in which they were packed."""
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)
         some = np.flatnonzero(self.buffers.packed[access.buffer] & full)
@@ -212,22 +213,22 @@ class Footprint:
         return columns
 
     def _terms(self, terms: Iterable[int]) -> Ints:
-        """Numbers for sets of ranks, since the bits of an int64 hold no more than 63 ranks."""
+        """Numbers of sets of ranks: an int64 has bits for 63 ranks only."""
         masks = list(terms)
         for mask in dict.fromkeys(masks):
             self.numbers.setdefault(mask, len(self.numbers))
         return ints(map(self.numbers.__getitem__, masks))
 
     def _begins(self, regions: Regions) -> Ints:
-        """The numbers of the first rows of the buffers."""
+        """Numbers of the first rows of the buffers."""
         begins: Ints = self.buffers.begins[regions.buffer, regions.rank]
         return begins
 
     def _way(
         self, matrix: Ints, row: Ints, row_stop: Ints, src: Ints, dst: Ints, needs: Bools, who: Who
     ) -> Ints:
-        """For rows that leave, the distance from there to where they land; checks that they are in
-        one part of the block of the two ranks."""
+        """Offset from row numbers where rows leave to their numbers where they land. Checks that
+        the rows are in one part of the block of the two ranks."""
         way = np.zeros(len(row), np.int64)
         for number, route in self.route.items():
             here = needs & (matrix == number)
@@ -275,7 +276,7 @@ class Footprint:
             demand(reached, who, "reaches memory of a peer that is not symmetric, or elsewhere")
         right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
         right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
-        # Rows that have landed may go on to a peer that gets them, too.
+        # Rows that have landed may go on to another peer that receives them.
         onward = copy & ~of.leaves[src.buffer] & ~self.common[matrix]
         right &= ~copy | self.travels[matrix]
         right &= ~onward | ~of.placed[src.buffer] & ~of.placed[dst.buffer]
@@ -283,7 +284,7 @@ class Footprint:
         exact &= ~copy | (of.dtype[src.buffer] == of.dtype[dst.buffer])
         demand(right & exact, who, "moves between the wrong buffers")
         sizes = (src.rows == dst.rows) & (src.cols == dst.cols)
-        if any(functions):  # those of rows
+        if any(functions):  # functions of whole rows may change the width
             whole = (src.col == 0) & (src.cols == self._sizes[src.buffer, src.rank, 1])
             whole &= (dst.col == 0) & (dst.cols == self._sizes[dst.buffer, dst.rank, 1])
             sizes |= (src.rows == dst.rows) & whole & bools(functions)
@@ -292,8 +293,8 @@ class Footprint:
         meets &= (src.row < dst.row_stop) & (dst.row < src.row_stop)
         meets &= (src.col < dst.col_stop) & (dst.col < src.col_stop)
         demand(~meets, who, "moves to where it still reads")
-        # What rows without a place hold is assumed to be what the target, or the signal after the
-        # copy, takes them for, or else their numbers. The rules for reads check that.
+        # Rows in a buffer without fixed places get their numbers from the target, from the signal
+        # after the copy, or else are 0, 1, .... The rules for reads check this assumption.
         lands = of.leaves[src.buffer] & ~of.leaves[dst.buffer]
         leaving = src.row + self._begins(src)
         way = self._way(matrix, leaving, leaving + src.rows, src.rank, dst.rank, lands, who)
@@ -324,7 +325,7 @@ class Footprint:
         return Accesses.of(step, src, here, here_across, terms=terms), made
 
     def _each_move(self, moves: list[Transfer], step: Ints) -> tuple[list[Transfer], Ints]:
-        """The transfers of batches one by one, and their steps."""
+        """Transfers of batches, one by one, and their steps."""
         batch = ints(move.batch for move in moves)
         cast = bools(map(bool, (move.factors for move in moves)))
         demand((batch > 0) & ((batch == 1) | ~cast), self.steps.by_step(step), "is no batch")
@@ -339,7 +340,7 @@ class Footprint:
     def _casts(
         self, step: Ints, dst: Regions, functions: Sequence[str], factors: Sequence[Region | None]
     ) -> Accesses | None:
-        """Writes of the factors of operands that are cast: all those of what shares them."""
+        """Writes of the factors of cast operands. Checks that a cast covers whole factors."""
         of, who = self.buffers, self.steps.by_step(step)
         asked = {
             of.matrix[one.a]: one.factors[0] for one in self.contraction.values() if one.factors
@@ -371,7 +372,7 @@ class Footprint:
         return Accesses.of(step, region, self._begins(region))
 
     def _made(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
-        """The matrices that transfers leave: those that they move, unless they apply a function."""
+        """Matrices that transfers write: the moved matrix, or the result of a function of it."""
         made = matrix.copy()
         names = list(self.buffers.matrix)
         for at in np.flatnonzero(bools(functions)).tolist():
@@ -385,7 +386,7 @@ class Footprint:
         return made
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
-        """A signal posted after a copy gates the rows that were copied."""
+        """Check that a signal posted after a copy gates the copied rows."""
         begin, end = np.full(len(self.steps.all), _NO_END), np.full(len(self.steps.all), -1)
         np.minimum.at(begin, copy, row)
         np.maximum.at(end, copy, row_stop)
@@ -411,21 +412,21 @@ class Footprint:
         demand(fits, who, "multiplies regions that do not fit")
         local = (a.rank == me) & (b.rank == me) & (out.rank == me)
         demand(local, who, "multiplies at a peer")
-        # Rows are taken to where they land from a buffer in which they have a place.
+        # Products convert row numbers only if A is in a buffer with fixed places.
         straight = of.leaves[out.buffer] | self.sums[matrix] | ~self.travels[matrix]
         straight |= of.placed[a.buffer] & ~inner
         demand(self._asked_for(a, b, out) & straight, who, "multiplies in the wrong buffers")
         joined = self.terms[matrix]
         k_first = np.where(of.placed[b.buffer], self._first(b, who), a.col)
         share = self.share[matrix]
-        # Of several matrices b, rows count from the beginning of each.
+        # With several matrices b, rows count from the beginning of each matrix.
         k_first %= np.where(share > 0, np.maximum(self.summed[matrix, me], 1), _NO_END)
         k_last = k_first + b.rows
         whole = (k_first == 0) & (k_last == self.summed[matrix, me])
         demand(whole | ~joined, who, "multiplies part of k")
         exact = (adds == 0) | (of.itemsize[out.buffer] >= 4) | joined
         demand(exact, who, "adds to what has been rounded")
-        # A block of a peer is added to where it landed, or in the result; all else is made anew.
+        # Only landed blocks and results are added to; all other outputs are new.
         placed = np.where(adds > 0, ~of.leaves[out.buffer], of.placed[out.buffer])
         demand(~of.operand[out.buffer] & placed, who, "multiplies in the wrong buffers")
         adds, joins, terms = self._joined(made, adds, joined, me, who)
@@ -447,13 +448,13 @@ class Footprint:
         lands = ~of.leaves[out.buffer] & fixed & ~inner
         way = self._way(matrix, first, first + a.rows, out.rank, out.rank, lands, who)
         begins = self._begins(out)
-        # The row and the column of the matrix that is multiplied at which the piece begins.
+        # Row and column of A at which the piece begins.
         row, col = np.where(inner, (k_first, out.row + begins), (out.row + begins, k_first))
         across = col - a.col
         there = np.where(fixed, begins + first + way - row, begins)
         home = (there == begins) | (~of.placed[out.buffer] & ~inner)
         demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
-        self._inside(b, who)  # which is no access if it is an operand
+        self._inside(b, who)  # operands are not listed as accesses
         if share.any():
             number, length = np.where(fixed, first, row), self.summed[matrix, out.rank]
             wanted = b.row // np.maximum(length, 1)
@@ -478,7 +479,7 @@ class Footprint:
         )
 
     def _attends(self) -> tuple[Accesses, Accesses]:
-        """Accesses of attends: as products that sum over the rows of KV that are attended to."""
+        """Accesses of attends, treated as products that sum over rows of KV."""
         of, matrix = self.buffers, self.buffers.matrix
         held, step = self.steps.held(self.steps.of.attends)
         made = unzipped(held, Attending)
@@ -513,7 +514,7 @@ class Footprint:
     def _backs(
         self, backs: Sequence[Region | None], step: Ints, kv: Regions, first: Ints, out: Regions
     ) -> Accesses:
-        """Writes of the gradients of keys: where they leave or, of own keys, where they land."""
+        """Writes of gradients of keys. Own keys' gradients land; others leave."""
         of, which = self.buffers, np.flatnonzero(bools(map(bool, backs)))
         wanted = [
             of.matrix[self.attention[one].back] if self.attention[one].back else -1
@@ -536,7 +537,7 @@ class Footprint:
         return Accesses.of(step, back, self._begins(back), terms=own)
 
     def _applies(self) -> tuple[Accesses, Accesses]:
-        """Accesses of functions: whole rows of the matrices that the specification names."""
+        """Accesses of library functions: whole rows of the matrices in the specification."""
         of = self.buffers
         found = [
             (step, *each)
@@ -565,8 +566,8 @@ class Footprint:
         return reads, made
 
     def _applied(self, step: int, one: Applied) -> Iterator[tuple[Region, int, int, int, int, int]]:
-        """What a function reads and writes: a region, whether it is written, and of what the
-        specification has there the matrix, the columns and the bounds of the rows."""
+        """Regions of a library function: region, whether it is written, and the specification's
+        matrix, columns and bounds of rows."""
         rank = int(self.steps.rank[step])
         asked = {each.function: each for each in self.asked.applications}.get(one.function)
         sides = ((asked.inputs, one.inputs), (asked.outs, one.outs)) if asked else ()
@@ -580,14 +581,14 @@ class Footprint:
                 yield region, write, self.buffers.matrix[rows.matrix], rows.cols, *bounds
 
     def _first(self, regions: Regions, who: Who) -> Ints:
-        """The numbers of the first rows of operands of products where these rows land."""
+        """Numbers of the first rows of products' operands, where the rows land."""
         holds, leaves = self.buffers.holds[regions.buffer], self.buffers.leaves[regions.buffer]
         first = self._begins(regions) + regions.row
         ends = first, first + regions.rows, regions.rank, regions.rank
         return first + self._way(holds, *ends, leaves, who)
 
     def _asked_for(self, a: Regions, b: Regions, out: Regions) -> Bools:
-        """Whether the product of two matrices is asked for."""
+        """Whether the specification has a product of two matrices."""
         of, count = self.buffers, len(self.buffers.matrix)
 
         def number(a: Any, b: Any, out: Any) -> Any:
@@ -601,7 +602,7 @@ class Footprint:
         return known
 
     def _scaled(self, matrix: Ints, factors: Sequence[tuple[Region, ...]], who: Who) -> None:
-        """Products are scaled by what the specification names."""
+        """Check that products use the factors in the specification."""
         of = self.buffers
         names = {name: of.holds[i] for i, name in enumerate(of.names)}
         for number, contraction in self.contraction.items():
@@ -615,8 +616,8 @@ class Footprint:
     def _factors(
         self, made: list[Product], turn: Ints, step: Ints, number: Ints, k_first: Ints
     ) -> Accesses:
-        """Reads of the factors of a, the numbers of whose rows where they land are given; those of
-        b are operands."""
+        """Reads of A's factors (b's are operands). ``number``: numbers of A's first rows, where
+        they land."""
         of, who = self.buffers, self.steps.by_step(step)
         column = unzipped(made, Product)
         a, b, out = (self._regions(some, step) for some in (column.a, column.b, column.out))
@@ -627,7 +628,7 @@ class Footprint:
         height, width, depth, wide = np.array(shares, np.int64).reshape(-1, 4).T
         k_last, last = k_first + b.rows, number + a.rows
         row, row_stop = _shared(number, last, height)
-        for matrix in self.route:  # one factor for the rows of a sender
+        for matrix in self.route:  # one factor for all rows of a sender
             here = (of.holds[a.buffer] == matrix) & (height == 0)
             sender, end = (self._sender(matrix, one, a.rank) for one in (number, last - 1))
             row, row_stop = np.where(here, sender, row), np.where(here, end + 1, row_stop)
@@ -649,7 +650,7 @@ class Footprint:
         return Accesses.of(step, left, np.where(placed, self._begins(left), row - left.row))
 
     def _sender(self, matrix: int, row: Ints, rank: Ints) -> Ints:
-        """The rank that rows of a matrix come from, by their numbers where they land."""
+        """Rank that sent rows of a matrix, by the rows' numbers where they land."""
         route, sender = self.route[matrix], np.zeros_like(row)
         for source in range(self.world):
             first = route.lands[source, rank]
@@ -657,7 +658,7 @@ class Footprint:
         return sender
 
     def _biased(self, made: Any, matrix: Ints, k_first: Ints, out: Regions, who: Who) -> None:
-        """The row that the specification adds is added by the first product of a sum."""
+        """Check that the first product of each sum adds the bias."""
         names = list(self.buffers.names)
         for at, bias in enumerate(made.bias):
             asked = self.contraction.get(int(matrix[at]))
@@ -669,7 +670,7 @@ class Footprint:
                 raise PlanError(f"{who(at)} does not add the bias once")
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
-        """Reads of the sums that products add themselves to and that are in another place."""
+        """Reads of addends: sums in another place, to which products are added."""
         of, made = self.buffers, unzipped(products, Product)
         who = self.steps.by_step(step)
         addend, out = self._regions(made.addend, step), self._regions(made.out, step)
@@ -683,8 +684,8 @@ class Footprint:
         return Accesses.of(step, addend, down, terms=self._terms(made.terms))
 
     def _joined(self, made: Any, adds: Ints, joined: Bools, me: Ints, who: Who) -> tuple[Ints, ...]:
-        """Which products add a part of k, which sums the others add to, and whose products all
-        leave. ``joined``: products that travel, which are added to those of other ranks."""
+        """Columns ``adds``, ``joins`` and ``terms`` of products. ``joined``: products that are
+        added to products of other ranks."""
         added = bools(map(bool, made.addend))
         plain = ~(bools(map(bool, made.terms)) | added)
         demand(plain | joined, who, "adds itself to what another rank made")
@@ -736,7 +737,7 @@ class Footprint:
         return reads, Accesses.of(step, out, begins, terms=left)
 
     def _union(self, reduction: Reduction, step: int) -> int:
-        """The ranks whose products a reduction sums: in the order of ranks, each of them once."""
+        """Set of ranks that a reduction sums. Checks that each rank occurs once, in order."""
         union = 0
         for mask in reduction.terms:
             if mask & union:
@@ -747,7 +748,7 @@ class Footprint:
         return union
 
     def _collectives(self) -> tuple[Accesses, Accesses]:
-        """Accesses of collectives: on each rank one moves everything to where it belongs."""
+        """Accesses of collectives, each of which moves whole buffers."""
         of = self.buffers
         step = np.array(self.steps.collective, np.int64)
         transfers = [self.steps.of.transfer[number] for number in self.steps.collective]
@@ -774,9 +775,8 @@ class Footprint:
         return reads, Accesses.of(step, dst, self._begins(dst), terms=everyone, joins=joins)
 
     def _exchanges(self, matrix: int, source: int, target: int) -> bool:
-        """Whether a library can exchange a matrix between two buffers, all of it at once: from
-        where all of it leaves to where all of it lands. If every rank gets all sums, both are the
-        same buffer."""
+        """Whether a collective of a library can exchange a matrix between two whole buffers: one
+        that the matrix leaves and one where it lands. An all-reduce is in place."""
         of, buffers, route = self.buffers, self.steps.buffers, self.route.get(matrix)
         if route is None or of.leaves[target] or of.dtype[source] != of.dtype[target]:
             return False
@@ -796,6 +796,6 @@ def _down(region: Region, rows: int) -> Region:
 
 
 def _shared(first: Ints, last: Ints, share: Ints) -> tuple[Ints, Ints]:
-    """The factors of rows or columns of which so many share one; 0: all."""
+    """Factors of rows or columns [first, last), of which ``share`` share a factor; 0: all."""
     some = np.maximum(share, 1)
     return np.where(share > 0, first // some, 0), np.where(share > 0, -(-last // some), 1)

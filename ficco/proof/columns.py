@@ -41,12 +41,12 @@ class Accesses(NamedTuple):
     """Reads and writes of steps.
 
     Attributes:
-        row_shift, col_shift: what to add to rows and columns of the buffer to get those among what
-            leaves or lands.
+        row_shift, col_shift: offset from rows and columns of the buffer to their numbers among the
+            rows and columns that leave or land.
         k_first, k_last: rows of b that a product sums over; -1 if no product writes.
-        adds: 1 if a product adds the next part of the sum to the contents.
-        terms: number of the set of ranks whose products are summed in what is read or left there.
-        joins: the same for the sum of other ranks that a write adds itself to; -1 if to none.
+        adds: 1 if a product adds the next part of a sum to the contents.
+        terms: number of the set of ranks whose products are in the sum that is read or written.
+        joins: number of the set of ranks in the sum that a write adds to; -1 if none.
     """
 
     step: Ints
@@ -76,7 +76,7 @@ class Accesses(NamedTuple):
         terms: Ints | int = 0,
         joins: Ints | int = -1,
     ) -> Accesses:
-        """Those of regions; a single number stands for all."""
+        """Accesses to regions. A single number applies to all accesses."""
         rest = (row_shift, col_shift, *k, adds, terms, joins)
         return cls(step, *regions, *(np.broadcast_to(one, step.shape) for one in rest))
 
@@ -97,7 +97,7 @@ def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def repeated(counts: Ints) -> tuple[Ints, Ints]:
-    """Rows repeated so many times: the row of each repetition, and which one of the row's it is."""
+    """Repeat row i ``counts[i]`` times: row and index of each repetition."""
     each = np.repeat(np.arange(len(counts)), counts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -1,4 +1,4 @@
-"""The execution in enqueue order, and the proof of the claims about the order of steps."""
+"""Execution in enqueue order, and the proof of claims about the order of steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ficco.proof.steps import Steps
 
 
 def execute(steps: Steps, signals: SignalColumns) -> Order:
-    """Find an order in which every step can run, each rank's plan as one queue."""
+    """Find an order in which all steps can run, with each rank's plan as one queue."""
     indices, step = steps.held(steps.of.after)
     after = np.array(indices, np.int64)
     there = (after >= 0) & (after < np.diff(steps.start)[steps.rank[step]])

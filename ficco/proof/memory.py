@@ -1,7 +1,7 @@
-"""Rules 2 and 3: who may touch which memory when, and that the product is complete.
+"""Rules 2 and 3: order of accesses to memory, and completeness of the product.
 
-Accesses overlap in all ways. Their edges cut memory into rectangles that no access divides, and the
-rules are those for one such rectangle, visited by one access after the other.
+Accesses overlap arbitrarily. Their edges cut memory into rectangles that no access divides. The
+rules are checked for each rectangle, which accesses visit one after the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from ficco.proof.rules import Claim, PlanError, demand
 
 
 class _Visits(NamedTuple):
-    """Each access once for every rectangle in it, by rectangle and in order of execution.
+    """One visit for each access and each of its rectangles, by rectangle, in order of execution.
 
     Attributes:
         each: the access.
-        write: whether it writes.
-        before, after: the visits that last wrote to the same rectangle before it and that next
-            write there after it; -1 if there is none.
-        k_first, k_last: the part of the sum that it adds to the rectangle, -1 if it adds none.
+        write: whether the access writes.
+        before, after: the previous and the next visit that writes to the rectangle; -1 if none.
+        k_first, k_last: the part of the sum that the visit adds to the rectangle; -1 if none.
     """
 
     each: Ints
@@ -36,13 +35,13 @@ class _Visits(NamedTuple):
 
 
 def memory_claims(footprint: Footprint, order: Order) -> list[Claim]:
-    """Check the rules for every rectangle that no access divides, and return what they claim."""
+    """Check the rules for every rectangle, and return their claims."""
     visits = _visits(footprint, order)
     return [_read(footprint, visits), _written(footprint, visits), _overwritten(footprint, visits)]
 
 
 def _summed(footprint: Footprint, each: Ints) -> Ints:
-    """The length of what products sum over that make the matrix of each access."""
+    """Length of the summed dimension of the products that compute each access's matrix."""
     access = footprint.access
     lengths: Ints = footprint.summed[
         footprint.buffers.holds[access.buffer[each]], access.rank[each]
@@ -51,7 +50,7 @@ def _summed(footprint: Footprint, each: Ints) -> Ints:
 
 
 def _read(footprint: Footprint, visits: _Visits) -> Claim:
-    """Each read, and the write before it."""
+    """Check each read against the previous write."""
     access, reads = footprint.access, ~visits.write
     before = visits.before[reads]
     old, new = visits.each[before], visits.each[reads]
@@ -70,8 +69,8 @@ def _read(footprint: Footprint, visits: _Visits) -> Claim:
 
 
 def _with_parts(footprint: Footprint, visits: _Visits, made: Ints, read: Ints) -> tuple[Ints, Ints]:
-    """The accesses of pairs of visits, a write and a read; and of what is read with it, since it
-    stays beside that."""
+    """Accesses of pairs of visits, a write and a read. A read of parts that are kept separately is
+    paired with the writes of all parts."""
     apart = footprint.apart[footprint.buffers.holds[footprint.access.buffer]]
     writes, reads = [made], [read]
     while len(made):
@@ -83,7 +82,7 @@ def _with_parts(footprint: Footprint, visits: _Visits, made: Ints, read: Ints) -
 
 
 def _written(footprint: Footprint, visits: _Visits) -> Claim:
-    """Each write, and the write before it."""
+    """Check each write against the previous write."""
     access, write, buffers = footprint.access, visits.write, footprint.buffers
     before, last_of_all = visits.before[write], visits.after[write] < 0
     old, new = visits.each[before], visits.each[write]
@@ -103,7 +102,7 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
     demand((first < 0) | (first == begin), who, "leaves out part of k")
     done = (first < 0) | ~last_of_all | (last == _summed(footprint, new))
     demand(done, who, "does not cover all of k")
-    # Rows of an all-to-all have a place for each rank, so that this need not be shown for them.
+    # Rows of an all-to-all have a place for each rank, so the coverage of results suffices.
     whole = footprint.numbers.get((1 << footprint.world) - 1, -1)
     final = last_of_all & buffers.result[access.buffer[new]]
     final &= footprint.sums[buffers.holds[access.buffer[new]]]
@@ -117,7 +116,7 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
             mask = senders(int(access.rank[new[at]]), row, stop)
             everyone[at] = footprint.numbers.get(mask, -1)
     demand(~final | (access.terms[new] == everyone), who, "leaves out the product of a rank")
-    # If there is a read in between, the rules for that read cover both writes.
+    # With a read in between, the rules for that read cover both writes.
     bare = again & ~beside & (before == np.flatnonzero(write) - 1)
     old, new = old[bare], new[bare]
     why = "may be overwritten by an unordered step"
@@ -125,7 +124,7 @@ def _written(footprint: Footprint, visits: _Visits) -> Claim:
 
 
 def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
-    """Each read, and the write after it."""
+    """Check each read against the next write."""
     access, left = footprint.access, ~visits.write & (visits.after >= 0)
     old, new = visits.each[left], visits.each[visits.after[left]]
     why = "overwrites what may still be read"
@@ -133,8 +132,8 @@ def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
 
 
 def _visits(footprint: Footprint, order: Order) -> _Visits:
-    """The visits of all accesses; every element of the results is in one of them."""
-    # The caller's operands are left out: they are never written.
+    """Visits of all accesses. Checks that every element of the results is written."""
+    # Operands are left out: they are never written.
     kept = np.flatnonzero(~footprint.buffers.operand[footprint.access.buffer])
     step, buffer, rank, *bounds = (column[kept] for column in footprint.access[:7])
     home = buffer * footprint.world + rank
@@ -170,10 +169,10 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
 
 
 def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
-    """The part of the sum that each access adds to a rectangle, as its first and last row of b.
+    """First and last row of b that each access adds to the sum of a rectangle.
 
-    Rows of a transposed A come in any order. If none comes twice, they are numbered in the
-    order in which they come.
+    Rows of a transposed A are added in any order. After a check that no row is added twice, they
+    are renumbered in order of execution.
     """
     access = footprint.access
     k_first, k_last = access.k_first[each], access.k_last[each]
@@ -189,7 +188,7 @@ def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
     demand(once, who, "adds rows of A that another product adds, too")
     rows = last - first
     count = np.cumsum(rows)
-    begin = np.flatnonzero(np.diff(home, prepend=-1))  # the first of each rectangle
+    begin = np.flatnonzero(np.diff(home, prepend=-1))  # first visit of each rectangle
     sizes = np.diff(begin, append=len(home))
     count -= np.repeat(count[begin] - rows[begin], sizes)
     k_first[adding], k_last[adding] = count - rows, count
@@ -199,8 +198,8 @@ def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
 def _attended(
     footprint: Footprint, each: Ints, cell: Ints, row: Ints, row_stop: Ints, k_last: Ints
 ) -> None:
-    """Queries attend to all keys that they need. The sum over each rectangle is then complete: what
-    the mask keeps of the rest from them counts with its last part."""
+    """Check that queries attend to all keys that the mask lets them see. The last part of each
+    rectangle then counts as the end of the sum, since the mask hides all other keys."""
     access = footprint.access
     matrix = footprint.buffers.holds[access.buffer[each]]
     made = (access.k_first[each] >= 0) & np.isin(matrix, list(footprint.attention))
@@ -225,14 +224,14 @@ def _attended(
 
 
 def _same_piece(access: Accesses, one: Ints, two: Ints) -> Bools:
-    """Whether accesses to the same place agree on what is there."""
+    """Whether accesses to the same place agree on the rows and columns there."""
     rows, cols = access.row_shift, access.col_shift
     same: Bools = (rows[one] == rows[two]) & (cols[one] == cols[two])
     return same
 
 
 def _covered(footprint: Footprint, home: Ints, area: Ints) -> None:
-    """Every element of the results is written."""
+    """Check that every element of the results is written."""
     steps = footprint.steps
     written = np.zeros(len(steps.buffers) * steps.world, np.int64)
     np.add.at(written, home, area)

@@ -1,4 +1,4 @@
-"""The order of steps: one that all ranks can follow, and relations true in every interleaving."""
+"""Orders of steps: one that all ranks can follow, and relations that hold in every interleaving."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ficco.proof.columns import Bools, Ints
 
 
 class Order:
-    """Steps of all ranks, numbered consecutively rank by rank, and what they wait for.
+    """Steps of all ranks, numbered consecutively rank by rank, and their dependencies.
 
     Attributes:
-        source, target: pairs of a step and one that waits for it.
-        ran, stuck: the steps in an order in which they can run with each rank's plan as one queue,
-            and the first step that cannot run of each queue that is stuck.
-        when: the place of each step among those that ran.
+        source, target: pairs of steps; the second waits for the first.
+        ran: the steps in an order of execution, with each rank's plan as one queue.
+        stuck: of each queue that is stuck, the first step that cannot run.
+        when: index of each step in ``ran``.
     """
 
     def __init__(self, rank: Ints, lane: Ints, source: Ints, target: Ints) -> None:
         """``rank`` and ``lane`` of every step."""
         self.lane, self.source, self.target = lane, source, target
-        self._waits: dict[int, list[int]] = {}  # by step, what it waits for
+        self._waits: dict[int, list[int]] = {}  # by step, the steps that it waits for
         for one, two in zip(source.tolist(), target.tolist(), strict=True):
             self._waits.setdefault(two, []).append(one)
         self.ran, self.stuck = self.run(rank)
@@ -31,7 +31,7 @@ class Order:
         self.when[self.ran] = np.arange(len(self.ran))
 
     def run(self, queue: Ints) -> tuple[list[int], list[int]]:
-        """Run queues as far as they go: the steps that ran, and the stuck one of each queue."""
+        """Run queues as far as possible; return the executed steps, and the stuck ones."""
         queues = [np.flatnonzero(queue == q).tolist() for q in range(queue.max(initial=-1) + 1)]
         reached, over = [0] * len(queues), bytearray(len(queue))
         order: list[int] = []
@@ -49,11 +49,11 @@ class Order:
         return order, [steps[at] for steps, at in stuck if at < len(steps)]
 
     def holds(self, first: Ints, second: Ints) -> Bools:
-        """Whether steps end before others start, or are the same, in every interleaving.
+        """Whether each first step ends before the second starts, or equals it, in every
+        interleaving.
 
-        The clock of a lane holds for every lane the latest step known to be over, as its number
-        plus 1, or 0. It changes only where a step waits for one of another lane, whose clock was
-        kept.
+        The vector clock of a lane has, for every lane, 1 + the latest step known to be over, or 0.
+        It changes only when a step waits for a step of another lane, whose clock was saved.
         """
         by_second = np.argsort(second, kind="stable")
         first, second = first[by_second], second[by_second]
@@ -66,10 +66,10 @@ class Order:
 
         told = np.unique(np.concatenate([self.source, self.target, asked]))
         lanes, to_come = self.lane.tolist(), Counter(self.source.tolist())
-        # As narrow as numbers of steps allow: most of the time goes into copies of clocks.
+        # int32, because copies of clocks take most of the time.
         clocks: list[Any] = list(np.zeros((max(lanes, default=-1) + 1,) * 2, np.int32))
-        kept: dict[int, Any] = {}  # by step, for those that will wait for it
-        in_use = [False] * len(clocks)  # a kept clock must not change
+        kept: dict[int, Any] = {}  # clocks by step, for later waits
+        in_use = [False] * len(clocks)  # a saved clock must not change
         for step in told[np.argsort(self.when[told])].tolist():
             lane = lanes[step]
             for other in self._waits.get(step, ()):

@@ -16,15 +16,15 @@ class PlanError(AssertionError):
 
 
 class Claim(NamedTuple):
-    """Pairs of steps of which the first ends before the second starts, in every interleaving."""
+    """Pairs of steps: the first must end before the second starts, in every interleaving."""
 
     first: Ints
     second: Ints
     who: Who
-    why: str  # the error if that is not so
+    why: str  # text of the error
 
 
 def demand(holds: Bools, who: Who, why: str) -> None:
-    """A rule: all of these hold; else an error about the first that does not."""
+    """Raise PlanError about the first element of ``holds`` that is False."""
     if not holds.all():
         raise PlanError(f"{who(int(holds.argmin()))} {why}")

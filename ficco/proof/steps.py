@@ -1,4 +1,4 @@
-"""The steps of all ranks as columns, and the rules for plans and steps by themselves."""
+"""The steps of all ranks as columns, and the rules for single plans and steps."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class Steps:
         return lambda index: self.name(int(step[index]))
 
     def held(self, column: Sequence[Sequence[Any]]) -> tuple[list[Any], Ints]:
-        """The items of all steps in one of their fields, and the step of each."""
+        """The items of a field of all steps, and the step of each item."""
         step = np.repeat(np.arange(len(column)), ints(map(len, column)))
         return list(chain.from_iterable(column)), step
 
     def _whole(self) -> None:
-        """The plans are those of all ranks for one problem."""
+        """Check that the plans are those of all ranks for one problem."""
         first = self.plans[0]
         if self.world != first.problem.world:
             raise PlanError(f"{self.world} plans for {first.problem.world} ranks")
@@ -129,7 +129,7 @@ class Steps:
             self._buffer(buffer)
 
     def _buffer(self, buffer: Buffer) -> None:
-        """A buffer is something that engines offer, and keeps what is specified."""
+        """Check that engines offer each buffer, and that the specification names its matrix."""
         slot = buffer.memory == "slot"
         known = buffer.memory in ("operand", "result", "local", "slot")
         known &= buffer.layout in ("rows", "columns", "transposed")
@@ -146,7 +146,7 @@ class Steps:
 
     @staticmethod
     def _lanes(plans: Sequence[Plan]) -> None:
-        """Plans name lanes that there are, and none of those that parts of steps get."""
+        """Check that plans name existing lanes, and no lane of parts of steps."""
         for plan in plans:
             for lane in plan.lanes:
                 if not re.fullmatch(r"(compute|copy|network|reduce)\d+|sync", lane):
@@ -154,7 +154,7 @@ class Steps:
 
     @staticmethod
     def _calls(plans: Sequence[Plan]) -> None:
-        """What the caller does is one step, on the caller's own lane, on every rank or on none."""
+        """Check that the caller's work is one step on the caller's lane, on all ranks or none."""
         counts = [sum(step.op == "call" for step in plan.steps) for plan in plans]
         for plan, count in zip(plans, counts, strict=True):
             if count > 1 or count != counts[0]:
@@ -168,11 +168,11 @@ class Steps:
                     )
 
     def shape(self, buffer: Buffer, rank: int) -> tuple[int, int]:
-        """Rows and columns of a buffer; none where the rank's plan does not list it."""
+        """Rows and columns of a buffer; 0 if the rank's plan does not list the buffer."""
         return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
     def _shapes(self) -> None:
-        """A step holds what its operation requires, and nothing else."""
+        """Check that a step has the fields of its operation, and no other."""
         of = self.of
 
         def shapes() -> Iterable[tuple[Any, ...]]:
@@ -193,7 +193,7 @@ class Steps:
             self._alike()
 
     def _alike(self) -> None:
-        """All ranks take part in the same collectives, and in nothing else that could wait."""
+        """Check that all ranks run the same collectives, and no other step that could wait."""
         whole = [
             [(s.label, s.lane) for s in plan.steps if s.op == "collective"] for plan in self.plans
         ]
