@@ -2,9 +2,9 @@
 
 The proof runs the ranks' steps symbolically, each rank's plan as one queue in enqueue order, since
 streams may share a hardware queue. If this run completes, no interleaving of the lanes deadlocks,
-because lanes only relax the order. The run is a topological order of the steps, along which the rules are
-checked. A rule that needs two steps in order makes a claim, and vector clocks over the lanes prove
-the claim for every interleaving. The rules:
+because lanes only relax the order. The run is a topological order of the steps, along which the
+rules are checked. A rule that needs two steps in order makes a claim, and vector clocks over the
+lanes prove the claim for every interleaving. The rules:
 
 1. Every signal has one poster, one waiter and one word. Its waiter clears it, after the wait and
    before the word can be posted again.

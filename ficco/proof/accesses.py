@@ -21,7 +21,7 @@ _NO_END = np.int64(1) << 62
 
 
 class BufferColumns:
-    """Properties of :class:`ficco.problems.specification.Buffer` as columns, by the buffer's number.
+    """Properties of :class:`ficco.problems.specification.Buffer` as columns, by number of buffer.
     Matrices and dtypes are numbers. ``begins``, ``left``: numbers of the first row and column, by
     buffer and rank."""
 
