@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test soak test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,11 +23,18 @@ quick: lint ## Before a commit: lint, then the tests that catch most, in a minut
 	$(PY) -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(QUICK)
 
 # Workers and the processes of tests share what one of them has compiled.
-quick test: export PYTHONDONTWRITEBYTECODE :=
+quick test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
-# Three tests at a time on two cores: many wait for what they have asked for.
-test: lint ## Lint, then run the tests that need no GPU
-	$(PY) -m pytest -m "not gpu and not multigpu and not clients" -n 3 --dist worksteal
+# Three tests at a time on two cores: many wait for other processes.
+PYTEST := $(PY) -m pytest -n 3 --dist worksteal
+CPU := not gpu and not multigpu and not clients
+
+test: lint ## Lint, then run the tests: every operator on the CPU engine, plans, faults and tools
+	$(PYTEST) -m "not slow and $(CPU)"
+	@echo "make test-slow runs the rest: more engines and numbers of ranks, kernels, compilers, packages"
+
+test-slow: .venv/.ready ## Run the rest of the tests that need no GPU: more engines and ranks, kernels, compilers, packages
+	$(PYTEST) -m "slow and $(CPU)"
 
 test-clients: ## Run ficco inside torchtitan, Transformers and Megatron-core, in an environment of their own
 	PYTHON=$(PYTHON) tests/environments/install.sh clients

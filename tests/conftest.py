@@ -17,6 +17,15 @@ from hypothesis import settings
 #: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
 NEEDS = {"gpu": 1, "multigpu": 2}
 
+#: Tests of kernels and engines through vendors' compilers and doubles of their libraries, of
+#: PyTorch's compilers, and of packages: marked ``slow``, by file or by file and test.
+SLOW = {
+    *("test_kernels", "test_hip", "test_hip_library", "test_hip_contract", "test_hip_forward"),
+    *("test_tiled_triton", "test_third_vendor", "test_traced", "test_packaging", "test_fp8_passes"),
+    *("test_selftest::test_it_passes_through_the_hip_engine", "test_lazy", "test_launch"),
+    *("test_selftest::test_compiled_kernels", "test_replay::test_the_bench_of_ways_is_replayed"),
+}
+
 #: Tests and the processes they start know no machines and no decisions of this user's. What one
 #: worker has compiled, the others take.
 SHARED, STARTS_WORKERS = "FICCO_TESTS_FOLDER", "FICCO_TESTS_FOLDER" not in os.environ
@@ -40,7 +49,10 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has too few GPUs for; order the rest."""
+    """Mark slow tests, skip those for which this machine has too few GPUs, and order the rest."""
+    for item in items:
+        if {item.path.stem, f"{item.path.stem}::{getattr(item, 'originalname', '')}"} & SLOW:
+            item.add_marker(pytest.mark.slow)
     # The longest tests, of which some wait. Workers that met them last would wait with them.
     items.sort(key=lambda item: item.path.stem != "test_hip")
     needs = [

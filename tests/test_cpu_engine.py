@@ -10,12 +10,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 
-import disturbance
 import pytest
 import torch
 import torch.distributed as dist
 from cases import gathered_bytes
-from disturbance import Disturbance, disturb
 from ranks import Rank, run
 from test_all_gather_matmul import named
 
@@ -195,18 +193,6 @@ def freed(at: Rank) -> list[str]:
 def test_memory_is_freed_under_living_tensors() -> None:
     before = sorted(os.listdir("/dev/shm"))
     assert run(2, freed) == [before] * 2
-
-
-def test_delays_are_seeded_per_rank_and_disturb_puts_back_what_was() -> None:
-    once, again, outer = (Disturbance(delay_s=1.0, seed=3) for _ in range(3))
-    delays = [once.delay(0) for _ in range(3)]
-    assert once.delay(0) not in delays
-    assert [again.delay(0) for _ in range(3)] == delays != [again.delay(1) for _ in range(3)]
-    with disturb(outer):
-        with disturb(once):
-            assert disturbance._active is once
-        assert disturbance._active is outer
-    assert disturbance._active is None
 
 
 #: A lane's product in a process whose OpenMP and MKL would start four threads for it. Prints the

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the compilers, libraries and the model checker that the gates of `make test` want, on
+# Installs the compilers, libraries and the model checker that `make test` and `make test-slow` want, on
 # Debian as root, as CI does. Elsewhere install them by hand; gates whose tools are missing are
 # skipped with the reason.
 set -euo pipefail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: As in ``make test``.
+#: As in ``make test`` and ``make test-slow``.
 MARKS = "not gpu and not multigpu and not clients"
 
 
