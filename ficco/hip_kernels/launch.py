@@ -1,7 +1,7 @@
 """Launch the kernels on a stream.
 
-All methods enqueue and return. Addresses are of device memory or of memory mapped there; a stream
-is what the vendor's binding takes.
+All methods enqueue and return. Addresses are of device memory or of mapped host memory. A stream has
+the form of the vendor's binding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ REDUCTIONS = {
 }
 
 
-#: What kernels count the units of attention's results in is 32 bits wide.
+#: Limit on elements of a merge: kernels count 16-byte units of the result in 32 bits.
 MOST_MERGED = 1 << 33
 #: Dtypes whose parts of attention are merged, and whose rows of experts are combined.
 MERGES = COMBINES = (torch.bfloat16, torch.float16)
@@ -70,7 +70,7 @@ GATES, GATED = ("silu gated", "relu gated"), (torch.bfloat16, torch.float16)
 #: Casts: dtypes that are cast, and those of the result.
 CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-#: The fewest threads that cast what shares a factor: as many bytes as they read are read at once.
+#: Minimum of threads that cast a part with one factor, for loads of full width.
 LEAST_TEAM = 4
 #: 16-byte units of the longest parts whose threads hold fewer: a block of float32 has so many.
 SHORT_UNITS = 32
@@ -195,9 +195,9 @@ class _Script(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """The signals of a launch: what it waits for and writes before and after its work. The work is
-    visible to the whole system before what ``rear`` writes at peers. While a script waits, blocks
-    spin on the device.
+    """The signals of a launch: waits and writes before and after its work. The work is visible to
+    the whole system before ``rear`` writes at peers. While a script waits, blocks spin on the
+    device.
 
     Attributes:
         arrived: address of a word on the device that counts blocks, 0 when nothing is in flight.
@@ -364,9 +364,8 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
             )
 
 
-#: What some rows of a result get of attention to some keys: the first of these rows and the one
-#: after them, the mean of the values [batch, heads, rows, size], and the log-sum-exp [batch, heads,
-#: rows].
+#: Attention of rows of a result to some keys: first row, end row, mean of the values [batch, heads,
+#: rows, size], and log-sum-exp [batch, heads, rows].
 Attended = tuple[int, int, torch.Tensor, torch.Tensor]
 
 
@@ -517,8 +516,8 @@ class Kernels:
             self.binding.launch(*prepared, stream)
 
     def copy_runs(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
-        """Copy runs of bytes within the device, on all of its SMs or CUs. Addresses and sizes, of
-        which none is 0, are multiples of 16."""
+        """Copy runs of bytes within the device, on all SMs or CUs. Addresses and sizes are positive
+        multiples of 16."""
         if int(np.bitwise_or.reduce(dst | src | sizes)) % 16 or sizes.sum() > 16 * MAX_UNITS:
             raise ValueError(
                 f"required runs at multiples of 16 bytes, {MAX_UNITS} such units in all, got "
@@ -723,9 +722,9 @@ class Kernels:
     def cast(
         self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any
     ) -> None:
-        """``matrix`` [m, k] to e4m3, and its factors [m, 1] or [m, k/128], float32, by which it is
-        to be multiplied: powers of two, the smallest by which nothing overflows. k is a multiple
-        of 16; rows may be strided."""
+        """Cast ``matrix`` [m, k] to e4m3. ``factors`` [m, 1] or [m, k/128] float32 dequantize it:
+        the smallest powers of two without overflow. k is a multiple of 16; rows may be
+        strided."""
         check_cast(out, factors, matrix)
         (rows, cols), size = matrix.shape, matrix.element_size()
         if not rows or not cols:

@@ -9,14 +9,14 @@ from importlib.metadata import packages_distributions, version
 
 @contextmanager
 def client(package: str, release: str) -> Iterator[None]:
-    """Around the imports of a client.
+    """Context of the imports of a client.
 
     Args:
-        package: the name by which it is imported.
-        release: the one that this integration was tested with.
+        package: import name of the client.
+        release: release with which this integration was tested.
 
     Raises:
-        ImportError: it is not installed, or lacks what is imported.
+        ImportError: the client is not installed, or lacks a module.
     """
     try:
         yield

@@ -64,7 +64,7 @@ class FiccoRowwise(_FiccoLinear, stock.RowwiseParallel):
     share the sequence (:class:`FiccoModule`)."""
 
 
-#: What a row-parallel layer returns where the ranks share the sequence.
+#: Style of a row-parallel layer between layers that share the sequence.
 _SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
 
 
@@ -180,7 +180,7 @@ _OTHERS = {
     "ficco_norm": FiccoNorm(last=False),
     "ficco_last_norm": FiccoNorm(last=True),
 }
-#: What a plan may have where the ranks share the sequence.
+#: Styles that a plan with a shared sequence may contain.
 _IN_SEQUENCE = {
     "colwise",
     "rowwise",

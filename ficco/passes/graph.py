@@ -20,7 +20,7 @@ from ficco.problems.scaling import RESULTS
 
 aten = torch.ops.aten
 
-#: Where PyTorch has its functional collectives, and what is there besides.
+#: Namespaces of PyTorch's functional collectives, and other functions there.
 _NAMESPACES = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 _WAITS = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}
 
@@ -49,7 +49,7 @@ OTHER_FORMS = {
     "irecv": "a message between two ranks is no collective of the group",
     "batch_p2p_ops": "messages between pairs of ranks are no collective of the group",
 }
-#: They write into what they are given, though their schemas do not say so.
+#: Operations that write into their operands, although their schemas do not say so.
 _RECEIVE = {"irecv", "batch_p2p_ops"}
 
 _SAME_ORDER = {
@@ -90,7 +90,7 @@ def known(given: Any) -> Any:
 
 
 def op_of(node: Node) -> torch._ops.OpOverload:
-    """The operation of a node for which :func:`is_op` holds."""
+    """Operation of a node that is one (:func:`is_op`)."""
     assert isinstance(node.target, torch._ops.OpOverload), node
     return node.target
 
@@ -157,7 +157,7 @@ class MatrixProduct:
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """What must be there besides ``a``."""
+        """Operands of the product besides ``a``."""
         own = (*self.scales, *([self.bias] if self.scales and self.bias else ()))
         return (self.b, *own)
 

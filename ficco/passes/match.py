@@ -86,10 +86,10 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A collective and what an operator of ficco does together with it.
+    """A collective and the products that an operator of ficco joins with it.
 
     Attributes:
-        rows: the order in which the products have the rows that travel.
+        rows: order of the travelling rows in the products.
         chain: the nodes between the collective and the products.
     """
 

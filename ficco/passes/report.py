@@ -1,4 +1,4 @@
-"""Reports of what a pass did to the collectives of a graph, and why."""
+"""Reports on the collectives of a graph: replaced or not, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Entry:
         shapes: of operands and result, in words.
         replaced: whether ficco's operator has replaced it.
         operator: that operator, "" if nothing was replaced.
-        reason: what was done, or why nothing was.
+        reason: the change, or the reason why there is none.
     """
 
     collective: str

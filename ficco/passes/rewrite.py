@@ -162,7 +162,7 @@ def _visit(node: Node, group: str | None, schedule: str) -> dict[Node, Entry]:
 
 
 def _entry(node: Node) -> Entry:
-    """What is known of a collective by itself."""
+    """Report entry of a collective, without its product."""
     name = collective(node) or ""
     given = arguments(node)
     tensor, result = value(given.get("input")), value(node)
@@ -196,7 +196,7 @@ def _dtype(node: Node) -> str:
 
 
 class Writer:
-    """Makes nodes before a given node, and can undo what it made."""
+    """Creates nodes before a node, and can remove them again."""
 
     def __init__(self, like: Node) -> None:
         self.graph = like.graph
@@ -294,7 +294,7 @@ def _faked(node: Node) -> Any:
 
 
 def _apply(pattern: Pattern, schedule: str) -> str:
-    """Change the graph; returns what was done, in words. On an error the graph is unchanged."""
+    """Change the graph, and describe the change. After an error the graph is unchanged."""
     write = Writer(pattern.products[0].node)
     try:
         if isinstance(pattern, Epilogue):
@@ -452,7 +452,7 @@ def _matrix(write: Writer, at: Node, chosen: MatrixProduct) -> Node:
 
 
 def _scale_of_b(write: Writer, at: Node, chosen: MatrixProduct) -> Node:
-    """The scale of b without the rows by which ``_scaled_mm_v2`` has it padded."""
+    """Scale of b without the padding rows of ``_scaled_mm_v2``."""
     scale, rows = chosen.scales[1], tensor_of(chosen.b).shape[0]
     shape, needed = tensor_of(scale).shape, factor_count(rows, RECIPES["block"].b[0])
     if len(shape) != 2 or same(shape[0], 1) or not isinstance(needed, int) or shape[0] <= needed:
