@@ -1,7 +1,7 @@
 """Launch the kernels on a stream.
 
-All methods enqueue and return. Addresses are of device memory or of mapped host memory. A stream has
-the form of the vendor's binding.
+All methods enqueue and return. Addresses are of device memory or of memory mapped there. A stream
+has the form of the vendor's binding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ REDUCTIONS = {
 }
 
 
-#: Limit on elements of a merge: kernels count 16-byte units of the result in 32 bits.
+#: Limit on elements of a merge: kernels count units of the result in 32 bits.
 MOST_MERGED = 1 << 33
 #: Dtypes whose parts of attention are merged, and whose rows of experts are combined.
 MERGES = COMBINES = (torch.bfloat16, torch.float16)
