@@ -20,8 +20,8 @@ from ficco.plan import Plan, Signal, Step, product_rows
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import Buffer
 
-#: Bytes per second of a link, and its latency in seconds (4 H200), to predict the arrival of pieces.
-#: Tiles run in the order of arrival in any case; the times affect only which tiles are split.
+#: Bytes per second and latency in seconds of a link (4 H200), to predict when pieces arrive. Tiles
+#: run in the order of arrival in any case; the times affect only which tiles are split.
 LINK_BYTES_PER_S, LATENCY_S = 383e9, 12e-6
 #: SMs left for copies on a GPU that ranks share, where copies are kernels.
 SHARED_SPARE = 16
@@ -115,8 +115,8 @@ def order(driver: Driver) -> LaunchOrder:
 class TiledStep:
     """The launch of a step.
 
-    :meth:`prepare` must run before any operation of a call is enqueued: once for each layout of B it
-    may compile a kernel, and loads a module, which waits for the device.
+    :meth:`prepare` must run before any operation of a call is enqueued. Once for each layout of B
+    it may compile a kernel, and load a module, which waits for the device.
     """
 
     def __init__(
