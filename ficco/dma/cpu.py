@@ -166,9 +166,8 @@ class CpuEngine(Engine):
 
         return op
 
-    # The peer that a timeout names. If several lanes of a rank wait, one of their peers may itself
-    # wait for another rank. Every rank therefore marks its waiting lanes in the slot, where peers
-    # read them.
+    # The peer that a timeout names. If several lanes wait, one of their peers may itself wait for
+    # another rank. Every rank therefore marks its waiting lanes in the slot, where peers read.
 
     def _mark(self, program: Program, state: CallState, lane: str, value: int) -> None:
         state.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value

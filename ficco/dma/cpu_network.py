@@ -50,10 +50,7 @@ class GlooNetwork:
         return op
 
     def receives(self, program: Program) -> list[Op]:
-        """Operations that post the receives of all steps, then end the steps one after the other.
-
-        A step ends once it has also sent its data.
-        """
+        """Operations that post all receives, then end step after step once it has also sent."""
         plan = program.plan
         moves = {
             index: [

@@ -1,8 +1,7 @@
 """The interface between the GPU engine and a vendor's runtime.
 
-A vendor is one subclass of :class:`Driver` and one row in ``choose``. Addresses are plain integers.
-A stream is the object that the vendor's binding accepts as one. PyTorch calls the GPUs of every
-vendor "cuda".
+A vendor is one subclass of :class:`Driver` and one row in ``choose``. Addresses are integers, and
+streams are objects of the vendor's binding. PyTorch calls the GPUs of every vendor "cuda".
 """
 
 from __future__ import annotations
@@ -427,11 +426,8 @@ _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
 class Lanes(dict[str, Any]):
-    """Stream handles of a call's lanes, created on first use.
-
-    Lanes fork from the caller's stream, ``compute0``, at the event ``fork``, and join it at the
-    events ``joins``. ``streams`` has the streams of the other lanes, which callers may share.
-    """
+    """Stream handles of a call's lanes. Lanes fork from the caller's stream, ``compute0``, at the
+    event ``fork`` and join it at the events ``joins``. Callers may share the other ``streams``."""
 
     def __init__(
         self, driver: Driver, caller: Any, streams: dict[str, Stream], mode: str = ""

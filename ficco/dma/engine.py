@@ -51,8 +51,7 @@ class Capabilities:
         accumulate: how partial sums of column pieces are accumulated, and the memory it takes.
         capture: whether calls can be captured in a graph.
         partial_signals: whether signals may gate or announce rows of a product.
-        tiles: whether a product with gated or announced rows is one launch, whose tiles wait for
-            signals and post them.
+        tiles: whether such a product is one launch, whose tiles wait for signals and post them.
         scaled: whether products may be scaled.
         functions: functions that a place step may apply.
         network: the library that moves bytes between hosts; empty if the ranks share one host.
@@ -83,7 +82,6 @@ class Missing:
     """A signal or collective that a stuck step waits for.
 
     Attributes:
-        step: index of the step.
         peer: the poster of the signal, or the rank absent from a collective; None if unknown.
         wanted, found: the expected and the actual value of the signal word.
         signal: the signal, if it may be one of several that the step waits for piece by piece.

@@ -2,9 +2,8 @@
 
 While a call is recorded as a graph, no thread may wait for the whole device: the wait fails, and
 the recording may fail, too (CUDA Programming Guide, "Prohibited and Unhandled Operations").
-PyTorch waits for the device before it frees symmetric memory, and holds the interpreter lock during
-the wait. At that time no call of another thread may be half enqueued, or in flight: its peers may
-wait for the rest of it.
+PyTorch waits for the device to free symmetric memory, and holds the interpreter lock meanwhile. No
+call of another thread may then be half enqueued, or in flight: its peers may wait for the rest.
 """
 
 from __future__ import annotations

@@ -35,10 +35,8 @@ def _leave() -> None:
 
 
 def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
-    """Create a gloo group of all ranks, separate from the caller's group. Collective.
-
-    May be called once for each ``purpose`` in the life of ``hosts``. Operations of the group wait
-    for at most ``seconds``.
+    """Create a separate gloo group of all ranks, whose operations wait for at most ``seconds``.
+    Collective, once for each ``purpose`` in the life of ``hosts``.
 
     Raises:
         RuntimeError: a rank is absent.
@@ -111,9 +109,7 @@ class GlooLinks:
         self, parts: Sequence[tuple[bool, int, torch.Tensor]], seconds: float = LONGEST_S
     ) -> PeerExchange:
         """Start sends and receives. Each part is (whether it is sent, peer, contiguous bytes).
-
-        After ``seconds`` gloo gives up, which breaks all connections of the group.
-        """
+        After ``seconds`` gloo gives up, which breaks all connections of the group."""
         starts: list[tuple[int, Callable[[], Work]]] = []
         for outward, peer, data in parts:
             count = self._sent if outward else self._received

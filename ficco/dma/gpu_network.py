@@ -194,8 +194,7 @@ class GlooRelay(GpuNetwork):
 
     def _cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Buffers of the given sizes in bytes, cut from the pinned memory."""
-        aligned = [align(size) for size in sizes]
-        total = sum(aligned)
+        total = sum(aligned := [align(size) for size in sizes])
         with torch.inference_mode(False):  # calls of other modes use it, too
             if total > self._room.numel():  # at least double it: older buffers stay in use
                 with self._engine.driver.aside():
@@ -341,9 +340,8 @@ class NcclNetwork(GpuNetwork):
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
-            # In a capture NCCL registers buffers where it can. Replays of long messages hung,
-            # apparently when only one end was registered. In a capture both ends therefore use
-            # memory of PyTorch's pool of the graph.
+            # In a capture NCCL registers the buffers it can. Replays of long messages hung, it
+            # seems when one end was registered: both ends now use memory of the graph's pool.
             parts, landings, capturing = [], [], bool(self._engine.capturing())
             for message, rows_of in moves:
                 if not (rows := rows_of(call)):

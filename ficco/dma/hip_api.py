@@ -163,24 +163,20 @@ def _check_version(*version: int) -> None:
     """Refuse a library, or a binding, of an unsupported version."""
     binds, oldest = HIP_VERSION_TUPLE[:2], _dotted(OLDEST)
     if binds < OLDEST:
-        problem = (
-            f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
-        )
+        why = f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
         remedy = "pip install 'hip-python>=7.2,<11'"
     elif not any(version):
-        problem = f"the library does not tell its version, ficco needs HIP {oldest} or later"
+        why = f"the library does not tell its version, ficco needs HIP {oldest} or later"
         remedy = "install ROCm 7.2 or later and start with its lib folder in LD_LIBRARY_PATH"
     elif version < OLDEST:
-        problem = (
-            f"ficco needs HIP {oldest} or later, the installed hip-python binds HIP {binds[0]}"
-        )
+        why = f"ficco needs HIP {oldest} or later, the installed hip-python binds HIP {binds[0]}"
         remedy = "install ROCm 7.2 or later and a PyTorch that is built for it"
     elif version[0] != binds[0]:
-        problem = f"the installed hip-python binds HIP {binds[0]}"
+        why = f"the installed hip-python binds HIP {binds[0]}"
         remedy = f"install ROCm 7.2 or a later one of HIP {binds[0]}, and a PyTorch built for it"
     else:
         return
-    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(version)}", f"{problem}; {remedy}")
+    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(version)}", f"{why}; {remedy}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -277,8 +277,7 @@ class HostMemory:
             os.close(fd)
 
     def _gone(self, code: str, why: str) -> BackendError:
-        """The error of a peer whose memory is gone; raises the peer's own error if it reports one
-        first."""
+        """The error of a peer whose memory is gone; raises the peer's own error if reported."""
         end = time.monotonic() + REPORT_S
         while time.monotonic() < end:
             self._interrupt()

@@ -28,8 +28,7 @@ class Run:
     Attributes:
         body: operations that the caller's stream waits for.
         begin: tells the watchdog that the call begins; None if an event or a launch does.
-        tail: signals to peers after the body, and the word that tells the watchdog of the end.
-        tail_lane: the lane of the tail.
+        tail: on the lane ``tail_lane``, signals to peers and the watchdog's word of the end.
         lanes: lanes that run concurrently with the caller's stream.
         before: preparations of tiled launches, called before anything is enqueued.
         parts: for a body with tiled launches, which take longer in a recording: the part that is
@@ -88,10 +87,8 @@ class Posts:
 
 
 class KernelBatch:
-    """Waits and writes by ficco's kernels: one launch for each run of waits or of writes.
-
-    While a launch waits, one block spins on the device.
-    """
+    """Waits and writes by ficco's kernels: one launch for each run of waits or of writes. While a
+    launch waits, one block spins on the device."""
 
     def __init__(self, ops: Sequence[MemOp], kernels: Kernels, late: int) -> None:
         """``late``: address of a word that is written when a kernel gives up."""
@@ -121,8 +118,7 @@ class Launch:
             out signals.
         mine: addresses of this rank's own words.
         spins: the launch has so few blocks that all may spin.
-        sums: the launch sums data in peers' memory. It carries out all waits and writes
-            before it.
+        sums: the launch sums data in peers' memory, and carries out all waits and writes before.
         around: waits and writes that the launch carries out.
     """
 
@@ -256,8 +252,8 @@ def joined(ops: Iterable[tuple[str, Op]], batch: MakeBatch) -> list[tuple[str, O
     return merged
 
 
-def _joined(lane: str, first: Op, second: Op, batch: MakeBatch) -> tuple[Op, ...]:
-    """Merge two successive operations of a lane, so that they take as few driver calls and as
+def _joined(lane: str, left: Op, right: Op, batch: MakeBatch) -> tuple[Op, ...]:
+    """Merge two neighbouring operations of a lane, so that they take as few driver calls and as
     little time of the stream as possible."""
 
     def memops(ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
@@ -265,27 +261,22 @@ def _joined(lane: str, first: Op, second: Op, batch: MakeBatch) -> tuple[Op, ...
 
     # A spinning block takes an SM from products: none may spin while products run.
     spins = lane.startswith("compute")
-    if isinstance(first, Memops) and isinstance(second, Memops):
-        if not (first.whole or second.whole):
-            return (Memops(lane, batch((*first.ops, *second.ops))),)
-    elif isinstance(first, Memops) and isinstance(second, Launch) and second.arrived:
-        if second.sums:
-            around = replace(second.around, front=(*first.ops, *second.around.front))
+    if isinstance(left, Memops) and isinstance(right, Memops):
+        if not (left.whole or right.whole):
+            return (Memops(lane, batch((*left.ops, *right.ops))),)
+    elif isinstance(left, Memops) and isinstance(right, Launch) and right.arrived:
+        if right.sums:
+            around = replace(right.around, front=(*left.ops, *right.around.front))
             if around.fits:
-                return (replace(second, around=around),)
-        elif not first.whole:
-            rest, around = in_front(first.ops, second.around, second.mine, spins and second.spins)
-            return *memops(rest), replace(second, around=around)
-    elif (
-        isinstance(first, Launch)
-        and isinstance(second, Memops)
-        and first.arrived
-        and not first.sums
-    ):
-        around, rest = behind(second.ops, first.around, spins)
-        if not (second.whole and rest):
-            return replace(first, around=around), *memops(rest)
-    return first, second
+                return (replace(right, around=around),)
+        elif not left.whole:
+            rest, around = in_front(left.ops, right.around, right.mine, spins and right.spins)
+            return *memops(rest), replace(right, around=around)
+    elif isinstance(left, Launch) and isinstance(right, Memops) and left.arrived and not left.sums:
+        around, rest = behind(right.ops, left.around, spins)
+        if not (right.whole and rest):
+            return replace(left, around=around), *memops(rest)
+    return left, right
 
 
 def by_launches(
@@ -295,9 +286,8 @@ def by_launches(
     kernels: Kernels,
     mine: Container[int],
 ) -> tuple[list[Op], list[Op]] | None:
-    """Fold the begin and the tail of a call of one lane into launches on the caller's stream.
-
-    None if that is not possible, or slower than a second stream.
+    """Fold the begin and the tail of a call of one lane into launches on the caller's stream; None
+    if that is not possible, or slower than a second stream.
 
     Args:
         body: operations of the caller's stream; at least one.

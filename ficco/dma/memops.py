@@ -58,11 +58,9 @@ def in_front(
     ops: Sequence[MemOp], around: Around, mine: Container[int], spins: bool
 ) -> tuple[tuple[MemOp, ...], Around]:
     """Fold the operations before a launch of copies into it: writes go after its work, since the
-    copies need not wait for them; waits go before its work if the launch may spin (``spins``).
-
-    This rank's own words (``mine``) are written before words of peers. Returns the operations that
-    stay on the stream before the launch, and those that the launch carries out.
-    """
+    copies need not wait for them; waits go before its work if the launch may spin (``spins``). This
+    rank's own words (``mine``) are written before words of peers. Returns the operations that stay
+    on the stream before the launch, and those that the launch carries out."""
     # Writes do not move past waits of the launch: a peer may have to see them first.
     writes = [] if around.front else list(takewhile(_writes, reversed(ops)))[::-1]
     rest = ops[: len(ops) - len(writes)]
@@ -95,14 +93,11 @@ def script(
     everyone: bool = False,
     aside: Sequence[MemOp] = (),
 ) -> Script:
-    """Waits and writes of a stream as a script of one launch.
+    """Waits and writes of a stream as a script of one launch, after the writes ``aside``, which no
+    other step is ordered after. With ``everyone`` every block carries out the waits at the end.
 
     A run of writes to peers (words that are not in ``mine``) becomes visible after all writes
     before it: its first write is a release.
-
-    Args:
-        everyone: every block carries out the waits at the end of ``ops``.
-        aside: writes at the start that no other step is ordered after.
     """
     steps = [ScriptStep(op.address, op.value, wide=op.kind == WRITE_64) for op in aside]
     released = False  # the step before writes to a peer, too

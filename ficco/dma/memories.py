@@ -99,9 +99,9 @@ open_engines: weakref.WeakSet[StreamEngine] = weakref.WeakSet()
 def standstill(timeout_s: float) -> Iterator[bool]:
     """Wait until no call of this process is in flight, and let no call begin within the block.
 
-    Yields False if another thread begins a call during the wait, or if calls do not end in time.
-    Freeing memory waits for the device, and PyTorch and hip-python 7.2 hold the interpreter lock
-    during the wait: a call that is half enqueued would never proceed, nor would its peers.
+    Yields False if another thread begins a call meanwhile, or if calls do not end in time. Freeing
+    memory waits for the device while PyTorch and hip-python 7.2 hold the interpreter lock: a call
+    that is half enqueued would never proceed, nor would its peers.
     """
     passed, end = GATE.passed, time.monotonic() + timeout_s
     while True:

@@ -43,10 +43,8 @@ else:
 
 
 class _Recorder:
-    """A stream, its lanes and a memory pool for recording the calls of one caller's stream.
-
-    The recordings can share them, since they are replayed one after the other on that stream.
-    """
+    """A stream, its lanes and a memory pool to record the calls of one caller's stream, where their
+    replays follow each other. Recordings can therefore share a recorder."""
 
     def __init__(self, driver: Driver) -> None:
         self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()

@@ -64,19 +64,16 @@ def types_of(buffers: Iterable[Buffer], scaling: Scaling | None) -> TileTypes:
 
 
 class LaunchOrder:
-    """Serializes the launches of this process on a device.
-
-    Two launches that wait at the same time could occupy all SMs, so that work that a peer waits for
-    never runs, while the peer's launch waits for this rank. Launches on one stream are ordered
-    anyway. Launches in captured graphs may run on any stream.
+    """Serializes the launches of this process on a device. Two launches that wait at the same time
+    could occupy all SMs: work that a peer waits for would never run, while the peer's launch waits
+    for this rank. Launches on one stream are ordered anyway; those of graphs may be on any stream.
 
     Attributes:
         lock: held from :meth:`begin` until the call is enqueued.
     """
 
     def __init__(self, driver: Driver) -> None:
-        # `_elsewhere`: earlier launches may be on other streams.
-        self.lock, self._elsewhere = threading.RLock(), False
+        self.lock, self._elsewhere = threading.RLock(), False  # earlier launches, other streams
         self._over = driver.lasting_event()
         self._external = driver.external(self._over)
         self._stream: int | None = None

@@ -63,11 +63,8 @@ class Watch:
 
 @dataclass(eq=False)
 class Flight:
-    """A call in flight on a stream: the events before and after the call.
-
-    ``whole``: the call is enqueued completely, and ``after`` is recorded. Flights are pooled;
-    ``serial`` identifies the call.
-    """
+    """A call in flight on a stream: the events before and after it. ``whole``: all of the call is
+    enqueued, so ``after`` is recorded. Flights are pooled; ``serial`` identifies the call."""
 
     before: Event
     after: Event

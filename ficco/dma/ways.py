@@ -1,8 +1,7 @@
 """Mechanisms that an environment variable selects, for each engine that has alternatives.
 
-``FICCO_HIP="signals=kernel,copy=peer"`` selects those of the HIP engine, the same on all ranks.
-Options that are not set are chosen from the machine's capabilities. The variable is read at the
-first call of a group.
+``FICCO_HIP="signals=kernel,copy=peer"`` selects those of the HIP engine, the same on all ranks. The
+machine's capabilities decide about other options. Read at the first call of a group.
 """
 
 from __future__ import annotations
