@@ -282,7 +282,7 @@ class CudaDriver(Driver):
             "with a flush of remote writes"
             if self._flush
             else "without a flush, which this device does not offer: relies on a peer's word "
-            "arriving behind the copy in front of it"
+            "arriving after the copy before it"
         )
         version = int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
         memory = self._memory(engine)

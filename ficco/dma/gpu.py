@@ -1021,7 +1021,7 @@ class GpuEngine(StreamEngine):
     def wordless(self) -> str:
         if self.means.words == "slot":
             return ""
-        return f"the {self.name} engine keeps its signal words apart, where no kernel can wait"
+        return f"the {self.name} engine keeps its signal words where no kernel can wait"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
         if why := self.driver.untiled:

@@ -139,8 +139,8 @@ class GlooRelay(GpuNetwork):
     name = "gloo through pinned host memory"
     threaded = True
     uncaptured = (
-        "gloo moves what goes between the hosts of this group, which no graph captures; make the "
-        "call outside of the capture, or use an NCCL group"
+        "gloo moves the data between the hosts of this group, which graphs cannot capture; make "
+        "the call outside of the capture, or use an NCCL group"
     )
 
     def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
@@ -331,9 +331,9 @@ class NcclNetwork(GpuNetwork):
         if new := {(move.outward, move.peer) for move in transfers} - self._connected:
             if self._engine.capturing():
                 raise NotImplementedError(
-                    f"rank {self._engine.rank} has exchanged nothing with rank "
-                    f"{min(peer for _, peer in new)} of another host yet, with which NCCL cannot "
-                    "connect in a capture; make one such call before it"
+                    f"rank {self._engine.rank} has not exchanged data with rank "
+                    f"{min(peer for _, peer in new)} of another host yet, and NCCL cannot connect "
+                    "in a capture; make the call once before the capture"
                 )
             self._connect(new)
         moves = [(message, parts_of(program, message)) for message in transfers]

@@ -168,7 +168,7 @@ class HipDriver(Driver):
             place="peer's signal memory" if way == "signal" else "peer's uncached memory",
             wait=names["signals"][way]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
-            + "; relies on a peer's word arriving behind the copy in front of it",
+            + "; relies on a peer's word arriving after the copy before it",
             copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
@@ -186,7 +186,7 @@ class HipDriver(Driver):
                 return ""
             written.value = 0
         return (
-            "this ROCm carries stream writes out at once in place of capturing them in a graph; "
+            "this ROCm executes stream writes at once instead of capturing them in a graph; "
             f"set {variable(self.name)}=signals=kernel on all ranks, so that kernels signal, "
             "update ROCm, or make the call outside of the capture"
         )
@@ -218,14 +218,15 @@ class HipDriver(Driver):
                 return way
         if wanted is not None:
             raise NotImplementedError(
-                f"{variable(self.name)}=signals={wanted} cannot be had on all ranks: it needs "
-                f"{_NEEDS[wanted]}; give all ranks that, or leave signals out of the variable and "
-                "the hip engine takes what works"
+                f"{variable(self.name)}=signals={wanted} is not available on all ranks: it needs "
+                f"{_NEEDS[wanted]}; provide that on all ranks, or leave signals out of the variable "
+                "and the hip engine takes what works"
             )
         raise NotImplementedError(
             f"the hip engine cannot signal by {' or by '.join(ways)} here: on some rank "
-            "hipStreamWaitValue32 is missing, does not serve memory that processes share, or no "
-            "compiler is there for ficco's kernels; install ROCm's clang, or hiprtc, on all ranks"
+            "hipStreamWaitValue32 is missing or does not serve memory that processes share, and on "
+            "some rank there is no compiler for ficco's kernels; install ROCm's clang, or hiprtc, "
+            "on all ranks"
         )
 
     def _stream_waits(self) -> bool:
@@ -274,9 +275,9 @@ class HipDriver(Driver):
         can = all(cans) and not any(packs)
         if any(rectangles) and not can:
             raise NotImplementedError(
-                f"{variable(self.name)}=columns=2d, which a rank asks for, cannot be had on all: "
-                "on some the runtime has no 2D copies, or the variable has another value; leave "
-                "columns out of it on all ranks"
+                f"{variable(self.name)}=columns=2d, which a rank selects, is not available on "
+                "all: on some rank the runtime has no 2D copies, or the variable has another "
+                "value; leave columns out of it on all ranks"
             )
         why = "" if can else ", for want of a 2D copy"
         if any(rectangles + packs):

@@ -114,7 +114,7 @@ class Replays:
                 return self._driver.record(recorder.stream.handle, lambda: enqueue(run, call))
         except (RuntimeError, BackendError) as error:
             warnings.warn(
-                f"ficco enqueues calls step by step, since one could not be recorded: {error}",
+                f"ficco enqueues calls step by step, since a recording failed: {error}",
                 stacklevel=2,
             )
             self.possible = False

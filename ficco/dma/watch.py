@@ -32,7 +32,7 @@ class Watch:
         if not free:
             raise NotImplementedError(
                 f"more than {MAX_WATCHED // 3} graphs capture ficco calls; capture more calls in "
-                "each, or let go of some with ficco.close(group)"
+                "each, or release some with ficco.close(group)"
             )
         self._free, self._index = free, free.pop()
         self._begun = base + 2 * self._index * WORD

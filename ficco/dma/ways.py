@@ -39,8 +39,8 @@ WAYS: dict[str, dict[str, dict[str, str]]] = {
         # right after a copy completes only once later copies are complete, too; an event after a
         # stream write completes at once.
         "events": {
-            "plain": "an event right behind the copy",
-            "write": "an event behind a stream write behind the copy",
+            "plain": "an event right after the copy",
+            "write": "an event after a stream write after the copy",
         },
     },
 }
@@ -64,6 +64,6 @@ def asked(engine: str) -> dict[str, str]:
         option, _, value = setting.partition("=")
         if option not in options or value not in options[option]:
             allowed = ", ".join(f"{key}={'|'.join(values)}" for key, values in options.items())
-            raise ConfigError(name, text, f"required some of {allowed}, with commas")
+            raise ConfigError(name, text, f"required a comma-separated list of {allowed}")
         selected[option] = value
     return selected
