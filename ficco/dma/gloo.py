@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 #: Groups with messages in flight when their call failed. Freeing a group waits for its messages.
-_left: list[object] = []
+_unfinished: list[object] = []
 
 
 @atexit.register
-def _leave() -> None:
+def _leave_unfinished() -> None:
     """Never free the groups, so that the process exits at once."""
-    if _left:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left))
+    if _unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
 
 
 def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
@@ -122,4 +122,4 @@ class GlooLinks:
     def close(self) -> None:
         """Leave the group. After a failure messages stay in flight until gloo gives up."""
         if self.broken or self.expected:
-            _left.append((self._group, self.expected))
+            _unfinished.append((self._group, self.expected))

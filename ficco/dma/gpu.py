@@ -158,15 +158,15 @@ class GpuEngine(StreamEngine):
         self.name, self.driver, self.timeout_s = driver.name, driver, timeout_s
         self.graveyard = Graveyard()
         self.replayed = Replays(driver)
-        self._asked = signals
+        self._signals = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        self._unwatched = list(range(MAX_WATCHED))  # pairs of words that no slot uses
+        self._free_watches = list(range(MAX_WATCHED))  # pairs of words that no slot uses
         self._states: set[SlotState] = set()
         # By whether calls are captured: eager calls of other threads cannot use captured streams.
         self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
-        self._read_into = 0, 0  # pinned memory for words: address and number of words
+        self._read_buffer = 0, 0  # pinned memory for words: address and number of words
         self._allocate: Allocate | None = None
         self._batch: MakeBatch = driver.batch
         self._network: GpuNetwork | None = None
@@ -274,7 +274,7 @@ class GpuEngine(StreamEngine):
             if driver.watches_by_events and not captured:
                 watch = Flights(driver.event)
             else:
-                watch = Watch(self.watched, self._unwatched)
+                watch = Watch(self.watched, self._free_watches)
             state = SlotState(watch, words, driver.event(), driver.event(), captured)
         self._states.add(state)
         return state
@@ -386,9 +386,9 @@ class GpuEngine(StreamEngine):
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         if by_copies(program.plan, transfer):
-            return self._filled(program, step, transfer)
+            return self._copy_filled(program, step, transfer)
         if transfer.batch > 1:
-            return self._strided(program, step, transfer)
+            return self._copy_strided(program, step, transfer)
         src, dst = transfer.src, transfer.dst
         width, height = places.size(src)
         to, dst_pitch = places.place(dst)
@@ -397,7 +397,7 @@ class GpuEngine(StreamEngine):
         rectangle = None
         if self.means.rectangles:
             rectangle = self.driver.rectangle(to, dst_pitch, width, height)
-        cut = None if rectangle else self._cut(program, step, transfer, flat)
+        cut = None if rectangle else self._copy_columns(program, step, transfer, flat)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
@@ -411,7 +411,7 @@ class GpuEngine(StreamEngine):
 
         return op
 
-    def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
+    def _copy_filled(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy the rows that a call has: to a peer by one call of the driver, if it can batch
         copies; within the device by one launch, since such copies are kernels in any case."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
@@ -436,7 +436,7 @@ class GpuEngine(StreamEngine):
 
         return op
 
-    def _strided(self, program: Program, step: int, transfer: Transfer) -> Op:
+    def _copy_strided(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy a batch of blocks of contiguous rows, by one 2D copy with a row for each block."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst, count = transfer.src, transfer.dst, transfer.batch
@@ -457,7 +457,7 @@ class GpuEngine(StreamEngine):
 
         return op
 
-    def _cut(
+    def _copy_columns(
         self, program: Program, step: int, transfer: Transfer, flat: Callable[[int, Any], None]
     ) -> Callable[[Call, int, int], None]:
         """Copy parts of rows if the vendor has no 2D copies: packed into one ``flat`` copy if the
@@ -534,7 +534,7 @@ class GpuEngine(StreamEngine):
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
         if by_copies(program.plan, transfer):
-            return self._filled(program, step, transfer)
+            return self._copy_filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -671,7 +671,7 @@ class GpuEngine(StreamEngine):
                 try:
                     enqueue_first(run, call)
                 except BaseException:
-                    self._break_off(run, call, slot, flight)
+                    self._abort(run, call, slot, flight)
                     raise
             try:
                 yield
@@ -749,7 +749,7 @@ class GpuEngine(StreamEngine):
             return None
         return watch.begin(slot.number(program), raw, call.state["compute0"])
 
-    def _break_off(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
+    def _abort(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
         """Remove an aborted call from the watchdog."""
         if slot is None:
             return
@@ -786,17 +786,17 @@ class GpuEngine(StreamEngine):
         state: SlotState = slot.state
         try:
             if isinstance(state.watch, Watch):
-                return self._by_words(run, call, slot, state, body)
+                return self._watched_by_words(run, call, slot, state, body)
             assert flight is not None
-            self._by_events(run, call, state, body)
+            self._watched_by_events(run, call, state, body)
             # The caller's stream does not wait for the tail.
             state.watch.end(flight, call.state["sync" if run.tail else "compute0"])
             state.retired = flight.after
         except BaseException:
-            self._break_off(run, call, slot, flight)
+            self._abort(run, call, slot, flight)
             raise
 
-    def _by_events(
+    def _watched_by_events(
         self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue a call that the watchdog watches by events."""
@@ -808,7 +808,7 @@ class GpuEngine(StreamEngine):
             for op in run.tail:
                 op(call)
 
-    def _by_words(
+    def _watched_by_words(
         self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue a call that writes its begin and end to words for the watchdog. If a graph
@@ -921,17 +921,17 @@ class GpuEngine(StreamEngine):
         """Read this rank's words of a slot, from any thread; empty if that takes too long."""
         words: Words = slot.state.words
         with self.driver.aside():
-            target, capacity = self._read_into
+            target, capacity = self._read_buffer
             if capacity < words.count:
                 # Never freed before closing: freeing waits for streams, and some are stuck.
                 target = self.driver.host(words.count * WORD)
-                self._read_into = target, words.count
+                self._read_buffer = target, words.count
             at = target
             for address, count in words.runs(self.rank):
                 self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
                 at += count * WORD
             if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
-                self._read_into = 0, 0  # still in use
+                self._read_buffer = 0, 0  # still in use
                 return []
         return list((ctypes.c_uint32 * words.count).from_address(target))
 
@@ -1001,7 +1001,7 @@ class GpuEngine(StreamEngine):
             post = f"a kernel of ficco's that writes to the {means.place}"
         return Capabilities(
             engine=self.name,
-            post=post + (" (asked for)" if self._asked != "auto" else ""),
+            post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=means.wait,
             copy=means.copy,
             movers=("dma", "kernel") if self.driver.has_kernels else ("dma",),

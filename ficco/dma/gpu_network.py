@@ -148,9 +148,9 @@ class GlooRelay(GpuNetwork):
         self._links = GlooLinks(engine)
         self._reached = engine.driver.host(WORD)
         self._done = engine.driver.waitable(engine.means.words)
-        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._under_way: tuple[_Job, PeerExchange] | None = None
+        self._current: tuple[_Job, PeerExchange] | None = None
         self._stopped, self._writing = False, threading.Lock()
         thread = threading.Thread(target=self._serve, name="ficco network", daemon=True)
         thread.start()
@@ -160,7 +160,7 @@ class GlooRelay(GpuNetwork):
         if not (moves := messages(program.plan, step)):
             return lambda call: None
         plan, dtype = program.plan, buffers_of(program).dtype
-        buffers = self._cut([most_bytes(plan, move) for move in moves])
+        buffers = self._buffers([most_bytes(plan, move) for move in moves])
         staged = [
             _Staged(move.outward, move.peer, data.view(dtype(move.region)), parts_of(program, move))
             for move, data in zip(moves, buffers, strict=True)
@@ -192,14 +192,14 @@ class GlooRelay(GpuNetwork):
 
         return op
 
-    def _cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def _buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Buffers of the given sizes in bytes, cut from the pinned memory."""
         total = sum(aligned := [align(size) for size in sizes])
         with torch.inference_mode(False):  # calls of other modes use it, too
-            if total > self._room.numel():  # at least double it: older buffers stay in use
+            if total > self._pinned.numel():  # at least double it: older buffers stay in use
                 with self._engine.driver.aside():
-                    self._room = self._engine.driver.pinned(max(total, 2 * self._room.numel()))
-            parts = self._room[:total].split(aligned)
+                    self._pinned = self._engine.driver.pinned(max(total, 2 * self._pinned.numel()))
+            parts = self._pinned[:total].split(aligned)
             return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def _serve(self) -> None:
@@ -213,19 +213,19 @@ class GlooRelay(GpuNetwork):
                 pause = min(2 * pause, LOOK_S)
             reached.value = 0
             exchange = self._links.exchange(job.parts)
-            self._under_way = job, exchange
+            self._current = job, exchange
             exchange.run()
             if exchange.error is not None:
                 self.lost.add(exchange.peer)
                 return
-            self._under_way = None
+            self._current = None
             with self._writing:
                 if self._stopped:
                     return
                 done.value = 1
 
     def missing(self, plan: Plan) -> Missing | None:
-        if (current := self._under_way) is None or current[0].plan is not plan:
+        if (current := self._current) is None or current[0].plan is not plan:
             return None
         job, exchange = current
         return Missing(job.step, exchange.peer)
@@ -239,7 +239,7 @@ class GlooRelay(GpuNetwork):
         with self._writing:
             self._stopped = True
         self._jobs.put(None)
-        self._links.broken = self._under_way is not None
+        self._links.broken = self._current is not None
         self._links.close()
 
 

@@ -116,8 +116,8 @@ class HipDriver(Driver):
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
-        self._asked = asked(self.name)
-        self._copy = self._asked.get("copy", "dtod")
+        self._selected = asked(self.name)
+        self._copy = self._selected.get("copy", "dtod")
         self._indices: list[int] = []  # device index in this process of each rank's device
         self._locals: list[int] = []
         self._hosts: list[int] = []
@@ -146,27 +146,27 @@ class HipDriver(Driver):
         engine.settle(side)
         uncaptured = self._uncaptured(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
-        indices = self._find(engine, meeting.gather(hip.bus_id(self.index)))
+        indices = self._device_indices(engine, meeting.gather(hip.bus_id(self.index)))
         self._indices = engine.hosts.spread(indices, self.index)
-        way = self._way(engine, meeting)
+        mechanism = self._mechanism(engine, meeting)
         memory = self._memory(meeting)
-        rectangles, columns = self._how_columns_travel(meeting, rectangles)
+        rectangles, columns = self._agree_on_columns(meeting, rectangles)
         meeting.close()
-        kernels, names = way == "kernel", WAYS[self.name]
-        events = self._asked.get("events", self.usual_events)
+        kernels, names = mechanism == "kernel", WAYS[self.name]
+        events = self._selected.get("events", self.usual_events)
         on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
         by = "a kernel of the runtime's" if on_shader else "the command processor"
         return Means(
             memory=memory,
-            words="signal" if way == "signal" else "uncached",
+            words="signal" if mechanism == "signal" else "uncached",
             kernels=kernels,
             rectangles=rectangles,
             uncaptured="" if kernels else uncaptured,
             writes_before_events=events == "write",
             constants=constants,
             post="hipStreamWriteValue32",
-            place="peer's signal memory" if way == "signal" else "peer's uncached memory",
-            wait=names["signals"][way]
+            place="peer's signal memory" if mechanism == "signal" else "peer's uncached memory",
+            wait=names["signals"][mechanism]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
             + "; relies on a peer's word arriving after the copy before it",
             copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
@@ -191,11 +191,11 @@ class HipDriver(Driver):
             "update ROCm, or make the call outside of the capture"
         )
 
-    def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
+    def _device_indices(self, engine: StreamEngine, bus_ids: list[bytes]) -> list[int]:
         """The device index in this process of every rank of this host. A device that this process
         does not see has this rank's index."""
         known = {hip.bus_id(index): index for index in range(hip.start())}
-        indices = [known.get(place, self.index) for place in places]
+        indices = [known.get(bus_id, self.index) for bus_id in bus_ids]
         for rank, index in zip(engine.hosts.here, indices, strict=True):
             if index != self.index and not hip.reach(self.index, index):
                 raise NotImplementedError(
@@ -205,25 +205,25 @@ class HipDriver(Driver):
                 )
         return indices
 
-    def _way(self, engine: StreamEngine, meeting: Meeting) -> str:
+    def _mechanism(self, engine: StreamEngine, meeting: Meeting) -> str:
         """The first signal mechanism that all ranks support."""
-        wanted, ways = self._asked.get("signals"), WAYS[self.name]["signals"]
+        wanted, mechanisms = self._selected.get("signals"), WAYS[self.name]["signals"]
         tests = {
             "signal": self._shares_signals,
             "uncached": self._waits_on_uncached,
             "kernel": lambda engine, meeting: self.has_kernels,
         }
-        for way in ways if wanted is None else [wanted]:
-            if all(map(any, meeting.gather(bytes([tests[way](engine, meeting)])))):
-                return way
+        for mechanism in mechanisms if wanted is None else [wanted]:
+            if all(map(any, meeting.gather(bytes([tests[mechanism](engine, meeting)])))):
+                return mechanism
         if wanted is not None:
             raise NotImplementedError(
                 f"{variable(self.name)}=signals={wanted} is not available on all ranks: it needs "
-                f"{_NEEDS[wanted]}; provide that on all ranks, or leave signals out of the variable "
-                "and the hip engine takes what works"
+                f"{_NEEDS[wanted]}; provide that on all ranks, or leave signals out of the "
+                "variable and the hip engine takes what works"
             )
         raise NotImplementedError(
-            f"the hip engine cannot signal by {' or by '.join(ways)} here: on some rank "
+            f"the hip engine cannot signal by {' or by '.join(mechanisms)} here: on some rank "
             "hipStreamWaitValue32 is missing or does not serve memory that processes share, and on "
             "some rank there is no compiler for ficco's kernels; install ROCm's clang, or hiprtc, "
             "on all ranks"
@@ -263,26 +263,26 @@ class HipDriver(Driver):
         """The allocator of all ranks. PyTorch's only if selected: until July 2026 it mapped memory
         twice on ROCm (pytorch/pytorch #188673), and until April 2026 AMD's runtime copied memory
         with such mappings by a kernel (ROCm/rocm-systems #4784)."""
-        wanted = self._asked.get("memory") == "torch"
+        wanted = self._selected.get("memory") == "torch"
         return "torch" if all(map(any, meeting.gather(bytes([wanted])))) else "ipc"
 
-    def _how_columns_travel(self, meeting: Meeting, can: bool) -> tuple[bool, str]:
+    def _agree_on_columns(self, meeting: Meeting, supported: bool) -> tuple[bool, str]:
         """Whether the ranks use 2D copies for columns, and a description. All ranks must agree: the
         layout of a receiver's staging depends on whether its senders pack."""
-        wanted = self._asked.get("columns")
-        mine = bytes([can, wanted == "2d", wanted == "pack"])
-        cans, rectangles, packs = zip(*meeting.gather(mine), strict=True)
-        can = all(cans) and not any(packs)
-        if any(rectangles) and not can:
+        wanted = self._selected.get("columns")
+        mine = bytes([supported, wanted == "2d", wanted == "pack"])
+        supports, rectangles, packs = zip(*meeting.gather(mine), strict=True)
+        supported = all(supports) and not any(packs)
+        if any(rectangles) and not supported:
             raise NotImplementedError(
                 f"{variable(self.name)}=columns=2d, which a rank selects, is not available on "
                 "all: on some rank the runtime has no 2D copies, or the variable has another "
                 "value; leave columns out of it on all ranks"
             )
-        why = "" if can else ", for want of a 2D copy"
+        why = "" if supported else ", for want of a 2D copy"
         if any(rectangles + packs):
             why = " (asked for)"
-        return can, WAYS[self.name]["columns"]["2d" if can else "pack"] + why
+        return supported, WAYS[self.name]["columns"]["2d" if supported else "pack"] + why
 
     # The device, streams and events.
 

@@ -140,8 +140,10 @@ class Shared:
                 self._handles.fill(address, nbytes, side)
             engine.settle(side)
             shared = b"".join(self._handles.share(address) for address in self.mine)
-            self._each, self._flag = len(shared) // max(count, 1), len(shared)
-            self._meeting = Meeting(engine, purpose, self._flag + 1)  # the flag: all is unmapped
+            self._handle_bytes, self._flag_offset = len(shared) // max(count, 1), len(shared)
+            self._meeting = Meeting(
+                engine, purpose, self._flag_offset + 1
+            )  # the flag: all is unmapped
             self._shared = self._meeting.gather(shared)
         except BaseException:
             self._meeting = None
@@ -157,7 +159,7 @@ class Shared:
             return self.mine[index]
         if (rank, index) not in self._open:
             shared = self._shared[rank - self._hosts.first]
-            handle = shared[index * self._each :][: self._each]
+            handle = shared[index * self._handle_bytes :][: self._handle_bytes]
             self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
 
@@ -171,7 +173,7 @@ class Shared:
             self._handles.close_shared(address)
             del self._open[key]
         if self._meeting is not None:
-            self._meeting.maps[self._meeting.rank][self._flag] = 1
+            self._meeting.maps[self._meeting.rank][self._flag_offset] = 1
 
     def awaited(self) -> bool:
         """Whether closing has to wait for peers to unmap the memory."""
@@ -179,7 +181,7 @@ class Shared:
 
     def freeable(self) -> bool:
         """Whether all ranks have unmapped the allocations of their peers."""
-        return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
+        return self._meeting is None or all(part[self._flag_offset] for part in self._meeting.maps)
 
     def destroy(self) -> None:
         """Free the memory; no process may still map it."""
@@ -239,7 +241,7 @@ class Graveyard:
 
     def sweep(self, timeout_s: float = 0.0) -> None:
         """Free memory that neither this rank nor a peer uses, at a standstill."""
-        if self.dead or _left:
+        if self.dead or _leftovers:
             with standstill(timeout_s) as stands:
                 if stands:
                     self._sweep()
@@ -251,22 +253,22 @@ class Graveyard:
                 memory.destroy()
                 self.dead.remove(memory)
                 self.living.remove(memory)
-        for _ in range(len(_left)):
+        for _ in range(len(_leftovers)):
             # Another thread may sweep, too. Errors were reported when the group was closed.
             with contextlib.suppress(IndexError, BackendError):
-                memory = _left.popleft()
+                memory = _leftovers.popleft()
                 if memory.freeable():
                     memory.destroy()
                 else:
-                    _left.append(memory)
+                    _leftovers.append(memory)
 
     def leave(self) -> None:
         """Leave memory that is not freed yet to later engines of the process."""
-        _left.extend(self.dead)
+        _leftovers.extend(self.dead)
 
 
 #: Memory that a peer, or a tensor of the caller, used for longer than closing waits.
-_left: deque[Any] = deque()
+_leftovers: deque[Any] = deque()
 
 
 # Signal words.
@@ -315,14 +317,14 @@ class OwnWords(Shared):
     ) -> None:
         self.count, self._constants = count, constants
         self.nobodys = self.constant(2)
-        self._single = kind == "signal"
+        self._separate = kind == "signal"
         separate = count, engine.driver.word_bytes
         joint = 1, max(count, 1) * WORD_STRIDE
         purpose = f"{engine.name} signals {serial}"
-        super().__init__(engine, kind, *(separate if self._single else joint), purpose)
+        super().__init__(engine, kind, *(separate if self._separate else joint), purpose)
 
     def address(self, rank: int, word: int) -> int:
-        if self._single:
+        if self._separate:
             return self.mapped(rank, word)
         return self.mapped(rank, 0) + word * WORD_STRIDE
 

@@ -81,17 +81,17 @@ def joint_room(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def put_together(parts: Sequence[torch.Tensor], joint: torch.Tensor) -> None:
     """Copy ``parts`` into contiguous memory."""
-    for part, packed in _along(parts, joint):
+    for part, packed in _pairs(parts, joint):
         packed.copy_(part, non_blocking=True)
 
 
 def take_apart(joint: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Copy contiguous memory into ``parts``, unless it is the memory of the single part."""
-    for part, packed in _along(parts, joint) if joint is not parts[0] else ():
+    for part, packed in _pairs(parts, joint) if joint is not parts[0] else ():
         part.copy_(packed, non_blocking=True)
 
 
-def _along(
+def _pairs(
     parts: Sequence[torch.Tensor], joint: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     pieces = joint.view(-1).split([part.numel() for part in parts])

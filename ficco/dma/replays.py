@@ -80,7 +80,7 @@ class Replays:
         with GATE.recording() as allowed:
             recording = self._record(run, call, raw) if allowed else None
         if recording is not None:
-            self._make_room()
+            self._evict()
             self._recorded.append((weakref.ref(run), key))
             run.recorded[key] = recording
         return recording
@@ -89,7 +89,7 @@ class Replays:
         self._recorders.clear()
         self._recorded.clear()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Drop entries of freed programs, then the oldest recordings, once the limit is reached."""
         if len(self._recorded) < MAX_RECORDED:
             return
