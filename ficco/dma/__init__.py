@@ -12,7 +12,7 @@ cpu_collectives          its collectives, whose errors name the absent rank
 cpu_network              its transfers between hosts
 gloo                     messages between hosts by a separate gloo group
 host                     host memory that ranks share, and semaphores in it
-hosts                    which ranks of a group share a host
+hosts                    hosts of a group, and the ranks on each
 patience                 timeouts of waits for peers, and the warnings before the timeout
 gpu                      the GPU engine
 gpu_network              its transfers between hosts: by NCCL, or by gloo through the host

@@ -1,4 +1,4 @@
-"""The interface of an engine: what moves bytes and signals, and enqueues matrix products.
+"""The interface of an engine, which moves bytes and signals and enqueues matrix products.
 
 An engine belongs to one group and one rank. :func:`ficco.runtime.program.compile` walks a Plan once
 and asks the engine for an operation per verb; running the Plan is then a loop over those

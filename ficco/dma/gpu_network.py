@@ -341,7 +341,7 @@ class NcclNetwork(GpuNetwork):
 
         def move(call: Call) -> None:
             # In a capture NCCL registers the buffers it can. Replays of long messages hung, it
-            # seems when one end was registered: both ends now use memory of the graph's pool.
+            # seems if only one end was registered. Both ends now use memory of the graph's pool.
             parts, landings, capturing = [], [], bool(self._engine.capturing())
             for message, rows_of in moves:
                 if not (rows := rows_of(call)):

@@ -176,8 +176,8 @@ class HipDriver(Driver):
 
     def _uncaptured(self, engine: StreamEngine, word: int) -> str:
         """Why graphs do not capture stream writes, and so waits; empty if they do. Until July 2026
-        AMD's runtime executed them immediately instead (ROCm/rocm-systems #8911), so that captured
-        calls would have no signals."""
+        AMD's runtime executed them at once instead of capturing them (ROCm/rocm-systems #8911), so
+        that captured calls would have no signals."""
         side, written = engine.side.handle, ctypes.c_uint32.from_address(engine.watched)
         if hip.try_capture(side, word):
             hip.copy_to_host(engine.watched, word, WORD, side)  # the words are not in use yet

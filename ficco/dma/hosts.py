@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""Hosts of a group, and the ranks on each."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def in_front(
 
 
 def behind(ops: Sequence[MemOp], around: Around, spins: bool) -> tuple[Around, tuple[MemOp, ...]]:
-    """Fold the operations after a launch of copies into it; up to the first wait if the launch may
-    not spin. Returns those that the launch carries out, and those that stay on the stream."""
+    """Fold the operations after a launch of copies into it, but none from the first wait on if the
+    launch may not spin. Returns all that the launch carries out, and the rest."""
     taken = tuple(takewhile(lambda op: spins or _writes(op), ops))
     folded = replace(around, rear=(*around.rear, *taken))
     return (folded, tuple(ops[len(taken) :])) if folded.fits else (around, tuple(ops))

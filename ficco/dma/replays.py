@@ -43,8 +43,8 @@ else:
 
 
 class _Recorder:
-    """A stream, its lanes and a memory pool to record the calls of one caller's stream, where their
-    replays follow each other. Recordings can therefore share a recorder."""
+    """A stream, its lanes and a memory pool to record the calls of one caller's stream. Recordings
+    share them, since their replays follow each other on that stream."""
 
     def __init__(self, driver: Driver) -> None:
         self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()

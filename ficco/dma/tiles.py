@@ -73,7 +73,7 @@ class LaunchOrder:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.lock, self._elsewhere = threading.RLock(), False  # earlier launches, other streams
+        self.lock, self._crosses_streams = threading.RLock(), False
         self._over = driver.lasting_event()
         self._external = driver.external(self._over)
         self._stream: int | None = None
@@ -81,7 +81,7 @@ class LaunchOrder:
 
     def begin(self, stream: int) -> None:
         """Prepare to enqueue a call on a stream, given by PyTorch's integer handle."""
-        self._elsewhere = self._captured or self._stream not in (None, stream)
+        self._crosses_streams = self._captured or self._stream not in (None, stream)
         self._stream = stream
 
     def launch(self, launch: Callable[[], None], lanes: Lanes) -> None:
@@ -89,7 +89,7 @@ class LaunchOrder:
         captured, stream = bool(lanes.mode), lanes["compute0"]
         event = self._external if captured else self._over
         self._captured |= captured
-        if event is not None and (captured or self._elsewhere):
+        if event is not None and (captured or self._crosses_streams):
             event.hold(stream)
         launch()
         if event is not None:
