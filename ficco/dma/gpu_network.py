@@ -128,7 +128,7 @@ class _Staged(NamedTuple):
 
 
 class GlooRelay(GpuNetwork):
-    """A thread that sends from and receives into pinned memory, to which streams copy.
+    """A thread that sends data which streams have copied to pinned memory, and receives into it.
 
     The stream writes a word when it reaches a step, and waits for a second word, which the thread
     writes when the step is complete. The thread never calls the device's runtime, so neither full

@@ -10,7 +10,7 @@ AMD's runtime executed them concurrently (ROCm/rocm-systems #8911 says so).
 ``hipMemcpyBatchAsync`` would enqueue many copies by one call, but hip-python 7.2 takes no sizes for
 it, only addresses: copies are enqueued one by one.
 
-Written without an AMD card. ``docs/amd.md`` lists what was tested, and on which machine.
+Written without an AMD card. ``docs/amd.md`` lists the tests and the machines they ran on.
 """
 
 from __future__ import annotations
