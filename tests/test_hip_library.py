@@ -307,7 +307,7 @@ def test_refused_ways_of_signals(settings: dict[str, int], ways: dict[str, str])
     for found in run(2, _first_calls, list(ways), settings=settings, series="10"):
         for (outcome, leaks), (way, words) in zip(found, ways.items(), strict=True):
             assert outcome.type == "NotImplementedError" and not leaks, outcome
-            assert outcome.text.count(f"FICCO_HIP=signals={way} cannot be had") == 1
+            assert outcome.text.count(f"FICCO_HIP=signals={way} is not available") == 1
             assert words in outcome.text and "leave signals out of the variable" in outcome.text
             # A compiler is the remedy for one way alone.
             assert ("compiler" in outcome.text) == (way == "kernel")

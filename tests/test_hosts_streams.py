@@ -131,7 +131,7 @@ def _captured(at: Rank) -> Any:
 
 
 def test_a_call_in_a_capture_is_refused() -> None:
-    why = "gloo moves what goes between the hosts of this group.*outside of the capture, or use"
+    why = "gloo moves the data between the hosts of this group.*outside of the capture, or use"
     for found in ranks.run(2, _captured):
         assert found.type == "NotImplementedError" and re.search(why, found.text), found
 

@@ -1,33 +1,33 @@
-"""Engines: what moves bytes and signals and enqueues matrix products. Begin with ``engine``, the
-interface of all, and ``cpu``, the reference.
+"""Engines: they move bytes and signals and enqueue matrix products. Begin with ``engine``, the
+interface, and ``cpu``, the reference engine.
 
 =======================  ===========================================================================
 module                   subject
 =======================  ===========================================================================
 engine                   the interface
-choose                   which engine serves a device
-cpu                      the CPU engine: threads as queues
-cpu_lanes                its memory and its calls in flight: the threads, how they fail
+choose                   choice of the engine for a device
+cpu                      the CPU engine: threads as lanes
+cpu_lanes                its memory and calls in flight: threads and their failures
 cpu_collectives          its collectives, whose errors name the absent rank
-cpu_network              what it sends to other hosts and receives from them
-gloo                     messages between hosts by a gloo group of ficco's own
+cpu_network              its transfers between hosts
+gloo                     messages between hosts by a separate gloo group
 host                     host memory that ranks share, and semaphores in it
-hosts                    which ranks of a group share a host
-patience                 how long a rank waits for its peers, and the warnings meanwhile
+hosts                    hosts of a group, and the ranks on each
+patience                 timeouts of waits for peers, and the warnings before the timeout
 gpu                      the GPU engine
-gpu_network              what it sends to other hosts and receives: by NCCL, or gloo and the host
-driver                   what it needs of a vendor
+gpu_network              its transfers between hosts: by NCCL, or by gloo through the host
+driver                   the interface of a vendor's runtime
 cuda_driver, hip_driver  the vendors: NVIDIA, AMD
 hip_api                  HIP's calls, in both series of the binding
-ways                     the ways among which an engine can be told to choose
-memories                 memory that ranks share, and the signal words in it
+ways                     mechanisms that an environment variable selects
+memories                 GPU memory that ranks share, and the signal words in it
 rendezvous               PyTorch's symmetric memory for the ranks of one group
-watch                    what a watchdog reads of calls: words or events
-lane_ops                 the operations of a call on a lane, and how they become fewer
+watch                    progress of calls for the watchdog: by words or events
+lane_ops                 operations of a call on a lane, and how neighbours are merged
 memops                   waits and writes of words, and which of them a launch can carry out
-replays                  calls that are recorded and replayed
-gate                     what threads may not do to a device at the same time
-messages                 what of a Plan's Regions goes between hosts, with those rows
+replays                  recordings of calls, and their replay
+gate                     mutual exclusion of recordings, device-wide waits and calls
+messages                 messages of a network step: regions, or the rows of them that a call has
 tiles                    a product whose tiles wait, as one launch
 collectives              the exchange by the group's own library
 =======================  ===========================================================================

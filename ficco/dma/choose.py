@@ -1,4 +1,4 @@
-"""Which engine serves a device."""
+"""Choice of the engine for a device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ficco.dma.hosts import Hosts
 
 
-#: The engines there are, by name, and what makes one: module and function. Vendor libraries are
-#: imported by these modules alone.
+#: The engines by name: module, and function or class that makes one. Only these modules import
+#: vendor libraries.
 ENGINES = {
     "cpu": ("ficco.dma.cpu", "CpuEngine"),
     "cuda": ("ficco.dma.cuda_driver", "engine"),
@@ -24,10 +24,10 @@ ENGINES = {
 
 
 def engine_name(device: torch.device, wanted: str | None = None) -> str:
-    """The engine for a device and this build of PyTorch, or the one that was asked for.
+    """The engine for a device and this build of PyTorch, or the requested engine, ``wanted``.
 
     Raises:
-        ValueError: the one that was asked for serves other tensors. HIP's decides by itself.
+        ValueError: the requested engine does not serve the device. HIP's checks that itself.
         NotImplementedError: no engine serves the device.
     """
     if wanted in ("cpu", "cuda") and device.type != wanted:
@@ -40,7 +40,7 @@ def engine_name(device: torch.device, wanted: str | None = None) -> str:
     if device.type == "cpu":
         return "cpu"
     if device.type == "cuda":
-        import torch  # not above: the names of the engines are needed without it
+        import torch  # not at the top: callers need ``ENGINES`` without PyTorch
 
         return "hip" if torch.version.hip else "cuda"
     raise NotImplementedError(f"no engine serves tensors on {device.type}; use cpu or cuda")
@@ -55,8 +55,8 @@ def make_engine(
     hosts: Hosts | None = None,
     **more: Any,
 ) -> Engine:
-    """The engine of a name; its ranks wait ``timeout_s`` for each other. ``more`` is for the
-    engine's module."""
+    """Make an engine by name, whose ranks wait ``timeout_s`` for each other. ``more`` is passed to
+    the engine's function."""
     module, function = ENGINES[name]
     make: Callable[..., Engine] = getattr(import_module(module), function)
     if name == "cpu":

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: The longest time limit that is passed to a library, whose durations cannot hold infinity.
 LONGEST_S = 1e9
 
-#: Starts one collective; None from a library that completes it at once.
+#: Starts one collective. Returns None if the library completes it at once.
 Start = Callable[[], "Work | None"]
 
 
@@ -30,43 +30,42 @@ def starts(
     tensors: Mapping[str, torch.Tensor],
     timeout: timedelta | None = None,
 ) -> Iterator[Start]:
-    """The collectives that carry out the whole exchange of a Plan, each to be started once the
-    previous one has completed.
+    """The collectives of a Plan's whole exchange. Start each once the previous one is complete.
 
-    The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. For
-    unequal ones a broadcast from each rank, or a reduction to each, does the same.
+    The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. Unequal
+    rows are broadcast from each rank, or reduced to each rank.
 
     Args:
         tensors: the buffers of the call by name.
-        timeout: after which the library gives up; None for the group's own.
+        timeout: the library's timeout; None for the timeout of the group.
     """
 
     def options(make: Callable[[], Any], **fields: Any) -> Any:
-        made = make()
+        settings = make()
         if timeout is not None:
             fields["timeout"] = timeout
-        if hasattr(made, "asyncOp"):  # not all options of PyTorch 2.6 do
+        if hasattr(settings, "asyncOp"):  # absent from some options of PyTorch 2.6
             fields["asyncOp"] = False
         for name, value in fields.items():
-            setattr(made, name, value)
-        return made
+            setattr(settings, name, value)
+        return settings
 
     problem, rank, transfer = plan.problem, plan.rank, plan.steps[step].transfer
     assert transfer is not None
-    # Libraries do not know float8; they move it as bytes.
+    # Libraries do not support float8: move it as bytes.
     src, dst = (
-        one.view(torch.uint8) if one.itemsize == 1 else one
-        for one in (tensors[transfer.src.buffer], tensors[transfer.dst.buffer])
+        tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        for tensor in (tensors[transfer.src.buffer], tensors[transfer.dst.buffer])
     )
     peers, world = range(problem.world), problem.world
     exchange = problem.specification.exchanges[plan.buffer[transfer.src.buffer].holds]
-    whose = [(rank, peer) if exchange.sums else (peer, rank) for peer in peers]
-    sizes = [exchange.by_collective(*pair) for pair in whose]
+    pairs = [(rank, peer) if exchange.sums else (peer, rank) for peer in peers]
+    sizes = [exchange.by_collective(*pair) for pair in pairs]
     rows = [slice(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]
     nonempty = [root for root in range(world) if sizes[root]]
     sent = [exchange.block(rank, peer) for peer in peers]
     kind = plan.steps[step].label
-    if kind == "all-to-all" and sum(sent) > len(src):  # each peer gets the same
+    if kind == "all-to-all" and sum(sent) > len(src):  # every peer gets the same rows
         kind = "all-gather"
     match kind:
         case "all-gather":
@@ -76,20 +75,20 @@ def starts(
                 return
             dst[rows[rank]].copy_(src)
             for root in nonempty:
-                one = options(c10d.BroadcastOptions, rootRank=root)
-                yield partial(group.broadcast, [dst[rows[root]]], one)
+                from_root = options(c10d.BroadcastOptions, rootRank=root)
+                yield partial(group.broadcast, [dst[rows[root]]], from_root)
         case "reduce-scatter":
             if len(set(sizes)) == 1:
                 equal = options(c10d.ReduceScatterOptions)
                 yield partial(group._reduce_scatter_base, dst, src, equal)
                 return
             for root in nonempty:
-                one = options(c10d.ReduceOptions, rootRank=root)
-                yield partial(group.reduce, [src[rows[root]]], one)
+                to_root = options(c10d.ReduceOptions, rootRank=root)
+                yield partial(group.reduce, [src[rows[root]]], to_root)
             dst.copy_(src[rows[rank]])
         case "all-to-all":
             received = [exchange.block(peer, rank) for peer in peers]
-            how = options(c10d.AllToAllOptions)
-            yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, how)
+            settings = options(c10d.AllToAllOptions)
+            yield partial(group.alltoall_base, dst, src.contiguous(), received, sent, settings)
         case "all-reduce":
             yield partial(group.allreduce, [dst], options(c10d.AllreduceOptions))

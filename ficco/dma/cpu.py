@@ -4,7 +4,7 @@ The reference engine: it runs every Plan on any Linux machine. Every lane is a t
 is the caller's own. Buffers lie in host memory that the ranks share, and a signal is a semaphore in
 the waiter's memory. Calls are synchronous and raise their own errors.
 
-Ordering: what a lane wrote before it posts a semaphore is visible to the lane whose wait takes it,
+Ordering: writes of a lane before it posts a semaphore are visible to the lane whose wait takes it,
 see :class:`ficco.dma.host.Semaphores`. Lanes of one rank synchronize through threading events.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-#: What a lane does before its caller's step, and who looks after the gates of that step.
+#: Lanes of a call with a caller's step: the operations before that step, and waits for its gates.
 FIRST, ARRIVALS = "compute0 first", "arrivals"
-#: Where a call receives from other hosts, while its network lane sends.
+#: The lane that receives from other hosts while the network lane sends.
 RECEIVES = "network receives"
 
 
@@ -51,9 +51,9 @@ class CpuEngine(Engine):
     """See the module's docstring.
 
     Attributes:
-        operator: named by the errors of an allocation.
-        bandwidth: limit of each copy in bytes per second, so that copies show in a timeline; None
-            for no limit.
+        operator: name of the operator in errors of an allocation.
+        bandwidth: limit of each copy in bytes per second, to make copies visible in a timeline;
+            None for no limit.
     """
 
     name = "cpu"
@@ -70,7 +70,7 @@ class CpuEngine(Engine):
         super().__init__(group, device, hosts)
         self.timeout_s, self._serial = timeout_s, 0
         self._lanes: dict[str, Lane] = {}
-        self._counts: CpuMemory | None = None  # of collectives that were started
+        self._counts: CpuMemory | None = None  # of the collectives that each rank has started
         self._in_flight = 0
         self._network: GlooNetwork | None = None
 
@@ -92,8 +92,7 @@ class CpuEngine(Engine):
         return self._data(words) + nbytes
 
     def _data(self, words: int) -> int:
-        """The byte of a slot at which its data begin, after its words and the marks of its
-        lanes."""
+        """Offset of the data of a slot, after its words and the marks of its lanes."""
         return (words + 1) * SEMAPHORE_STRIDE
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
@@ -133,7 +132,7 @@ class CpuEngine(Engine):
             if lane not in state.blocked:
                 state.blocked[lane] = (step, signal, word, begin)
                 self._mark(program, state, lane, 1)
-            # What a peer posts it posts before it ends.
+            # Read the word after the process state: a peer may post and then end.
             ended = dead(state.pids[signal.poster]) and not semaphores().value(word)
             limit, seconds = 0 if ended else state.timeout_s, time.monotonic() - begin
             patience = state.patience = state.patience or Patience()
@@ -154,28 +153,27 @@ class CpuEngine(Engine):
 
     def record(self, program: Program, step: int) -> Op:
         if program.plan.steps[step].op == "network":
-            return lambda call: None  # what receives does so
+            return lambda call: None  # the lane that receives records it
         return lambda call: call.state.recorded[step].set()
 
     def join(self, program: Program, step: int, earlier: int) -> Op:
         moves = program.plan.steps[earlier].op == "network"
 
         def op(call: Call) -> None:
-            over = call.state.moved if moves else call.state.recorded
-            while not over[earlier].wait(SLICE_S):
+            events = call.state.moved if moves else call.state.recorded
+            while not events[earlier].wait(SLICE_S):
                 call.state.check()
 
         return op
 
-    # Which peer a timeout names. Where several lanes of a rank wait, one of the peers may itself
-    # wait for another. Every rank therefore marks its waiting lanes in the slot, where peers read.
+    # The peer that a timeout names. If several lanes wait, one of their peers may itself wait for
+    # another rank. Every rank therefore marks its waiting lanes in the slot, where peers read.
 
     def _mark(self, program: Program, state: CallState, lane: str, value: int) -> None:
         state.marks[self.rank][program.plan.lanes.index(lane) % SEMAPHORE_STRIDE] = value
 
     def _late(self, program: Program, state: CallState, _: float) -> SignalTimeout:
-        """The error of the wait whose peer most likely is the cause: dead, or not waiting
-        itself."""
+        """The error of the wait whose peer is the most likely cause: dead, or not waiting."""
 
         def order(wait: tuple[int, Signal, int, float]) -> tuple[bool, bool, float]:
             peer = wait[1].poster
@@ -217,7 +215,7 @@ class CpuEngine(Engine):
         return self._network.send(program, step)
 
     def collective(self, program: Program, step: int) -> Op:
-        """As on all engines, but an absent rank is named by a timeout of this call."""
+        """As on all engines, but a timeout of the call names the absent rank."""
         self._counts = self._counts or self.symmetric(COUNT_BYTES)
         return collective(self, self._counts, program, step)
 
@@ -276,26 +274,26 @@ class CpuEngine(Engine):
                 state.fail(error)
             state.run_lane(lanes["compute0"], call)
             state.done.wait()
-        except BaseException as error:  # Ctrl-C: no lane may write to the result any more
+        except BaseException as error:  # Ctrl-C: stop lanes from writing to the result
             state.fail(error)
             state.done.wait(JOIN_S)
         finally:
             self._in_flight -= 1
         if state.error is not None:
             raise state.error
-        # A call can succeed on what peers sent for a different one. Data of all peers has arrived,
-        # and so have their entries on the board: compare them now.
+        # A call can succeed with data that peers sent for a different call. Once the data of all
+        # peers is there, so are their entries on the board: compare them now.
         self.interrupt()
 
     def _by_lane(self, program: Program) -> dict[str, list[Op]]:
-        """The operations of each lane; of one with a step of the caller's in it, what comes before
-        that is apart, and a lane of its own looks after that step's gates."""
+        """The operations of each lane. A caller's step splits ``compute0``: earlier operations go
+        to the lane ``FIRST``, and the lane ``ARRIVALS`` waits for the gates of the step."""
         lanes: dict[str, list[Op]] = {"compute0": []}
         for lane, op in program.ops:
             if op is callers:
                 lanes[FIRST], lanes["compute0"] = lanes["compute0"], []
-                if watched := self._gates(program):
-                    lanes[ARRIVALS] = watched
+                if gates := self._gates(program):
+                    lanes[ARRIVALS] = gates
             else:
                 lanes.setdefault(lane, []).append(op)
         if self._network is not None and any(step.op == "network" for step in program.plan.steps):
@@ -303,16 +301,16 @@ class CpuEngine(Engine):
         return lanes
 
     def _gates(self, program: Program) -> list[Op]:
-        """For each gate of the caller's step what waits for it and tells the caller."""
+        """For each gate of the caller's step an operation that waits for it, then notifies."""
         steps = program.plan.steps
         index = next(i for i, step in enumerate(steps) if step.op == "call")
 
-        def told(gate: int, wait: Op, call: Call) -> None:
+        def notify(gate: int, wait: Op, call: Call) -> None:
             wait(call)
             call.state.arrives(gate)
 
         return [
-            partial(told, gate, self.wait(program, index, (signal,)))
+            partial(notify, gate, self.wait(program, index, (signal,)))
             for gate, signal in enumerate(steps[index].gates)
         ]
 
@@ -341,7 +339,7 @@ class CpuEngine(Engine):
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
         if end and program.plan.steps[step].op == "network":
-            return lambda call: None  # what receives does so
+            return lambda call: None  # the lane that receives stamps it
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))
 
     def spans(self, program: Program, call: Call) -> list[Span]:
@@ -378,7 +376,7 @@ class CpuEngine(Engine):
 
     def close(self) -> None:
         for lane in self._lanes.values():
-            # At exit a call of another thread may be stuck: do not wait for its lanes.
+            # At exit a call of another thread may be stuck: do not join its lanes.
             lane.close(join=not self._in_flight)
         self._lanes.clear()
         if self._network is not None:
@@ -390,13 +388,13 @@ class CpuEngine(Engine):
 
 
 def _move(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """Copy a rectangle, or a batch of them, by memmove, row by row unless rows are adjacent on both
-    sides."""
+    """Copy a matrix, or a batch of matrices, by memmove: at once if the rows are adjacent at both
+    ends, else row by row. PyTorch copies sources whose rows are not contiguous."""
     if src.dim() == 3:
-        for one, two in zip(dst, src, strict=True):
-            _move(one, two)
+        for dst_matrix, src_matrix in zip(dst, src, strict=True):
+            _move(dst_matrix, src_matrix)
         return
-    if src.stride(0) == dst.stride(0) == 1:  # what lies transposed
+    if src.stride(0) == dst.stride(0) == 1:  # both are transposed
         src, dst = src.t(), dst.t()
     rows, cols = src.shape
     if src.stride(1) != 1 and cols > 1:

@@ -1,7 +1,7 @@
 """Collectives of the group's library whose errors name the absent rank.
 
-The library alone waits for half an hour, or reports a lost connection. Here a lane waits for a
-collective in slices, and every rank counts those that it has started where its peers can read it.
+The library itself waits for half an hour, or reports a lost connection. Here a lane waits for a
+collective in slices, and every rank counts the collectives that it has started in shared memory.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ficco.errors import BackendError, SignalTimeout
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-#: Seconds within which a peer whose connection was lost is seen to be dead, if it is.
+#: Seconds after a lost connection within which the death of a peer's process is detected.
 DEATH_S = 1.0
 #: Bytes of symmetric memory that each rank's count takes.
 COUNT_BYTES = 64
 
 
 def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -> Op:
-    """The exchange of a step; ``memory`` holds each rank's count of collectives that it started."""
+    """The exchange of a step. ``memory`` holds the number of collectives each rank has started."""
     plan, group = program.plan, engine.group
     counts = [part.view(torch.int64) for part in memory.parts]
     mine, pids = counts[engine.rank], memory.pids
     peers = [peer for peer in range(engine.world) if peer != engine.rank and pids[peer]]
 
     def missing() -> tuple[int | None, bool]:
-        """The rank that is dead, or has started fewer collectives than this one; whether it is
+        """A rank that is dead or has started fewer collectives than this rank, and whether it is
         dead."""
         for peer in peers:
             if dead(pids[peer]):
@@ -52,7 +52,7 @@ def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -
 
     def op(call: Call) -> None:
         mine[0] += 1
-        # The library's own timeout, in force even after the call has failed.
+        # The library's own timeout, which stays in force after the call has failed.
         timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
         try:
             for start in collectives.starts(plan, step, group, call.tensors, timeout):
@@ -84,7 +84,7 @@ def collect(
     work: Work | None = None
     try:
         while True:
-            failed = True  # if this raises, unless only the slice has ended
+            failed = True  # whether an error is a failure, not the end of a slice
             try:
                 work = work or start()
                 if work is not None:
@@ -93,8 +93,8 @@ def collect(
                 return
             except RuntimeError as error:
                 state.check()
-                engine.interrupt()  # ranks that disagree also fail here
-                # The connection is lost a little before the peer's process is gone.
+                engine.interrupt()  # a disagreement of ranks also ends up here
+                # A connection is lost shortly before the peer's process is gone.
                 lost = time.monotonic()
                 while failed and not missing()[1] and time.monotonic() - lost < DEATH_S:
                     engine.interrupt()
@@ -116,7 +116,7 @@ def collect(
 
 
 #: Collectives in flight when their call failed, with their groups, which must outlive them. Freeing
-#: one waits, in the garbage collector or at exit, until its library gives up.
+#: a collective waits, in the garbage collector or at exit, until its library gives up.
 _unfinished: list[tuple[Work, ProcessGroup]] = []
 #: Groups that aborted a collective: their ranks may have started different numbers of them.
 _out_of_step: WeakSet[ProcessGroup] = WeakSet()
@@ -129,6 +129,6 @@ def out_of_step(group: ProcessGroup) -> bool:
 
 @atexit.register
 def _leave_unfinished() -> None:
-    """Never free them, so that the process exits at once."""
+    """Never free unfinished collectives, so that the process exits at once."""
     if _unfinished:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))

@@ -1,7 +1,7 @@
-"""A call of the CPU engine in flight: its memory, its lanes as threads, and how they fail.
+"""Calls of the CPU engine in flight: memory, lanes as threads, and their failures.
 
-The call raises the error of the lane that fails first; the others stop at their next operation or
-slice of a wait.
+A call raises the error of the lane that fails first. The other lanes stop at their next operation
+or wait slice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ JOIN_S = 1.0
 
 
 class CpuMemory(Symmetric):
-    """Host memory of all ranks of a host; ``parts`` are theirs as bytes, by rank of the group, and
-    ``pids`` their processes."""
+    """Host memory of all ranks of a host. ``parts`` are the ranks' uint8 tensors and ``pids`` their
+    process ids, by rank of the group."""
 
     def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
         self.serial, self.nbytes = serial, nbytes
@@ -39,29 +39,29 @@ class CpuMemory(Symmetric):
             for part in self.host.maps
         ]
         addresses = [self.host.address(place) for place in range(len(parts))]
-        # None of the ranks of other hosts.
+        # Ranks of other hosts have empty parts.
         self.parts = engine.hosts.spread(parts, torch.empty(0, dtype=torch.uint8, device="cpu"))
         self.addresses = engine.hosts.spread(addresses, 0)
         self.pids = engine.hosts.spread(self.host.pids, 0)
         self.tensor = self.parts[engine.rank]
 
     def part(self, rank: int) -> torch.Tensor:
-        found: torch.Tensor = self.parts[rank]
-        return found
+        part: torch.Tensor = self.parts[rank]
+        return part
 
     def free(self) -> None:
-        """Drop it; tensors in it, and calls in flight, keep it mapped."""
+        """Drop the memory. Tensors of it and calls in flight keep it mapped."""
         self.parts, self.addresses = [], []
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.host.close()
 
 
 class Stopped(Exception):
-    """Another lane of this call has failed."""
+    """Stops a lane: another lane of the call has failed."""
 
 
 class CallState:
-    """What the lanes of a call in flight share."""
+    """State shared by the lanes of a call in flight."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class CallState:
         slot: Slot | None,
         moves: Sequence[int] = (),
     ) -> None:
-        # What waits need of the slot: a stuck lane may outlive it, and its addresses must stay
-        # mapped. After the words come marks, a byte per lane, see CpuEngine._late.
+        # Keep the parts of the slot mapped, since a stuck lane may outlive the slot. After the
+        # words come marks, one byte per lane, see CpuEngine._late.
         self.parts: list[torch.Tensor] = []
         if slot is not None:
             assert isinstance(slot.memory, CpuMemory)
@@ -80,15 +80,14 @@ class CallState:
             marks = slot.words * SEMAPHORE_STRIDE
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s
-        self.patience: Patience | None = None  # of the first wait that is longer than a slice
+        self.patience: Patience | None = None  # set by the first wait longer than a slice
         self.recorded = {step: threading.Event() for step in recorded}
-        #: By network step, that it has sent its part, that it is over, and what it receives.
+        #: By network step: set once it has sent, set once it is complete, and its receives.
         self.sent = {step: threading.Event() for step in moves}
         self.moved = {step: threading.Event() for step in moves}
         self.coming: dict[int, Any] = {}
         self.stamps: list[tuple[int, bool, float]] = []
-        #: Of a call with a step of its caller's: the words of that step's gates, and the same as
-        #: events for those who wait.
+        #: The gates of the caller's step, if the call has one: as words, and as events for waits.
         self.words: torch.Tensor | None = None
         self.arrived: list[threading.Event] = []
         #: By lane: step, signal, its address and the start of a wait longer than a slice.
@@ -136,7 +135,7 @@ class CallState:
             raise Stopped
 
     def arrives(self, gate: int) -> None:
-        """What a gate of the caller's step holds back is there."""
+        """Open a gate of the caller's step: its rows have arrived."""
         assert self.words is not None
         self.words[gate] = 1
         self.arrived[gate].set()
@@ -147,24 +146,24 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()
-        # A daemon: a stuck lane must not keep the process alive.
+        # A daemon, so that a stuck lane does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name=f"ficco {name}", daemon=True)
         self._thread.start()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job in this lane, with the calling thread's limit on threads."""
+        """Run a job in this lane, with PyTorch's thread limit of the calling thread."""
         self._jobs.put((job, torch.get_num_threads()))
 
     def _work(self) -> None:
         while (submitted := self._jobs.get()) is not None:
             job, threads = submitted
-            # OpenMP and MKL keep a limit per thread. PyTorch sets the limit of a new thread when it
-            # is asked for the limit, but not before a product: MKL would then start its default
-            # number of threads, which spin between products.
+            # OpenMP and MKL have a limit per thread. PyTorch sets the limit of a new thread when
+            # the limit is read, but not before a product: MKL would then start its default number
+            # of threads, which spin between products.
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             job()
-            del job, submitted  # they reference the operands of the call
+            del job, submitted  # both reference the operands of the call
 
     def close(self, join: bool) -> None:
         self._jobs.put(None)

@@ -1,12 +1,12 @@
-"""What goes between hosts on CPUs: sends and receives of a gloo group, waited for by a thread.
+"""Transfers between hosts on CPUs, by sends and receives of a gloo group.
 
-gloo's wait blocks, and a time limit on it would break all of the group's connections. So threads
-wait, and lanes look after them: they see that their call has failed, that ranks disagree, and the
-time.
+gloo's wait blocks, and a time limit on it would break all connections of the group. Threads
+therefore wait, and lanes poll the threads: a lane also checks for a failure of its call, ranks that
+disagree, and the timeout.
 
-gloo sends nothing before the receiver has said that it is there, which takes as long as the wire
-delays. So a call says at its beginning what it receives, and has a lane for that: another one sends
-step after step meanwhile.
+gloo sends no data before the receiver has announced its receive, which takes one latency of the
+network. A call therefore posts all of its receives at the start, and waits for them on a separate
+lane while another lane sends step after step.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class GlooNetwork:
         self._sends, self._receives = Lane("network sends"), Lane("network receives")
 
     def send(self, program: Program, step: int) -> Op:
-        """Send what a step moves; where it posts signals, wait for its end, too."""
+        """Send the data of a step. If the step posts signals, wait for its receives, too."""
         posts = bool(program.plan.steps[step].posts)
-        found = [one for one in messages(program.plan, step) if one.outward]
-        moves = [(one.peer, parts_of(program, one)) for one in found]
+        outgoing = [message for message in messages(program.plan, step) if message.outward]
+        moves = [(message.peer, parts_of(program, message)) for message in outgoing]
 
         def op(call: Call) -> None:
             state: CallState = call.state
-            some = [(peer, mine) for peer, rows in moves if (mine := rows(call))]
-            parts = [(True, peer, bytes_of(joined(mine))) for peer, mine in some]
+            sent = [(peer, rows) for peer, rows_of in moves if (rows := rows_of(call))]
+            parts = [(True, peer, bytes_of(joined(rows))) for peer, rows in sent]
             exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
             self._await(program, step, state, exchange, self._sends)
             state.sent[step].set()
@@ -50,38 +50,38 @@ class GlooNetwork:
         return op
 
     def receives(self, program: Program) -> list[Op]:
-        """Receive what all steps move, one after the other, each once it has sent its part."""
+        """Operations that post all receives, then end step after step once it has also sent."""
         plan = program.plan
         moves = {
-            step: [
-                (one.peer, parts_of(program, one))
-                for one in messages(plan, step)
-                if not one.outward
+            index: [
+                (message.peer, parts_of(program, message))
+                for message in messages(plan, index)
+                if not message.outward
             ]
-            for step, one in enumerate(plan.steps)
-            if one.op == "network"
+            for index, step in enumerate(plan.steps)
+            if step.op == "network"
         }
 
         def expect(call: Call) -> None:
             state: CallState = call.state
-            for step, some in moves.items():
-                parts, landed = [], []
-                for peer, rows in some:
-                    if mine := rows(call):
-                        data = joint_room(mine)
-                        landed.append((data, mine))
+            for step, incoming in moves.items():
+                parts, landings = [], []
+                for peer, rows_of in incoming:
+                    if rows := rows_of(call):
+                        data = joint_room(rows)
+                        landings.append((data, rows))
                         parts.append((False, peer, bytes_of(data)))
                 exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
                 self._links.expected.add(exchange)
-                state.coming[step] = exchange, landed
+                state.coming[step] = exchange, landings
 
         def receive(step: int, call: Call) -> None:
             state: CallState = call.state
-            exchange, landed = state.coming.pop(step)
+            exchange, landings = state.coming.pop(step)
             self._await(program, step, state, exchange, self._receives)
             self._links.expected.remove(exchange)
-            for data, mine in landed:
-                take_apart(data, mine)
+            for data, rows in landings:
+                take_apart(data, rows)
             while not state.sent[step].wait(SLICE_S):
                 state.check()
             state.stamps.append((step, True, time.perf_counter()))
@@ -109,7 +109,7 @@ class GlooNetwork:
             if exchange.error is None:
                 return
             lost = time.monotonic()
-            while time.monotonic() - lost < DEATH_S:  # the peer may say why it is gone
+            while time.monotonic() - lost < DEATH_S:  # the peer may report why it failed
                 state.check()
                 engine.interrupt()
                 time.sleep(SLICE_S)

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs: what the GPU engine asks of CUDA, through cuda-bindings.
+"""NVIDIA GPUs: the driver of the GPU engine for CUDA, through cuda-bindings.
 
-A wait asks for a flush of remote writes where the device offers it. Where it does not (H100 and
-H200 over NVLink), a completed peer copy is visible in the receiver's memory before the word that
-follows it on the same path.
+A wait requests a flush of remote writes if the device supports it. Otherwise (H100 and H200 over
+NVLink) a completed peer copy is visible in the receiver's memory before the word that follows it on
+the same path.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ HANDLE_BYTES = 64
 
 
 class Batch:
-    """Waits and writes with fixed values, done in order and enqueued with one call."""
+    """Waits and writes with fixed values, executed in order and enqueued by one call."""
 
     def __init__(self, ops: Sequence[MemOp], flush: bool = False) -> None:
-        """``flush``: waits ask for remote writes to be flushed."""
+        """``flush``: waits flush remote writes."""
         self.ops, self.flush = tuple(ops), flush
         params = [self._part(*op) for op in self.ops]
         self._parts = [params[i : i + MAX_BATCH] for i in range(0, len(params), MAX_BATCH)]
@@ -103,27 +103,29 @@ class Batch:
 
 
 class CopiesAtOnce:
-    """cuMemcpyBatchAsync: copies in any order, enqueued with one call. By ctypes: the binding wraps
-    each address anew."""
+    """cuMemcpyBatchAsync: copies in any order, enqueued by one call. Through ctypes, since the
+    binding would wrap every address."""
 
     def __init__(self, address: int) -> None:
-        """``address``: of the function, as CUDA 12.8 has it."""
+        """``address``: address of the function, with the signature of CUDA 12.8."""
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         arrays = pointer, pointer, pointer, size, pointer, pointer, size
         self._call = ctypes.CFUNCTYPE(ctypes.c_int, *arrays, pointer, pointer)(address)
-        self._how = driver.CUmemcpyAttributes()
-        self._how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._attributes = driver.CUmemcpyAttributes()
+        order = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._attributes.srcAccessOrder = order
         self._first, self._failed = size(0), size(0)
 
     def __call__(self, dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> bool:
-        """Whether the driver has taken them."""
-        arrays = (one.ctypes.data for one in (dst, src, sizes))
-        how, first, failed = self._how.getPtr(), *map(ctypes.addressof, (self._first, self._failed))
-        return not self._call(*arrays, len(sizes), how, first, 1, failed, int(stream))
+        """Enqueue copies; False if the driver refuses them."""
+        arrays = (numbers.ctypes.data for numbers in (dst, src, sizes))
+        first, failed = map(ctypes.addressof, (self._first, self._failed))
+        attributes = self._attributes.getPtr(), first, 1
+        return not self._call(*arrays, len(sizes), *attributes, failed, int(stream))
 
 
 class Event:
-    """An event for ordering streams, or for telling the time."""
+    """An event for ordering streams, or for timing."""
 
     def __init__(self, timing: bool = False) -> None:
         flags = 0 if timing else int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -138,7 +140,7 @@ class Event:
             check("cuStreamWaitEvent", result)
 
     def over(self) -> bool:
-        """Whether everything before the latest record is complete, or failed."""
+        """Whether all work before the latest record is complete, or has failed."""
         pending = driver.cuEventQuery(self._event)[0] == driver.CUresult.CUDA_ERROR_NOT_READY
         return not pending
 
@@ -148,14 +150,14 @@ class Event:
 
     def __del__(self) -> None:
         if hasattr(self, "_event"):
-            driver.cuEventDestroy(self._event)  # what waits for it still does
+            driver.cuEventDestroy(self._event)  # enqueued waits for it remain valid
 
 
 class ExternalEvent(Event):
-    """The event of another, for graphs."""
+    """An event as an external event of graphs."""
 
     def __init__(self, event: Any) -> None:
-        self._of, self._shared = event, event._event
+        self._owner, self._shared = event, event._event
 
     def record(self, stream: Any) -> None:
         if (result := driver.cuEventRecordWithFlags(self._shared, stream, _RECORD_EXTERNAL))[0]:
@@ -167,7 +169,7 @@ class ExternalEvent(Event):
 
 
 class GraphRecording:
-    """What a stream was given, as a graph that gives it again."""
+    """Recorded work of a stream, as a graph."""
 
     def __init__(self, stream: Any, enqueue: Callable[[], None]) -> None:
         check("cuStreamBeginCapture", driver.cuStreamBeginCapture(stream, _THREAD_LOCAL))
@@ -188,18 +190,18 @@ class GraphRecording:
 
     def __del__(self) -> None:
         if hasattr(self, "_graph"):
-            driver.cuGraphExecDestroy(self._graph)  # once it is no longer running
+            driver.cuGraphExecDestroy(self._graph)  # takes effect once the graph has ended
 
 
 class CudaHandles:
-    """See :class:`ficco.dma.driver.Handles`. A handle shares the driver's whole block in which an
-    allocation lies. Each allocation therefore takes blocks of 2 MiB of its own (CUDA Programming
-    Guide, "Interprocess Communication")."""
+    """See :class:`ficco.dma.driver.Handles`. A handle shares the driver's whole block that contains
+    an allocation. Each allocation therefore takes separate blocks of 2 MiB (CUDA Programming Guide,
+    "Interprocess Communication")."""
 
     def malloc(self, nbytes: int, kind: str) -> int:
         size, full = align(nbytes, LARGE), driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         if (result := driver.cuMemAlloc(size))[0] == full:
-            with contextlib.suppress(RuntimeError):  # within a capture PyTorch may not free
+            with contextlib.suppress(RuntimeError):  # PyTorch cannot free memory in a capture
                 torch.cuda.empty_cache()
             if (result := driver.cuMemAlloc(size))[0] == full:
                 raise torch.OutOfMemoryError(
@@ -229,7 +231,7 @@ class CudaHandles:
 
 
 class uncaptured:
-    """Within this block the thread may allocate and synchronise although it captures a graph."""
+    """Let the thread allocate and synchronize within this block, even while it captures a graph."""
 
     def __enter__(self) -> None:
         self._before = check(
@@ -265,7 +267,7 @@ class CudaDriver(Driver):
                 "does not offer"
             )
         self._flush = bool(attribute("CAN_FLUSH_REMOTE_WRITES", index))
-        # That of PyTorch. A watchdog's thread has none.
+        # PyTorch's context, to make current in threads without one, such as the watchdog's.
         retained = driver.cuDevicePrimaryCtxRetain(index)
         self._context = check("cuDevicePrimaryCtxRetain", retained)
         self._pinned: list[torch.Tensor] = []
@@ -280,16 +282,16 @@ class CudaDriver(Driver):
             "with a flush of remote writes"
             if self._flush
             else "without a flush, which this device does not offer: relies on a peer's word "
-            "arriving behind the copy in front of it"
+            "arriving after the copy before it"
         )
         version = int(check("cuDriverGetVersion", driver.cuDriverGetVersion()))
         memory = self._memory(engine)
         place = "PyTorch's symmetric" if memory == "torch" else "its own"
-        torch.cuda.current_blas_handle()  # within a capture, a first product could not make it
+        torch.cuda.current_blas_handle()  # a first product within a capture could not create it
         return Means(
             memory=memory,
-            # An event right after a copy is seen only once later copies of the stream are over,
-            # too (H200, driver 580); after a stream write at once.
+            # An event right after a copy completes only once later copies of the stream are
+            # complete, too (H200, driver 580). An event after a stream write completes at once.
             writes_before_events=True,
             wait=f"stream wait, {order}; the copy kernel posts by itself and, where no product "
             "runs beside it, waits by itself, as sums at the peers do",
@@ -298,14 +300,14 @@ class CudaDriver(Driver):
         )
 
     def _memory(self, engine: StreamEngine) -> str:
-        """Where all ranks get buffers from. PyTorch's rendezvous of some ranks of a job makes a
-        later one of all of them hang (pytorch #196082). Ranks of a host that are not all of the job
-        therefore share allocations by handles, where the device has such."""
+        """The allocator of symmetric memory of all ranks. After a rendezvous of PyTorch among some
+        ranks of a job, a later one of all ranks hangs (pytorch #196082). If the ranks of a host are
+        not the whole job, they therefore share memory by handles, if the device supports that."""
         near, ranks = engine.hosts.near.size(), 0
-        with contextlib.suppress(KeyError, ValueError):  # a group that the job does not know
+        with contextlib.suppress(KeyError, ValueError):  # the group is not registered in the job
             if len(dist.get_process_group_ranks(engine.group)) == near:
                 ranks = dist.get_world_size()
-        meets_all = near in (1, ranks)  # one rank alone does not meet
+        meets_all = near in (1, ranks)  # a single rank needs no rendezvous
         return "torch" if meets_all or not attribute("IPC_EVENT_SUPPORTED", self.index) else "ipc"
 
     def copy_engines(self) -> int:
@@ -317,12 +319,12 @@ class CudaDriver(Driver):
     # Streams and events.
 
     def stream(self, raw: int) -> Any:
-        return driver.CUstream(raw)  # the binding wraps plain numbers anew in every call
+        return driver.CUstream(raw)  # the binding would wrap an integer in every call
 
     def make_stream(self, priority: int) -> int:
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        made = driver.cuStreamCreateWithPriority(flags, priority)
-        return int(check("cuStreamCreateWithPriority", made))
+        stream = driver.cuStreamCreateWithPriority(flags, priority)
+        return int(check("cuStreamCreateWithPriority", stream))
 
     def idle(self, stream: Any) -> bool:
         result = driver.cuStreamQuery(stream)
@@ -338,15 +340,15 @@ class CudaDriver(Driver):
         return int(result[2]) if result[1] == active else 0
 
     def join_aside(self, event: Any, stream: Any) -> None:
-        """The event is over when the graph is; what comes on the stream does not wait for it, as
-        it would after a plain ``hold``."""
+        """The graph does not end before the event. Unlike after a plain ``hold``, later work of the
+        stream does not wait for the event."""
         error, _, _, _, nodes, *edges, count = driver.cuStreamGetCaptureInfo(stream)
-        # From CUDA 13 on there are edges, which may lie where the driver has them until the next
+        # CUDA 13 returns edges, too, in memory of the driver that may be valid only until the next
         # call.
         plain = not any(e.from_port or e.to_port or e.type for each in edges for e in each or ())
         edges = [[driver.CUgraphEdgeData() for _ in each or ()] for each in edges]
         event.hold(stream)
-        if error or not plain:  # what could not be given back: the plain hold does
+        if error or not plain:  # dependencies that cannot be restored: keep the plain hold
             return
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         only = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
@@ -359,7 +361,7 @@ class CudaDriver(Driver):
         return Batch(ops, self._flush)
 
     def writes_reach(self, stream: Any, address: int) -> bool:
-        # A peer's: refused by newer drivers.
+        # Newer drivers refuse writes to a peer's address.
         if driver.cuStreamWriteValue32(stream, address, 0, 0)[0]:
             return False
         return not driver.cuStreamSynchronize(stream)[0]
@@ -377,22 +379,22 @@ class CudaDriver(Driver):
 
     def copies(self, ranks: tuple[int, int]) -> Copies:
         one_by_one = super().copies(ranks)
-        # Those within a device are kernels either way, and may go to the legacy default stream,
-        # which takes no batch.
+        # Copies within a device are kernels in any case, and may use the legacy default stream,
+        # which accepts no batch.
         if ranks[0] == ranks[1]:
             return one_by_one
 
         def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
             at_once = self._copies_at_once
             if at_once is None or not at_once(dst, src, sizes, stream):
-                self._copies_at_once = None  # also if it was refused: what is wrong shows below
+                self._copies_at_once = None  # also after a refusal: the copies below raise errors
                 one_by_one(dst, src, sizes, stream)
 
         return copies
 
     @cached_property
     def _copies_at_once(self) -> CopiesAtOnce | None:
-        """What enqueues many copies by one call, if this driver has it."""
+        """Batched copies, if this driver supports them."""
         error, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", COPIES_SINCE, 0)
         return None if error or not int(address) else CopiesAtOnce(int(address))
 
@@ -429,9 +431,9 @@ class CudaDriver(Driver):
             return can_compile("cuda") and kernels(self.device) is not None
 
     def kernels(self) -> Kernels:
-        made = kernels(self.device)
-        if made is not None:
-            return made
+        compiled = kernels(self.device)
+        if compiled is not None:
+            return compiled
         raise NotImplementedError(
             "mover 'kernel': ficco's kernels could not be compiled here, as the warning says; "
             "leave the knob out"
@@ -452,7 +454,7 @@ class CudaDriver(Driver):
 
     @cached_property
     def shared(self) -> bool:  # type: ignore[override]
-        # PyTorch refuses ranks that share a GPU unless it is told to expect them.
+        # PyTorch refuses ranks that share a GPU unless this variable is set.
         return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
     @cached_property
@@ -475,10 +477,10 @@ class CudaDriver(Driver):
         adder = self._adder
         if adder is None or not adder.serves(addend, a, b, out):
             return False
-        # From the allocator, as PyTorch's own: a graph has its own, so that graphs may run
-        # concurrently.
-        room = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
-        return adder.multiply(addend, a, b, out, room, stream)
+        # From PyTorch's allocator, like the workspaces of PyTorch: each graph gets its own, so that
+        # graphs may run concurrently.
+        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self.device)
+        return adder.multiply(addend, a, b, out, workspace, stream)
 
 
 def engine(
@@ -489,5 +491,5 @@ def engine(
     hosts: Hosts | None = None,
     kind: type[GpuEngine] = GpuEngine,
 ) -> GpuEngine:
-    """The engine of a group's ranks on NVIDIA's GPUs, or one of another ``kind``."""
+    """Make the engine of a group's ranks on NVIDIA GPUs, of the class ``kind``."""
     return kind(group, CudaDriver(device), signals, timeout_s, hosts)

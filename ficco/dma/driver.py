@@ -1,7 +1,7 @@
-"""What the GPU engine needs of a vendor: one subclass of :class:`Driver`, and a row in ``choose``.
+"""The interface between the GPU engine and a vendor's runtime.
 
-Addresses are plain numbers. A stream is what the vendor's binding takes for one; PyTorch calls the
-GPUs of every vendor "cuda".
+A vendor is one subclass of :class:`Driver` and one row in ``choose``. Addresses are integers, and
+streams are objects of the vendor's binding. PyTorch calls the GPUs of every vendor "cuda".
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ficco.dma.memops import MemOp
 from ficco.hip_kernels.launch import Kernels, Numbers
 from ficco.problems.products import Problem
 
-#: Copies bytes on a stream: from where to where, and how many each. None of them is 0.
+#: Copies bytes on a stream: arrays of destinations, sources and nonzero sizes, and the stream.
 Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.
 WORD = 4
-#: Priorities of streams: before products, with them, and apart from both. Streams of a priority may
-#: share hardware queues, in which one that waits holds up what comes after it.
+#: Priorities of streams: above products, equal to products, and below both. Streams of a priority
+#: may share hardware queues, in which a stream that waits delays the work enqueued after it.
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
 def drained(
     idle: Callable[[], bool], seconds: float, interrupt: Callable[[], None] | None = None
 ) -> bool:
-    """Ask again and again whether something is idle; False if it takes too long. ``interrupt`` is
-    called meanwhile, and may raise."""
+    """Poll ``idle`` until it returns True; False after ``seconds``. ``interrupt`` is called
+    between polls, and may raise."""
     end, pause = time.monotonic() + seconds, 1e-5
     while not idle():
         if interrupt is not None:
@@ -49,19 +49,19 @@ def drained(
 
 
 class Event(Protocol):
-    """A vendor's event, by handles of streams."""
+    """A vendor's event. Its methods take stream handles."""
 
     def record(self, stream: Any) -> None:
-        """It is over when what is on the stream now is."""
+        """Record the event after all work that the stream has now."""
 
     def hold(self, stream: Any) -> None:
-        """What comes on the stream waits for it; for nothing if it was never recorded."""
+        """Let later work of the stream wait for the event. No wait if it was never recorded."""
 
     def over(self) -> bool:
-        """Whether what was on the stream at its latest record is over."""
+        """Whether all work before the latest record is complete."""
 
     def seconds_to(self, later: Any) -> float:
-        """From this one to a later one, if both tell the time."""
+        """Seconds from this event to a later one; both must be timing events."""
 
 
 class Batch(Protocol):
@@ -73,7 +73,7 @@ class Batch(Protocol):
 
 
 class Recording(Protocol):
-    """What streams were given, to be given again."""
+    """Recorded work of streams, which can be enqueued again."""
 
     def replay(self, stream: Any) -> None: ...
 
@@ -82,27 +82,27 @@ class Handles(Protocol):
     """Memory of the device that processes share by handles."""
 
     def malloc(self, nbytes: int, kind: str) -> int:
-        """Memory that can be shared: ``"plain"``, or a kind for words."""
+        """Allocate memory that can be shared; ``kind`` is ``"plain"`` or a kind for words."""
 
     def free(self, address: int) -> Any:
-        """Give back what was allocated."""
+        """Free an allocation."""
 
     def fill(self, address: int, nbytes: int, stream: Any) -> None:
         """Zero memory."""
 
     def share(self, address: int) -> bytes:
-        """A handle by which another process opens an allocation, equally long for all."""
+        """The handle by which another process opens an allocation. All have equal length."""
 
     def open_shared(self, handle: bytes) -> int:
-        """Map what another process shares."""
+        """Map an allocation of another process."""
 
     def close_shared(self, address: int) -> Any:
-        """Unmap it."""
+        """Unmap an allocation of another process."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream that no other library uses, as the vendor and as PyTorch take it."""
+    """A stream that no other library uses: the vendor's handle and PyTorch's object."""
 
     handle: Any
     torch: torch.cuda.Stream | None
@@ -111,21 +111,21 @@ class Stream:
 
 @dataclass(frozen=True)
 class Means:
-    """How the calls of a group are carried out, the same on all ranks.
+    """The mechanisms that the ranks of a group have agreed on.
 
     Attributes:
         memory: a key of :data:`ficco.dma.memories.MEMORIES`.
-        words: ``"slot"`` if signal words lie in the memory of the slot, else the kind of memory
+        words: ``"slot"`` if signal words are in the memory of the slot, else the kind of memory
             that is allocated for them.
-        kernels: ficco's kernels post and wait, not the stream.
-        rectangles: the vendor copies columns; without, Plans have to pack them.
+        kernels: ficco's kernels post and wait, instead of the stream.
+        rectangles: the vendor has 2D copies; otherwise Plans have to pack columns.
         uncaptured: why graphs do not capture signals, and what to do; empty if they do.
-        writes_before_events: a stream write goes between a copy and an event, which would be seen
+        writes_before_events: put a stream write between a copy and an event, which would complete
             late otherwise.
-        constants: address of a 0 and a 1 to copy from, and a word that nobody reads, where words
-            lie in memory of their own.
-        post, place, wait, copy: for ``doctor``: how a word is posted, in what memory, how it is
-            waited for, and what copies.
+        constants: address of a 0 and a 1 to copy from, and of a word that is never read, if words
+            are not in the memory of the slot.
+        post, place, wait, copy: descriptions for ``doctor``: how a word is posted, in which memory,
+            how it is waited for, and the copy mechanism.
     """
 
     memory: str = "torch"
@@ -142,54 +142,54 @@ class Means:
 
 
 class Driver(ABC):
-    """A vendor's runtime on the device of one rank, where the operands lie."""
+    """A vendor's runtime on one rank's device."""
 
-    name: ClassVar[str]  #: of the engine
-    #: Bytes of an allocation of the kind of memory for a single word.
+    name: ClassVar[str]  #: name of the engine
+    #: Bytes of an allocation of ``"signal"`` memory, which holds a single word.
     word_bytes: ClassVar[int] = 8
-    #: Priority of the stream that frees stuck ones.
+    #: Priority of the stream that releases stuck streams.
     rescue: ClassVar[int] = RESCUE
-    #: Eager calls tell a watchdog by events that they begin and end; otherwise by words.
+    #: The watchdog sees the begin and end of eager calls by events; otherwise by words.
     watches_by_events: ClassVar[bool] = False
-    #: Neighbouring waits and writes are enqueued at once, and launches carry out those around them.
+    #: Neighbouring waits and writes become one batch, or are carried out by kernel launches.
     fuses: ClassVar[bool] = False
     #: Calls are recorded, and replayed for operands at the same addresses: :meth:`record`.
     records: ClassVar[bool] = False
-    #: What is given back must not be in use: closing waits for streams.
+    #: Memory in use must not be freed: closing waits for streams.
     waits_to_close: ClassVar[bool] = False
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.device, self.index = device, index
-        self.streams: list[Stream] = []  # those that were made here
+        self.streams: list[Stream] = []  # streams that this driver has created
 
-    def _lacks(self, what: str) -> NotImplementedError:
-        """The error of a part that a driver may leave out."""
-        return NotImplementedError(f"the {self.name} driver offers no {what}")
+    def _lacks(self, feature: str) -> NotImplementedError:
+        """The error of an optional feature that this driver does not have."""
+        return NotImplementedError(f"the {self.name} driver offers no {feature}")
 
     # The device.
 
     @abstractmethod
     def use(self) -> None:
-        """Make the device this thread's."""
+        """Make the device current in this thread."""
 
     @abstractmethod
     def uncaptured(self) -> contextlib.AbstractContextManager[None]:
-        """Within this block the thread may allocate, and ask what is over, although it captures a
-        graph."""
+        """Let the thread allocate and query events within this block, even while a graph is
+        captured."""
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Within this block the device is this thread's, and a capture is not disturbed."""
+        """Make the device current within this block, without disturbing a capture."""
         with torch.cuda.device(self.device), self.uncaptured():
             self.use()
             yield
 
     @abstractmethod
     def means(self, engine: StreamEngine) -> Means:
-        """What all ranks can do. Collective.
+        """Agree with the other ranks on mechanisms that all support. Collective.
 
         Raises:
-            NotImplementedError: they cannot work together, or not as they were asked to.
+            NotImplementedError: the ranks have no mechanism in common, or not the selected one.
         """
 
     def synchronize(self) -> None:
@@ -201,17 +201,17 @@ class Driver(ABC):
         """See :meth:`Engine.copy_engines`."""
 
     def products(self) -> str:
-        """What multiplies matrices, in words."""
+        """Description of the library that multiplies matrices."""
         return library(self.device)
 
     def forgive(self) -> None:  # noqa: B027  not every vendor remembers errors
         """Forget an error that was expected."""
 
     def close(self) -> None:
-        """Give back what was allocated here. Nothing is in flight, or what is will never end."""
+        """Free the allocations of this driver. Work in flight, if any, will never end."""
         for stream in self.streams:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed
-                if stream.torch is not None and stream.torch.query():  # else it is stuck
+            with contextlib.suppress(RuntimeError):  # the device may have failed
+                if stream.torch is not None and stream.torch.query():  # not a stuck stream
                     _spare.setdefault((self.index, stream.priority), []).append(stream.torch)
         self.streams.clear()
 
@@ -219,12 +219,12 @@ class Driver(ABC):
 
     @abstractmethod
     def stream(self, raw: int) -> Any:
-        """A stream as the binding likes it best, from what PyTorch calls it."""
+        """The object that is cheapest for the binding, from PyTorch's integer handle."""
 
     @abstractmethod
     def make_stream(self, priority: int) -> int:
-        """A stream that does not wait for the null stream, as PyTorch calls it. Not one of
-        PyTorch's own, which it hands out again and again."""
+        """Create a stream that does not wait for the null stream; returns its integer handle.
+        Streams of PyTorch's pool do not serve: the pool hands each out several times."""
 
     def stream_for(self, name: str) -> Stream:
         """A stream for a lane, or for ``side``, ``uploads`` or ``rescue``."""
@@ -232,56 +232,56 @@ class Driver(ABC):
         plain = PLAIN if lane.startswith("compute") else URGENT
         priority = self.rescue if lane == "rescue" else plain
         if spare := _spare.get((self.index, priority)):
-            made = spare.pop()
+            stream = spare.pop()
         else:
-            made = torch.cuda.ExternalStream(self.make_stream(priority), self.device)
-        self.streams.append(Stream(self.stream(made.cuda_stream), made, priority))
+            stream = torch.cuda.ExternalStream(self.make_stream(priority), self.device)
+        self.streams.append(Stream(self.stream(stream.cuda_stream), stream, priority))
         return self.streams[-1]
 
     @abstractmethod
     def idle(self, stream: Any) -> bool:
-        """Whether everything on a stream is over."""
+        """Whether all work of a stream is complete."""
 
     @abstractmethod
     def event(self, timing: bool = False) -> Event:
-        """An event for ordering streams, or for telling the time."""
+        """An event for ordering streams, or for timing."""
 
     def lasting_event(self) -> Event:
-        """An event for ordering streams that is not given back when this driver is closed."""
+        """An event for ordering streams that outlives this driver."""
         return self.event()
 
     def caller(self) -> int:
-        """The caller's stream, as PyTorch calls it."""
+        """PyTorch's integer handle of the caller's stream."""
         raw: int = torch._C._cuda_getCurrentRawStream(self.index)
         return raw
 
     def capturing(self) -> int:
-        """A number that tells graph captures of the caller's stream apart, 0 outside of one."""
+        """Identifier of the capture that the caller's stream is in, 0 if none."""
         if not torch.cuda.is_current_stream_capturing():
             return 0
         return self.capture_id(self.stream(self.caller()))
 
     @abstractmethod
     def capture_id(self, stream: Any) -> int:
-        """Number of the capture that a stream is in, 0 if none."""
+        """Identifier of the capture that a stream is in, 0 if none."""
 
     def external(self, event: Event) -> Event | None:
-        """The same event for graphs: recorded, or waited for, whenever one that captured that is
-        launched. None if the vendor's graphs cannot do so."""
+        """The event as an external event of graphs: each launch of a graph records it, or waits
+        for it. None if the vendor's graphs have no external events."""
         return None
 
     def on_lane(self, lane: str, op: Op) -> Op:
-        """The operation, with what PyTorch does in it ordered on a lane."""
+        """The operation with the lane's stream as PyTorch's current stream."""
         if lane == "compute0":
             return op
 
         def on_lane(call: Any) -> None:
-            before = torch.cuda.current_stream(self.device)
+            previous = torch.cuda.current_stream(self.device)
             torch.cuda.set_stream(call.state.streams[lane].torch)
             try:
                 op(call)
             finally:
-                torch.cuda.set_stream(before)
+                torch.cuda.set_stream(previous)
 
         return on_lane
 
@@ -289,27 +289,27 @@ class Driver(ABC):
 
     @abstractmethod
     def batch(self, ops: Sequence[MemOp]) -> Batch:
-        """Waits and writes of a stream."""
+        """Prepare waits and writes of a stream."""
 
     @abstractmethod
     def writes_reach(self, stream: Any, address: int) -> bool:
-        """Whether a stream may write to an address; leaves a 0 there if so. Waits for it."""
+        """Whether a stream may write to an address: writes a 0 there and waits for it."""
 
-    # Copies, each prepared once: a function of what differs from call to call.
+    # Copies, each prepared once as a function of the arguments that differ from call to call.
 
     @abstractmethod
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
     ) -> Callable[[int, Any], None]:
-        """Copies bytes from an address, on a stream. ``ranks`` are those at both ends, the
-        receiving first; None for a signal."""
+        """A function (source, stream) that copies bytes to ``dst``. ``ranks`` are the receiving and
+        the sending rank; None for a signal."""
 
     def copies(self, ranks: tuple[int, int]) -> Copies:
-        """Many copies, in any order: a function of destinations, sources, sizes and the stream."""
+        """A function of destinations, sources, sizes and stream: many copies, in any order."""
 
         def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
-            each = (one.tolist() for one in (dst, src, sizes))
-            for to, at, nbytes in zip(*each, strict=True):
+            columns = (numbers.tolist() for numbers in (dst, src, sizes))
+            for to, at, nbytes in zip(*columns, strict=True):
                 self.copy(to, nbytes, ranks)(at, stream)
 
         return copies
@@ -318,7 +318,7 @@ class Driver(ABC):
     def rectangle(
         self, dst: int, dst_pitch: int, width: int, height: int
     ) -> Callable[[int, int, Any], None]:
-        """Copies rows from an address and at a pitch, on a stream. Lengths are in bytes."""
+        """A function (source, source pitch, stream) that copies rows. Lengths are in bytes."""
 
     @abstractmethod
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
@@ -332,35 +332,35 @@ class Driver(ABC):
 
     @abstractmethod
     def host(self, nbytes: int) -> int:
-        """Pinned host memory, zeroed, that the device writes through to. Kept until closing."""
+        """Allocate pinned host memory, zeroed, that the device can write. Freed on close."""
 
     def waitable(self, kind: str) -> int:
-        """A word of the host, zeroed, that streams wait for and this process writes. Kept until
-        closing. ``kind`` is that of signal words (:attr:`Means.words`)."""
+        """Allocate a host word, zeroed, that streams wait for and this process writes. Freed on
+        close. ``kind`` is the kind of memory of signal words (:attr:`Means.words`)."""
         return self.host(WORD)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory as bytes, not zeroed. Kept as long as a tensor looks into it."""
+        """Pinned host memory as a uint8 tensor, not zeroed. Lives as long as its tensors."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
-        """Memory of the device and the same as bytes. Kept until closing."""
+        """Allocate device memory: its address, and a uint8 tensor of it. Freed on close."""
         raise self._lacks("memory of its own")
 
     @property
     def handles(self) -> Handles:
-        """Memory that processes share by handles, if the vendor has such."""
+        """Allocation and mapping of memory that processes share by handles."""
         raise self._lacks("memory that is shared by handles")
 
     def tensor(self, address: int, nbytes: int) -> tuple[torch.Tensor, Any]:
-        """Memory as bytes, and an object that lives as long as a tensor looks into it."""
+        """A uint8 tensor of memory, and an object that lives as long as any view of it."""
         keeper = _Bytes(address, nbytes)
         with torch.inference_mode(False):  # calls of other modes use it, too
             return torch.as_tensor(keeper, device=self.device), keeper
 
     def peers(self, address: int, nbytes: int) -> torch.Tensor:
-        """Memory of a peer that is mapped here, as bytes."""
-        # PyTorch takes memory from other libraries for that of the device where it lies.
+        """A uint8 tensor of a peer's memory that is mapped in this process."""
+        # Not by __cuda_array_interface__: PyTorch would put the tensor on the peer's device.
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
@@ -369,71 +369,70 @@ class Driver(ABC):
     @property
     @abstractmethod
     def has_kernels(self) -> bool:
-        """Whether ``auto`` may take the kernel that copies."""
+        """Whether ``auto`` may choose the copy kernel."""
 
     @abstractmethod
     def kernels(self) -> Kernels:
-        """ficco's kernels, compiled if need be.
+        """ficco's kernels, compiled on first use.
 
         Raises:
-            BackendError, NotImplementedError: they cannot be had.
+            BackendError, NotImplementedError: the kernels are not available.
         """
 
     # Optional.
 
-    #: Why there is no product whose tiles wait; empty if there is one.
+    #: Why a product whose tiles wait is not available; empty if it is.
     untiled: str = "there is no product whose tiles wait for this GPU"
     #: Ranks share this GPU, so that copies between them are kernels.
     shared: bool = False
 
     def unscaled(self, problem: Problem) -> str:
-        """Why the library multiplies no operands with such factors, and what to do; empty if it
-        does."""
+        """Why the library cannot multiply operands with a problem's scales, and what to do; empty
+        if it can."""
         return ""
 
     def tiled(self) -> TiledProducts:
-        """The product whose tiles wait."""
+        """The products whose tiles wait."""
         raise self._lacks("product whose tiles wait")
 
     def add_product(
         self, addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, stream: Any
     ) -> bool:
-        """``out = addend + a @ b``, which reads the addend where it lies; False if that cannot be
-        done. PyTorch copies it first."""
+        """Compute ``out = addend + a @ b`` without the copy of ``addend`` that PyTorch makes;
+        False if that is not supported."""
         return False
 
     def join_aside(self, event: Event, stream: Any) -> None:
-        """Make what an event follows part of the graph that captures a stream, if possible without
+        """Join the work before an event to the graph that captures a stream, if possible without
         letting the stream wait for it."""
         event.hold(stream)
 
     def record(self, stream: Any, enqueue: Callable[[], None]) -> Recording:
-        """Record what is enqueued from a stream on, in place of carrying it out."""
+        """Record the work that ``enqueue`` puts on a stream, instead of executing it."""
         raise self._lacks("recordings")
 
 
 class _Bytes:
-    """Memory of a GPU, as PyTorch takes it from other libraries."""
+    """Memory of a GPU with the interface by which PyTorch wraps memory of other libraries."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        where = {"data": (address, False), "shape": (nbytes,)}
-        self.__cuda_array_interface__ = {**where, "typestr": "|u1", "version": 2}
+        extent = {"data": (address, False), "shape": (nbytes,)}
+        self.__cuda_array_interface__ = {**extent, "typestr": "|u1", "version": 2}
 
 
-#: Streams of closed engines, by device and priority: PyTorch keeps a workspace of its BLAS for
-#: every stream that it has met, and so they are used again.
+#: Streams of closed engines, by device and priority, to be reused: PyTorch keeps a BLAS workspace
+#: for every stream that it has used.
 _spare: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
 
 
 class Lanes(dict[str, Any]):
-    """Handles of the streams of a call's lanes, which begin at ``fork`` and end at ``joins``;
-    ``compute0`` is the caller's own stream, ``streams`` has the others, on which several callers
-    may take turns."""
+    """Stream handles of a call's lanes. Lanes fork from the caller's stream, ``compute0``, at the
+    event ``fork`` and join it at the events ``joins``. Callers may share the other ``streams``."""
 
     def __init__(
         self, driver: Driver, caller: Any, streams: dict[str, Stream], mode: str = ""
     ) -> None:
-        """``mode``: empty for eager calls, else what is done to these: captured, or recorded."""
+        """``mode``: ``""`` for eager calls, else ``"captured"`` or ``"recorded"``."""
         super().__init__(compute0=caller)
         self._driver, self.streams, self.mode = driver, streams, mode
         self.fork = driver.event()
@@ -449,18 +448,18 @@ class Lanes(dict[str, Any]):
 
 
 class StreamEngine(Engine):
-    """An engine whose lanes are streams of a device: what its driver and its memory use of it."""
+    """An engine whose lanes are streams: the interface for its driver and memory."""
 
     driver: Driver
-    side: Stream  #: for what must not wait for calls
-    graveyard: Any  #: memory that is freed once peers let go of it
-    watched: int  #: pinned memory of words that watched calls write
-    means: Means  #: what was agreed on with the other ranks
+    side: Stream  #: stream for work that must not wait for calls
+    graveyard: Any  #: memory that is freed once all peers have unmapped it
+    watched: int  #: address of the pinned words that watched calls write
+    means: Means  #: mechanisms agreed on with the other ranks
 
     @abstractmethod
     def settle(self, stream: Any) -> None:
-        """Wait for a stream of this engine's that waits for nobody."""
+        """Wait for a stream of this engine that does not wait for peers."""
 
     @abstractmethod
     def quiet(self) -> bool:
-        """Whether no call is in flight here."""
+        """Whether no call of this engine is in flight."""

@@ -1,4 +1,4 @@
-"""The interface of an engine: what moves bytes and signals, and enqueues matrix products.
+"""The interface of an engine, which moves bytes and signals and enqueues matrix products.
 
 An engine belongs to one group and one rank. :func:`ficco.runtime.program.compile` walks a Plan once
 and asks the engine for an operation per verb; running the Plan is then a loop over those
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do on this machine, and how it does it, in words for ``doctor``.
+    """Capabilities of an engine on this machine, with descriptions for ``ficco doctor``.
 
     Attributes:
-        engine: its name.
-        post: how a signal is posted at a peer.
-        wait: how a signal is waited for, and what orders the data behind it.
-        copy: what moves the bytes.
-        movers: the values of the mover axis that are served.
+        engine: name of the engine.
+        post: how a signal is posted to a peer.
+        wait: how a signal is waited for, and what orders the data before it.
+        copy: the mechanism that moves the bytes.
+        movers: the supported values of the mover axis.
         products: the library that multiplies matrices.
-        accumulate: how partial sums of column pieces are accumulated, and what memory that costs.
+        accumulate: how partial sums of column pieces are accumulated, and the memory it takes.
         capture: whether calls can be captured in a graph.
         partial_signals: whether signals may gate or announce rows of a product.
-        tiles: whether such a product is one launch, whose tiles wait and tell.
+        tiles: whether such a product is one launch, whose tiles wait for signals and post them.
         scaled: whether products may be scaled.
-        functions: functions that a place may apply.
-        network: what moves bytes between hosts; empty where the ranks share one.
+        functions: functions that a place step may apply.
+        network: the library that moves bytes between hosts; empty if the ranks share one host.
     """
 
     engine: str
@@ -73,15 +73,19 @@ class Capabilities:
 
     @property
     def offers(self) -> tuple[str, ...]:
-        """What a decision depends on: the movers, and ``"tiled"``."""
+        """The capabilities that affect the choice of a schedule: movers, and ``"tiled"``."""
         return (*self.movers, "tiled") if self.tiles else self.movers
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What a step waits for in vain: a signal of a peer's, with the values of its word that are
-    wanted and found, or a collective, of which it may know the peer that is absent. ``signal`` is
-    known if it may be one of several that the step waits for piece by piece."""
+    """A signal or collective that a stuck step waits for.
+
+    Attributes:
+        peer: the poster of the signal, or the rank absent from a collective; None if unknown.
+        wanted, found: the expected and the actual value of the signal word.
+        signal: the signal, if it may be one of several that the step waits for piece by piece.
+    """
 
     step: int
     peer: int | None = None
@@ -92,7 +96,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Span:
-    """When one step of a Plan ran, in seconds after the call began on this rank."""
+    """Start and end of one step of a Plan, in seconds after the call began on this rank."""
 
     step: int
     lane: str
@@ -101,26 +105,26 @@ class Span:
 
 
 def fingerprint(device: torch.device | str, ranks: int) -> Fingerprint:
-    """What a host is known by to the files of machines: its devices' name and how many ranks."""
+    """The key of a host in machine files: the name of its devices and its number of ranks."""
     on_gpu = torch.device(device).type == "cuda"
     return Fingerprint(torch.cuda.get_device_name(device) if on_gpu else "cpu", ranks)
 
 
 class Engine(ABC):
-    """One rank's means to run Plans with the other ranks of a group.
+    """Runs Plans on one rank, together with the other ranks of a group.
 
     Attributes:
         name: ``"cpu"``, ``"cuda"`` or ``"hip"``.
-        asynchronous: calls return before they are over, so that a watchdog has to look for stuck
-            ones. Otherwise a call raises itself.
+        asynchronous: calls return before they complete, so that a watchdog has to detect stuck
+            ones. Otherwise a call raises its own errors.
         timeout_s: seconds that the next call may wait for a peer.
         interrupt: called while a call waits; may raise.
-        operator: what is being called, for errors.
-        replays: it may record what a call enqueues, and replay that for calls that are alike.
-        hosts: where the ranks of the group are.
+        operator: name of the current operator, for errors.
+        replays: the engine may record the operations of a call and replay them for equal calls.
+        hosts: the hosts of the ranks of the group.
         packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
-        keeps_made: what PyTorch has returned copies may read (:attr:`Filled.made`), and kernels of
-            ficco's may be launched on its current stream.
+        keeps_made: copies may read tensors that PyTorch has returned (:attr:`Filled.made`), and
+            ficco's kernels may be launched on PyTorch's current stream.
     """
 
     name: str
@@ -144,22 +148,22 @@ class Engine(ABC):
 
     @property
     def kind(self) -> str:
-        """What has to be the same on all ranks, in words: Plans follow from it."""
+        """Description of the properties that affect Plans, which all ranks must share."""
         return f"the {self.name} engine" + ", which packs columns" * self.packs_columns
 
     def connect(self) -> None:
-        """Connect with the ranks of other hosts, once all ranks have an engine of the same kind.
-        Collective."""
+        """Connect with the ranks of other hosts. Collective; all ranks must have an engine of the
+        same kind."""
         return None
 
     @property
     def out_of_step(self) -> bool:
-        """Whether a collective of the library was broken off: what a rank still sends for it would
-        be taken for data of the next one."""
+        """Whether a collective of the library was aborted. Data that a rank still sends for it
+        would be received as data of the next collective."""
         return False
 
     def fingerprint(self) -> Fingerprint:
-        """What this kind of host is known by."""
+        """The key of this host in machine files."""
         return fingerprint(self.device, self.hosts.near.size())
 
     # Memory.
@@ -169,37 +173,37 @@ class Engine(ABC):
         """Allocate symmetric memory, zeroed. Collective."""
 
     def discard(self, slot: Slot) -> None:
-        """Give back what a slot holds. Not collective."""
+        """Free the resources of a slot. Not collective."""
         slot.programs.clear()
         if slot.memory is not None:
             slot.memory.free()
 
     @abstractmethod
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
-        """Make a slot of fresh symmetric memory: its words are at rest on every rank.
+        """Make a slot of newly allocated symmetric memory, with its words at rest on every rank.
         Collective."""
 
     def retire(self, slot: Slot) -> None:
-        """Wait until the latest call on a slot is over here, so that it can be freed."""
+        """Wait until the latest call on a slot is complete on this rank, before it is freed."""
         return None
 
     @abstractmethod
     def slot_bytes(self, words: int, nbytes: int) -> int:
-        """Bytes of symmetric memory that a slot with so many words and bytes of data takes."""
+        """Bytes of symmetric memory of a slot with ``words`` signals and ``nbytes`` of data."""
 
-    # Watching, for an asynchronous engine.
+    # Watchdog support of an asynchronous engine.
 
     def watch(self, captured: bool) -> Slot | None:
-        """A slot without memory, for calls that share nothing; None if they need no watching."""
+        """A slot without memory, to watch calls that use no slot; None if the engine needs none."""
         return None
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
-        """The number of the program that has begun on a slot and is not over, or 0; and whether
-        any has ended on it since the last pulse. Must not disturb a capture."""
+        """The number of the program that runs on a slot, 0 if none; and whether any has ended on
+        it since the last pulse. Must not disturb a capture."""
         raise NotImplementedError
 
     def missing(self, slot: Slot, program: Program) -> Missing | None:
-        """What a stuck program waits for; None if the words cannot be read."""
+        """The signal or collective that a stuck program waits for; None if it cannot be read."""
         raise NotImplementedError
 
     @property
@@ -208,7 +212,7 @@ class Engine(ABC):
         return set()
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
-        """Satisfy all waits of this rank so that its streams drain; whether that worked."""
+        """Satisfy all waits of this rank, so that its streams drain; True if they did in time."""
         raise NotImplementedError
 
     def combine(
@@ -219,14 +223,14 @@ class Engine(ABC):
         weights: torch.Tensor | None,
     ) -> bool:
         """``out[t] = sum over j of weights[t, j] * rows[picked[t, j]]`` in float32, rounded once,
-        on the current stream; False, and nothing done, if PyTorch's operations are as good."""
+        on the current stream. False, without any work, if PyTorch's operations are as good."""
         return False
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """As :meth:`ficco.hip_kernels.launch.Kernels.route`, on the current stream; None if
-        PyTorch's operations are as good."""
+        """:meth:`ficco.hip_kernels.launch.Kernels.route` on the current stream; None if PyTorch's
+        operations are as good."""
         return None
 
     # Verbs: each returns the operation that enqueues it. `program` gives the slot.
@@ -237,44 +241,44 @@ class Engine(ABC):
 
     @abstractmethod
     def post(self, program: Program, step: int, signals: Sequence[Signal]) -> Op:
-        """Post signals behind what the step's lane did."""
+        """Post signals after all earlier work of the step's lane."""
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
-        """Put words back to their first value, if the engine needs it."""
+        """Reset signal words to their initial value; None if the engine need not."""
         return None
 
     def enter(self, program: Program, lane: str) -> Op | None:
-        """Begin a lane behind what the caller did before the call."""
+        """Order a lane after the caller's earlier work; None if it needs no operation."""
         return None
 
     @abstractmethod
     def record(self, program: Program, step: int) -> Op | None:
-        """Mark the end of a step for steps on other lanes of this rank."""
+        """Record the end of a step, for steps on other lanes of this rank to wait for."""
 
     @abstractmethod
     def join(self, program: Program, step: int, earlier: int) -> Op | None:
-        """Let the step's lane wait for a marked step of another lane of this rank."""
+        """Let the step's lane wait for a recorded step of another lane of this rank."""
 
     @abstractmethod
     def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
         """Copy a region between ranks."""
 
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
-        """The copies of several steps that go together, within this rank, too
-        (:func:`ficco.plan.together`)."""
-        found = []
+        """The copies of several steps that are enqueued together, including copies within this
+        rank (:func:`ficco.plan.together`)."""
+        ops = []
         for index in steps:
             step = program.plan.steps[index]
             assert step.transfer is not None
             if step.op == "place":
-                found.append(self.place(program, index, step.transfer))
+                ops.append(self.place(program, index, step.transfer))
             elif step.transfer.src.elements:
-                found.append(self.copy(program, index, step.transfer, step.mover))
+                ops.append(self.copy(program, index, step.transfer, step.mover))
 
-        return in_turn(found)
+        return in_turn(ops)
 
     def collective(self, program: Program, step: int) -> Op:
-        """The collective of the group's library that does a Plan's whole exchange."""
+        """The group library's collective, for the whole exchange of a Plan."""
         plan, group, name = program.plan, self.group, program.plan.steps[step].label
 
         def op(call: Call) -> None:
@@ -289,12 +293,12 @@ class Engine(ABC):
         return op
 
     def network(self, program: Program, step: int) -> Op:
-        """Send and receive what a step moves between hosts."""
+        """Send and receive the data that a step moves between hosts."""
         raise NotImplementedError(f"the {self.name} engine does not serve several hosts")
 
     @abstractmethod
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """Copy a region within this rank, to another dtype if need be."""
+        """Copy a region within this rank, and convert its dtype if the two differ."""
 
     @abstractmethod
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
@@ -317,12 +321,12 @@ class Engine(ABC):
     def tiled_product(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
     ) -> Callable[[], None]:
-        """One such launch, on the current stream, which waits for nothing: to be timed."""
+        """One such launch on the current stream, without signals, for measurements."""
         raise NotImplementedError(f"the {self.name} engine has no product whose tiles wait")
 
     def arrived(self, program: Program, step: int) -> Op:
-        """Wait, after what the caller does, until all rows that it may use are there: words that
-        it did not wait for must not be cleared before they are posted."""
+        """Wait for all gates of the caller's step, after that step. The caller may not have waited
+        for every word, and a word must not be cleared before it is posted."""
         return self.wait(program, step, program.plan.steps[step].gates)
 
     @abstractmethod
@@ -331,52 +335,52 @@ class Engine(ABC):
 
     @abstractmethod
     def stamp(self, program: Program, step: int, end: bool) -> Op:
-        """Note the time at which the step begins or ends, for :meth:`spans`."""
+        """Record the time at which the step begins or ends, for :meth:`spans`."""
 
     # Running.
 
     @abstractmethod
     def execute(self, program: Program, call: Call) -> None:
-        """Run a program: enqueue it (GPU) or carry it out (CPU).
+        """Run a program: enqueue it (GPU) or execute it (CPU).
 
         Raises:
-            SignalTimeout, RankMismatch, PeerFailed: on an engine that carries calls out.
+            SignalTimeout, RankMismatch, PeerFailed: on a synchronous engine.
             BackendError: the vendor's library refused a call.
         """
 
     @abstractmethod
     def around(self, program: Program, call: Call) -> AbstractContextManager[None]:
-        """Run a program around what its caller does: on entering up to that step (:func:`callers`),
-        on leaving the rest. Raises as :meth:`execute`, on leaving too."""
+        """Run a program around the caller's own step (:func:`callers`): the operations before it
+        on entry, the rest on exit. Entry and exit raise the errors of :meth:`execute`."""
 
-    # Within that block.
+    # Within the block of `around`.
 
     @abstractmethod
     def words(self, program: Program, call: Call) -> torch.Tensor:
-        """The words of the gates of the caller's step, int32, contiguous: 0, then 1 for good."""
+        """The gate words of the caller's step, int32, contiguous: 0, then 1 when rows are there."""
 
     @abstractmethod
     def rows(self, program: Program, call: Call) -> torch.Tensor:
-        """The rows that the caller's step reads, all of A [m, k]."""
+        """The rows that the caller's step reads: all of A, [m, k]."""
 
     @abstractmethod
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
-        """Let the caller (CPU), or the current stream (GPU), wait for one of these gates."""
+        """Let the caller (CPU) or the current stream (GPU) wait for one of the step's gates."""
 
     @abstractmethod
     def spans(self, program: Program, call: Call) -> list[Span]:
-        """When the steps of a traced call ran. Waits for it."""
+        """Start and end of the steps of a traced call. Waits for the call."""
 
     def capturing(self) -> int:
-        """A number that tells graph captures apart, 0 outside of one."""
+        """Identifier of the current graph capture, 0 outside of captures."""
         return 0
 
     def synchronize(self) -> None:
-        """Wait until every call of this rank is over."""
+        """Wait until every call of this rank is complete."""
         return None
 
     def idle(self, slots: Sequence[Slot]) -> bool:
-        """Whether all calls on some slots are over. Does not wait."""
+        """Whether all calls on the slots are complete. Does not wait."""
         return True
 
     @abstractmethod
@@ -392,7 +396,7 @@ class Engine(ABC):
         if problem.transposed and self.packs_columns:
             return (
                 f"{problem.operator}: the {self.name} engine has no copies that leave gaps between "
-                "rows, as rows that lie as columns need"
+                "rows, which rows that lie as columns need"
             )
         if why := self.unscaled(problem):
             return f"{problem.operator}: {why}"
@@ -401,8 +405,8 @@ class Engine(ABC):
         return ""
 
     def unscaled(self, problem: Problem) -> str:
-        """Why no product of the library serves the factors of a problem's operands; empty if one
-        does, or there are none."""
+        """Why the library cannot multiply operands with a problem's scales; empty if it can, or if
+        the problem is not scaled."""
         return ""
 
     def wordless(self) -> str:
@@ -410,16 +414,16 @@ class Engine(ABC):
         return ""
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
-        """Why no product whose tiles wait can serve a problem; empty if one can."""
+        """Why a product whose tiles wait cannot serve a problem; empty if it can."""
         return ""
 
     @abstractmethod
     def copy_engines(self) -> int | None:
-        """Copies that this rank's device can have in flight; None if the engine cannot say."""
+        """Number of copies that the device can run at once; None if the engine cannot say."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the engine holds. Does not wait for peers."""
+        """Free the resources of the engine. Does not wait for peers."""
 
 
 def timed_out(
@@ -427,7 +431,7 @@ def timed_out(
 ) -> SignalTimeout:
     """The error of a step that has waited too long, or for a peer whose process has ended."""
     step, signal = plan.steps[missing.step], missing.signal
-    if signal is not None and signal in step.gates:  # the piece that did not come
+    if signal is not None and signal in step.gates:  # name the piece that has not arrived
         step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
     return SignalTimeout(
         operator=plan.problem.operator,

@@ -1,9 +1,9 @@
-"""What threads of one process may not do to a device at the same time.
+"""Mutual exclusion between graph recordings, device-wide waits and calls of a process.
 
-While a call is recorded as a graph, nobody may wait for the whole device: the one who waits gets an
-error, and so may the recording (CUDA Programming Guide, "Prohibited and Unhandled Operations"). And
-PyTorch frees symmetric memory behind such a wait, in which it keeps the interpreter to itself: no
-call of another thread may be half enqueued, or in flight, since its peers may wait for the rest.
+While a call is recorded as a graph, no thread may wait for the whole device: the wait fails, and
+the recording may fail, too (CUDA Programming Guide, "Prohibited and Unhandled Operations").
+PyTorch waits for the device to free symmetric memory, and holds the interpreter lock meanwhile. No
+call of another thread may then be half enqueued, or in flight: its peers may wait for the rest.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """Keeps recordings and waits for the whole device apart, in one process. ``with gate:`` goes
-    around whatever enqueues a call; calls wait here neither for each other nor for those who wait
-    for the device.
+    """Excludes graph recordings while a thread of the process waits for the whole device.
+
+    ``with gate:`` surrounds the code that enqueues a call. A call waits here only while the gate is
+    closed, not for other calls, recordings or device-wide waits.
 
     Attributes:
-        passed: how many calls have gone in.
+        passed: number of calls that have entered.
     """
 
     def __init__(self) -> None:
-        # A signal's handler, or a finalizer, may come back in the thread that holds it.
+        # Reentrant: a signal handler or a finalizer may take it in the thread that holds it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._calls = self._recordings = self._waiting = 0
         self.passed = 0
 
     def __enter__(self) -> None:
-        with self._lock:  # half the cost of its condition
+        with self._lock:  # half the cost of taking the condition
             self._calls += 1
             self.passed += 1
 
@@ -40,7 +41,7 @@ class Gate:
 
     @contextmanager
     def recording(self) -> Iterator[bool]:
-        """A call is recorded here, if that is allowed now."""
+        """Record a call within this block; yields False if a recording is not allowed now."""
         with self._changed:
             allowed = not self._waiting
             self._recordings += allowed
@@ -53,7 +54,7 @@ class Gate:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within this block nothing is recorded, so that one may wait for the whole device."""
+        """Wait for recordings to end and exclude new ones, to wait for the device in the block."""
         with self._changed:
             self._waiting += 1
         try:
@@ -66,10 +67,10 @@ class Gate:
 
     @contextmanager
     def closed(self) -> Iterator[bool]:
-        """No call begins before the end; gives whether none is half enqueued, either."""
+        """Let no call begin within this block; yields whether no call is half enqueued."""
         with self._changed:
             yield not self._calls
 
 
-#: That of this process.
+#: The gate of this process.
 GATE = Gate()

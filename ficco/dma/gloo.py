@@ -1,4 +1,4 @@
-"""Messages between ranks of several hosts, by a gloo group of ficco's own."""
+"""Messages between ranks of several hosts, by a separate gloo group."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from ficco.errors import SignalTimeout
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-#: Groups with messages under way when their call failed: to free one would wait for them.
-_left: list[object] = []
+#: Groups with messages in flight when their call failed. Freeing a group waits for its messages.
+_unfinished: list[object] = []
 
 
 @atexit.register
-def _leave() -> None:
-    """Never free them, so that the process exits at once."""
-    if _left:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left))
+def _leave_unfinished() -> None:
+    """Never free the groups, so that the process exits at once."""
+    if _unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
 
 
 def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
-    """A gloo group of all ranks of a group, since the caller's has other uses. Collective, once for
-    each purpose in the life of ``hosts``. What it does waits for so many seconds at most.
+    """Create a separate gloo group of all ranks, whose operations wait for at most ``seconds``.
+    Collective, once for each ``purpose`` in the life of ``hosts``.
 
     Raises:
-        RuntimeError: a rank did not come.
+        RuntimeError: a rank is absent.
     """
     rank, world = hosts.group.rank(), hosts.group.size()
     limit = timedelta(seconds=min(seconds, LONGEST_S))
@@ -47,20 +47,20 @@ def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
 
 
 class PeerExchange:
-    """Starts works and waits for their end.
+    """Sends and receives that are started together and then waited for by :meth:`run`.
 
     Attributes:
-        over: all have ended, or one has failed.
-        peer: of the work that is waited for, or of the one that failed.
-        error: of that one.
+        over: set once all works are complete, or one has failed.
+        peer: the peer of the work that is waited for, or that failed.
+        error: the error of the work that failed.
     """
 
     def __init__(self, starts: Sequence[tuple[int, Callable[[], Work]]], seconds: float) -> None:
         self.over, self.peer = threading.Event(), starts[0][0] if starts else 0
         self.error: RuntimeError | None = None
         self._limit = timedelta(seconds=min(seconds, LONGEST_S))
-        self._works: list[tuple[int, Work]] = []  # which keep their tensors
-        try:  # at once, so that messages keep their order
+        self._works: list[tuple[int, Work]] = []  # a work keeps its tensor alive
+        try:  # start all now, so that messages keep their order
             for peer, start in starts:
                 self.peer = peer
                 self._works.append((peer, start()))
@@ -84,8 +84,8 @@ class GlooLinks:
     """A rank's connections with other hosts. The constructor is collective.
 
     Attributes:
-        broken: an exchange has failed, or was given up.
-        expected: exchanges that are to be waited for later.
+        broken: an exchange has failed or has been given up.
+        expected: exchanges that are waited for later.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -99,7 +99,7 @@ class GlooLinks:
                 step=f"connect with the ranks of other hosts: {error}",
                 seconds=time.monotonic() - begin,
             ) from error
-        self._sent: Counter[int] = Counter()  # by peer: messages have numbers
+        self._sent: Counter[int] = Counter()  # messages by peer, whose number is the tag
         self._received: Counter[int] = Counter()
         self._starting = threading.Lock()
         self.broken = False
@@ -108,8 +108,8 @@ class GlooLinks:
     def exchange(
         self, parts: Sequence[tuple[bool, int, torch.Tensor]], seconds: float = LONGEST_S
     ) -> PeerExchange:
-        """Start to send and receive; a part is whether it is sent, the peer, and contiguous
-        bytes. gloo gives up after so many seconds, and then so do all connections."""
+        """Start sends and receives. Each part is (whether it is sent, peer, contiguous bytes).
+        After ``seconds`` gloo gives up, which breaks all connections of the group."""
         starts: list[tuple[int, Callable[[], Work]]] = []
         for outward, peer, data in parts:
             count = self._sent if outward else self._received
@@ -120,6 +120,6 @@ class GlooLinks:
             return PeerExchange(starts, seconds)
 
     def close(self) -> None:
-        """Leave the group. After a failure what is under way stays so until gloo gives up."""
+        """Leave the group. After a failure messages stay in flight until gloo gives up."""
         if self.broken or self.expected:
-            _left.append((self._group, self.expected))
+            _unfinished.append((self._group, self.expected))

@@ -3,11 +3,11 @@
 Every lane is a stream; ``compute0`` is the caller's own. Buffers are symmetric memory, mapped into
 every process of the group. A signal is a 32-bit word in the waiter's memory: posted by a stream
 write after the copy, by a 4-byte copy where stream writes do not reach a peer, or by a kernel;
-waited for by a stream wait, which takes no SM, or by a kernel. What a vendor does is behind a
-:class:`ficco.dma.driver.Driver`, chosen once; where it offers that, calls are recorded and
-replayed, and launches of ficco's kernels carry out the signals around them.
+waited for by a stream wait, which takes no SM, or by a kernel. Everything specific to a vendor is
+in a :class:`ficco.dma.driver.Driver`, chosen once. If the driver supports it, calls are recorded
+and replayed, and launches of ficco's kernels carry out the signals around them.
 
-Ordering: a stream's write, or copy, is performed after the copy in front of it is complete.
+Ordering: a write or copy on a stream is performed after the preceding copy is complete.
 """
 
 from __future__ import annotations
@@ -95,34 +95,34 @@ from ficco.warn import warn_once
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: Seconds that closing waits for peers to let go of this rank's memory, and for streams. A peer's
-#: watchdog may first give calls before one that was broken off 2 s to end.
+#: Seconds that closing waits for peers to unmap this rank's memory, and for streams. A peer's
+#: watchdog may first allow 2 s for the calls before an aborted one to end.
 CLOSE_S = 3.0
 #: Seconds that a rank may take to read its own words.
 READ_S = 2.0
 #: Seconds between two attempts to free stuck streams.
 FREE_S = 0.01
-#: Products of a step whose tiles wait: the own rows, those before and those after them.
+#: Products of a tiled step: this rank's own rows, the rows before them and the rows after them.
 TILED_PRODUCTS = 3
 
 
 def wanted(signal: Signal) -> int:
-    """The value that is posted and waited for. Memory is zero when a slot is made: that is at rest
-    for all words but, in the meaning of a Plan, those that hand a slot over, where 0 says free."""
+    """The value that a signal posts and waits for. A new slot is zeroed, so 0 is the rest value of
+    every word. ``released`` words rest posted in a Plan: for them 0 means free."""
     return 0 if signal.released else 1
 
 
 @dataclass(eq=False)
 class SlotState:
-    """What the engine keeps with a slot.
+    """The engine's state of a slot.
 
     Attributes:
-        watch: what tells of its calls.
-        over: the caller's stream is through with the latest call.
-        done: the slot has been handed on.
-        retired: that of the latest call, if there was one.
-        captured: it belongs to a graph, which records no events when it is replayed.
-        packs: by lane, where columns are packed: address, and its bytes.
+        watch: progress of the slot's calls, for the watchdog.
+        over: event after the latest call on the caller's stream.
+        done: event after the slot has been handed on.
+        retired: the last event of the latest call; None before the first.
+        captured: the slot belongs to a graph, whose replays record no events.
+        packs: by lane, the buffer where columns are packed: its address and its bytes.
     """
 
     watch: Watch | Flights
@@ -134,7 +134,7 @@ class SlotState:
     packs: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
     def idle(self) -> bool:
-        """Whether all calls are over."""
+        """Whether all calls are complete."""
         if not self.watch.idle():
             return False
         by_events = self.captured or isinstance(self.watch, Flights)
@@ -158,16 +158,15 @@ class GpuEngine(StreamEngine):
         self.name, self.driver, self.timeout_s = driver.name, driver, timeout_s
         self.graveyard = Graveyard()
         self.replayed = Replays(driver)
-        self._asked = signals
+        self._signals = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        self._unwatched = list(range(MAX_WATCHED))  # words that no slot has
+        self._free_watches = list(range(MAX_WATCHED))  # pairs of words that no slot uses
         self._states: set[SlotState] = set()
-        # Captured calls use streams of their own: a stream that is being captured is closed to
-        # eager calls of other threads.
+        # By whether calls are captured: eager calls of other threads cannot use captured streams.
         self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
-        self._read_into = 0, 0  # pinned memory for words: address and how many
+        self._read_buffer = 0, 0  # pinned memory for words: address and number of words
         self._allocate: Allocate | None = None
         self._batch: MakeBatch = driver.batch
         self._network: GpuNetwork | None = None
@@ -176,14 +175,14 @@ class GpuEngine(StreamEngine):
             with driver.aside():
                 self._open()
         except BaseException:
-            with contextlib.suppress(BackendError):  # the first error tells more
+            with contextlib.suppress(BackendError):  # raise the first error
                 self.close()
             raise
         with GATE.closed():
             open_engines.add(self)
 
     def _open(self) -> None:
-        """Allocate what all calls use, and agree with the peers."""
+        """Allocate the resources of all calls, and agree with the peers on mechanisms."""
         driver = self.driver
         self.side, self._rescue = driver.stream_for("side"), driver.stream_for("rescue")
         self.watched = driver.host((2 * MAX_WATCHED + 2) * WORD)
@@ -213,9 +212,9 @@ class GpuEngine(StreamEngine):
     def symmetric(self, nbytes: int) -> Symmetric:
         assert self._allocate is not None
         if self._network is not None and self._network.threaded:
-            # PyTorch's rendezvous waits for the device and lets no other thread run meanwhile.
+            # PyTorch's rendezvous holds the interpreter lock while it waits for the device.
             self.synchronize()
-        if not self.capturing():  # in which nothing may be freed
+        if not self.capturing():  # a capture forbids freeing memory
             with self.driver.aside():
                 self.graveyard.sweep(self.timeout_s)
         self._serial += 1
@@ -224,7 +223,7 @@ class GpuEngine(StreamEngine):
 
     def quiet(self) -> bool:
         with self.driver.aside():
-            return all(state.idle() for state in list(self._states))  # other threads add some
+            return all(state.idle() for state in list(self._states))  # other threads may add states
 
     def discard(self, slot: Slot) -> None:
         state: SlotState = slot.state
@@ -239,30 +238,30 @@ class GpuEngine(StreamEngine):
         return self._data(words) + nbytes
 
     def _data(self, words: int) -> int:
-        """Where the data of a slot begin."""
+        """Offset of the data in the memory of a slot, in bytes."""
         return align((words + SCRATCH) * WORD) if self.means.words == "slot" else 0
 
     def slot(self, memory: Symmetric, words: int, nbytes: int, captured: bool) -> Slot:
         with self.driver.aside():
-            tried = self._writes_reach is None
-            found: Words
+            untested = self._writes_reach is None
+            slot_words: Words
             if self.means.words == "slot":
-                found = SlotWords(memory, words, self.rank)
-                one = MemOp(WRITE_32, found.constant(1), 1)
-                self.driver.batch([one]).enqueue(self.side.handle)
+                slot_words = SlotWords(memory, words, self.rank)
+                constant = MemOp(WRITE_32, slot_words.constant(1), 1)
+                self.driver.batch([constant]).enqueue(self.side.handle)
                 self.settle(self.side.handle)
             else:
-                found = OwnWords(
-                    self, self.means.words, words + tried, self._serial, self.means.constants
+                slot_words = OwnWords(
+                    self, self.means.words, words + untested, self._serial, self.means.constants
                 )
-            if tried:
-                # Not a signal's word: the peer's first call may have begun. Pairs may differ.
+            if untested:
+                # Test a word of no signal: the peer's first call may have begun. Peers may differ.
                 self._writes_reach = self.means.kernels or all(
-                    self.driver.writes_reach(self.side.handle, found.address(peer, words))
+                    self.driver.writes_reach(self.side.handle, slot_words.address(peer, words))
                     for peer in self.hosts.here
                     if peer != self.rank
                 )
-        state = self._state(found, captured)
+        state = self._state(slot_words, captured)
         return Slot(memory, words, nbytes, self._data(words), captured, state=state)
 
     def watch(self, captured: bool) -> Slot:
@@ -275,7 +274,7 @@ class GpuEngine(StreamEngine):
             if driver.watches_by_events and not captured:
                 watch = Flights(driver.event)
             else:
-                watch = Watch(self.watched, self._unwatched)
+                watch = Watch(self.watched, self._free_watches)
             state = SlotState(watch, words, driver.event(), driver.event(), captured)
         self._states.add(state)
         return state
@@ -293,7 +292,7 @@ class GpuEngine(StreamEngine):
 
     def _addresses(self, program: Program, signals: Sequence[Signal]) -> list[int]:
         words = self._words(program)
-        with self.driver.aside():  # a peer's word is mapped when it is first asked for
+        with self.driver.aside():  # the first use of a peer's word maps it
             return [words.address(signal.waiter, signal.word) for signal in signals]
 
     def _memops(self, program: Program, step: int, ops: Sequence[MemOp]) -> Op:
@@ -319,7 +318,7 @@ class GpuEngine(StreamEngine):
     # Order.
 
     def enter(self, program: Program, lane: str) -> Op | None:
-        if lane in ("compute0", "sync"):  # execute() sees to them
+        if lane in ("compute0", "sync"):  # execute() orders these lanes
             return None
         return lambda call: call.state.fork.hold(call.state[lane])
 
@@ -333,15 +332,15 @@ class GpuEngine(StreamEngine):
     def record(self, program: Program, step: int) -> Op | None:
         steps = program.plan.steps
         if not any(step in later.after for later in steps if later.lane != "sync"):
-            return None  # the sync lane begins when all others are over
+            return None  # the sync lane begins after all others
         lane, event = steps[step].lane, self._event(program, step)
         copies = steps[step].op in ("copy", "network")
         if not copies or not self.means.writes_before_events:
             return lambda call: event.record(call.state[lane])
-        before = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
+        write = self.driver.batch([MemOp(WRITE_32, self._words(program).nobodys, 0)])
 
         def op(call: Call) -> None:
-            before.enqueue(call.state[lane])
+            write.enqueue(call.state[lane])
             event.record(call.state[lane])
 
         return op
@@ -350,24 +349,24 @@ class GpuEngine(StreamEngine):
         key = "event", step
         if key not in program.state:
             program.state[key] = self.driver.event()
-        found: Event = program.state[key]
-        return found
+        event: Event = program.state[key]
+        return event
 
     # Copies.
 
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
-        transfers = [one for index in steps if (one := plan.steps[index].transfer) is not None]
+        transfers = [move for index in steps if (move := plan.steps[index].transfer) is not None]
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
         kernels, arrived = self._kernels, width and height and self._counter(program, lane)
 
         def work(call: Call, signals: Signals | None) -> None:
-            found = [source(call) for source in sources]
-            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, found, strict=True))
-            shape = targets[0][1], found[0][1], width, height
+            origins = [source(call) for source in sources]
+            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, origins, strict=True))
+            shape = targets[0][1], origins[0][1], width, height
             kernels.copies(ends, shape, call.state[lane], signals=signals)
 
         if not arrived:
@@ -376,8 +375,8 @@ class GpuEngine(StreamEngine):
         return Launch(work, arrived, self._words(program).own, spins)
 
     def _counter(self, program: Program, lane: str) -> int:
-        """Address of the word where blocks of a lane's launches are counted; 0 if there is none,
-        or launches carry no signals."""
+        """Address of the word that counts the blocks of a lane's launches; 0 if the lane has no
+        such word, or if launches carry no signals."""
         if not self.driver.fuses:
             return 0
         return self._words(program).counter(program.plan.lanes.index(lane))
@@ -387,24 +386,24 @@ class GpuEngine(StreamEngine):
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         if by_copies(program.plan, transfer):
-            return self._filled(program, step, transfer)
+            return self._copy_filled(program, step, transfer)
         if transfer.batch > 1:
-            return self._strided(program, step, transfer)
+            return self._copy_strided(program, step, transfer)
         src, dst = transfer.src, transfer.dst
         width, height = places.size(src)
         to, dst_pitch = places.place(dst)
         source = places.source(src)
-        whole = self.driver.copy(to, width * height, (dst.rank, src.rank))
+        flat = self.driver.copy(to, width * height, (dst.rank, src.rank))
         rectangle = None
         if self.means.rectangles:
             rectangle = self.driver.rectangle(to, dst_pitch, width, height)
-        cut = None if rectangle else self._cut(program, step, transfer, whole)
+        cut = None if rectangle else self._copy_columns(program, step, transfer, flat)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
             if (pitch == width == dst_pitch) or height == 1:
-                whole(at, stream)
+                flat(at, stream)
             elif rectangle:
                 rectangle(at, pitch, stream)
             elif cut:
@@ -412,14 +411,14 @@ class GpuEngine(StreamEngine):
 
         return op
 
-    def _filled(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """Copies the rows that a call has: to a peer by one call of the driver if it takes so many
-        copies at once, here by one launch, since copies within a device are kernels anyhow."""
+    def _copy_filled(self, program: Program, step: int, transfer: Transfer) -> Op:
+        """Copy the rows that a call has: to a peer by one call of the driver, if it can batch
+        copies; within the device by one launch, since such copies are kernels in any case."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         source, target = places.row(src), places.row(dst)
         pitch, _ = places.size(dst)
-        found = moves(program.plan, transfer)
+        rows_of = moves(program.plan, transfer)
         copies = self.driver.copies((dst.rank, src.rank))
         if dst.rank == src.rank and self.keeps_made and not pitch % 16:
             kernels = self._kernels_or_none
@@ -427,18 +426,18 @@ class GpuEngine(StreamEngine):
 
         def op(call: Call) -> None:
             assert call.filled is not None
-            some, there, rows = found(call.filled)
+            src_rows, dst_rows, rows = rows_of(call.filled)
             if len(rows):
-                # What is made in parts has all of these rows in one of them.
-                one, two = int(some[0]), int(there[0])
-                at = some * pitch + (source(call, one) - one * pitch)
-                to = there * pitch + (target(call, two) - two * pitch)
+                # If the buffer consists of parts, one part has all of the rows.
+                src_row, dst_row = int(src_rows[0]), int(dst_rows[0])
+                at = src_rows * pitch + (source(call, src_row) - src_row * pitch)
+                to = dst_rows * pitch + (target(call, dst_row) - dst_row * pitch)
                 copies(to, at, rows * pitch, call.state[lane])
 
         return op
 
-    def _strided(self, program: Program, step: int, transfer: Transfer) -> Op:
-        """A batch of copies of contiguous rows: one 2D copy, each of whose rows is one of them."""
+    def _copy_strided(self, program: Program, step: int, transfer: Transfer) -> Op:
+        """Copy a batch of blocks of contiguous rows, by one 2D copy with a row for each block."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst, count = transfer.src, transfer.dst, transfer.batch
         row, _ = places.size(src)
@@ -458,22 +457,22 @@ class GpuEngine(StreamEngine):
 
         return op
 
-    def _cut(
-        self, program: Program, step: int, transfer: Transfer, whole: Callable[[int, Any], None]
+    def _copy_columns(
+        self, program: Program, step: int, transfer: Transfer, flat: Callable[[int, Any], None]
     ) -> Callable[[Call, int, int], None]:
-        """Copies parts of rows where the vendor has no 2D copies: packs them where they arrive
-        packed, else by ficco's kernel or row by row."""
+        """Copy parts of rows if the vendor has no 2D copies: packed into one ``flat`` copy if the
+        destination is packed, else by ficco's kernel or row by row."""
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         src, dst = transfer.src, transfer.dst
         ranks = dst.rank, src.rank
         width, height = places.size(src)
         to, dst_pitch = places.place(dst)
-        # Compiled now: in a call that would be taken for a peer that is late.
+        # Compile now: to peers, compilation within a call would look like a late rank.
         cuts = height > 1 and (places.cuts_rows(src) or places.cuts_rows(dst))
         kernels = self._kernels_or_none if cuts else None
         if dst_pitch == width and src.rank == self.rank:
             pack = self._pack(program, lane, src)
-            return lambda call, at, pitch: whole(pack(call), call.state[lane])
+            return lambda call, at, pitch: flat(pack(call), call.state[lane])
         if kernels is not None:
             copies = self.copies(program, (step,))
             return lambda call, at, pitch: copies(call)
@@ -486,7 +485,7 @@ class GpuEngine(StreamEngine):
         return by_row
 
     def _pack(self, program: Program, lane: str, region: Region) -> Callable[[Call], int]:
-        """Brings columns together for a copy of the same lane; returns where they will lie."""
+        """A function that packs columns for the next copy of a lane and returns their address."""
         assert program.slot is not None
         places = buffers_of(program)
         packs: dict[str, tuple[int, torch.Tensor]] = program.slot.state.packs
@@ -498,10 +497,10 @@ class GpuEngine(StreamEngine):
 
         def pack(call: Call) -> int:
             if lane not in packs or packs[lane][1].numel() < nbytes:
-                with self.driver.aside():  # the smaller one may still be in use
+                with self.driver.aside():  # keep the smaller one: it may be in use
                     packs[lane] = self.driver.local(nbytes)
-            address, room = packs[lane]
-            packed = room[:nbytes].view(dtype).view(region.rows, region.cols)
+            address, buffer = packs[lane]
+            packed = buffer[:nbytes].view(dtype).view(region.rows, region.cols)
             if kernels is not None:
                 kernels.place(packed, view(call), call.state[lane])
             else:
@@ -517,13 +516,13 @@ class GpuEngine(StreamEngine):
 
     @cached_property
     def _kernels_or_none(self) -> Kernels | None:
-        """ficco's kernels for what PyTorch can do as well; None where they cannot be had."""
+        """ficco's kernels for work that PyTorch can do, too; None if they are not available."""
         try:
             return self._kernels
         except BackendError as error:
             self.driver.forgive()
             warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
-        except NotImplementedError:  # a warning has told why
+        except NotImplementedError:  # a warning has said why
             pass
         return None
 
@@ -531,11 +530,11 @@ class GpuEngine(StreamEngine):
 
     def place(self, program: Program, step: int, transfer: Transfer) -> Op:
         if transfer.function:
-            _ = self._kernels_or_none  # loaded now: a call loads nothing after its first wait
+            _ = self._kernels_or_none  # load now: no call may load code after its first wait
         if transfer.function == MERGE:
             return self._on_lane(program, step, merge_op(program, step, transfer, self.merge))
         if by_copies(program.plan, transfer):
-            return self._filled(program, step, transfer)
+            return self._copy_filled(program, step, transfer)
         casts = transfer.factors is not None and transfer.src.elements
         kernels = self._kernels_or_none if casts else None
         if kernels is None or transfer.factors is None:
@@ -545,7 +544,7 @@ class GpuEngine(StreamEngine):
         return lambda call: kernels.cast(dst(call), factors(call), src(call), call.state[lane])
 
     def _apply(self, function: str, x: torch.Tensor, out: torch.Tensor) -> None:
-        """On the current stream, by one pass over memory where ficco's kernel does it."""
+        """Apply a function on the current stream; one pass over memory if ficco's kernel serves."""
         kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is not None and gates(function, out, x):
             kernels.gate(function, out, x, self.driver.stream(self.driver.caller()))
@@ -553,19 +552,19 @@ class GpuEngine(StreamEngine):
             apply(function, x, out)
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
-        """Merge parts of attention on the current stream, by a kernel where there is one."""
+        """Merge parts of attention on the current stream, by ficco's kernel if available."""
         kernels, stream = self._kernels_or_none, self.driver.stream(self.driver.caller())
-        for rows, some in spans(out.shape[2], parts, MAX_PARTS):
-            to = out[:, :, rows], None if lse is None else lse[:, :, rows], some
-            if kernels is None or len(some) > MAX_PARTS:
-                merge(*to)
+        for rows, present in spans(out.shape[2], parts, MAX_PARTS):
+            operands = out[:, :, rows], None if lse is None else lse[:, :, rows], present
+            if kernels is None or len(present) > MAX_PARTS:
+                merge(*operands)
             else:
-                kernels.merge(*to, stream)
+                kernels.merge(*operands, stream)
 
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         lane = program.plan.steps[step].lane
-        made = matmul_op(program, products, self.driver.add_product, lane)
-        return self._on_lane(program, step, made)
+        op = matmul_op(program, products, self.driver.add_product, lane)
+        return self._on_lane(program, step, op)
 
     def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
         return self._on_lane(program, step, attend_op(program, step, attends))
@@ -574,12 +573,12 @@ class GpuEngine(StreamEngine):
         return self._on_lane(program, step, apply_op(program, applied))
 
     def tiled(self, program: Program, step: int) -> Op:
-        one, places = program.plan.steps[step], buffers_of(program)
-        gates, words = (self._addresses(program, told) for told in (one.gates, one.announces))
+        tiled, places = program.plan.steps[step], buffers_of(program)
+        gates, words = map(partial(self._addresses, program), (tiled.gates, tiled.announces))
         late = self.watched + 2 * MAX_WATCHED * WORD
-        made = TiledStep(program.plan, one, places, gates, words, late, self.driver)
-        program.state.setdefault("before", []).append(made.prepare)
-        return made
+        op = TiledStep(program.plan, tiled, places, gates, words, late, self.driver)
+        program.state.setdefault("before", []).append(op.prepare)
+        return op
 
     def tiled_product(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
@@ -589,11 +588,11 @@ class GpuEngine(StreamEngine):
         types = TileTypes.of(a.dtype)
         with self.driver.aside():
             tiles = products.best(work, types, b_rows)
-            made = products.prepare(tiles, types, b_rows, late=late, limit_s=LIMIT_S)
+            product = products.prepare(tiles, types, b_rows, late=late, limit_s=LIMIT_S)
         driver = self.driver
-        again = made.launch([a], b, [out], driver.stream(driver.caller()))
-        assert again is not None, "operands of a measurement need no copies"
-        return lambda: again(driver.stream(driver.caller()))
+        relaunch = product.launch([a], b, [out], driver.stream(driver.caller()))
+        assert relaunch is not None, "operands of a measurement need no copies"
+        return lambda: relaunch(driver.stream(driver.caller()))
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, places = program.plan.steps[step].lane, buffers_of(program)
@@ -602,7 +601,7 @@ class GpuEngine(StreamEngine):
         kernels = self._kernels_or_none if self._sums_by_kernel else None
         if kernels is None or len(views) > MAX_PARTS:
             return self._on_lane(
-                program, step, lambda call: add_up(result(call), [one(call) for one in views])
+                program, step, lambda call: add_up(result(call), [view(call) for view in views])
             )
 
         def work(call: Call, signals: Signals) -> None:
@@ -639,7 +638,7 @@ class GpuEngine(StreamEngine):
             return None
         return kernels.route(chosen, experts, capacity, self.driver.stream(self.driver.caller()))
 
-    #: Whether ficco's kernel adds parts up, where it can be had.
+    #: Whether ficco's kernel sums parts, if available.
     _sums_by_kernel = True
 
     def collective(self, program: Program, step: int) -> Op:
@@ -665,18 +664,18 @@ class GpuEngine(StreamEngine):
     @contextlib.contextmanager
     def around(self, program: Program, call: Call) -> Iterator[None]:
         slot = program.slot
-        with GATE:  # until all of it is enqueued
+        with GATE:  # until the whole call is enqueued
             with self._on_device():
                 run, raw = self._enter(program, call)
                 flight = self._begin(program, call, raw)
                 try:
                     enqueue_first(run, call)
                 except BaseException:
-                    self._break_off(run, call, slot, flight)
+                    self._abort(run, call, slot, flight)
                     raise
             try:
                 yield
-            finally:  # whatever happened meanwhile, peers get their rows, and the slot goes on
+            finally:  # also after an error: peers wait for rows, and for the slot
                 with self._on_device():
                     self._carry_out(run, call, slot, flight, enqueue_rest)
 
@@ -716,10 +715,10 @@ class GpuEngine(StreamEngine):
             self._enqueue(program, run, call, raw)
 
     def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
-        """Enqueue a call on a stream of the caller."""
+        """Enqueue a call on the caller's stream ``raw``."""
         slot, flight = program.slot, self._begin(program, call, raw)
-        # Calls that share nothing are collectives, and traced ones are looked at step by step. What
-        # goes between hosts is told to a thread, or numbered by the library, in every call.
+        # Not recorded: collectives, which use no words; traced calls, timed step by step; and calls
+        # between hosts, which hand each exchange to a thread or to a library that numbers it.
         replays = self.replays and bool(slot and slot.words) and "base" not in program.state
         replays = replays and "network" not in program.state and call.filled is None
         replays = replays and self.replayed.possible and bool(run.parts or not run.before)
@@ -727,7 +726,7 @@ class GpuEngine(StreamEngine):
         self._carry_out(run, call, slot, flight, body)
 
     def _enter(self, program: Program, call: Call) -> tuple[Run, int]:
-        """What a call needs to run on the caller's stream, which PyTorch calls as returned."""
+        """Prepare the lanes of a call; return its program and the caller's raw stream."""
         slot = program.slot
         key = self.driver.caller(), bool(slot and slot.captured)
         lanes = self._lanes.get(key)
@@ -741,17 +740,17 @@ class GpuEngine(StreamEngine):
         return run, key[0]
 
     def _begin(self, program: Program, call: Call, raw: int) -> Flight | None:
-        """Let a call begin, and tell the watchdog so if that is told by events."""
+        """Order a call after the last one on its slot; return its flight if watched by events."""
         slot = program.slot
         if slot is not None and slot.words and (retired := slot.state.retired) is not None:
-            # The words are at rest again, which a call on this stream does not know by itself.
+            # The words are at rest only after that event, which may be on another stream.
             retired.hold(call.state["compute0"])
         if slot is None or not isinstance(watch := slot.state.watch, Flights):
             return None
         return watch.begin(slot.number(program), raw, call.state["compute0"])
 
-    def _break_off(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
-        """The watchdog has no business with a call that was broken off."""
+    def _abort(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
+        """Remove an aborted call from the watchdog."""
         if slot is None:
             return
         watch: Watch | Flights = slot.state.watch
@@ -759,11 +758,11 @@ class GpuEngine(StreamEngine):
             assert isinstance(watch, Flights)
             watch.drop(flight)
         elif isinstance(watch, Watch):
-            with contextlib.suppress(BackendError):  # the first error tells more
+            with contextlib.suppress(BackendError):  # raise the first error
                 self._batch([watch.end()]).enqueue(call.state[run.tail_lane])
 
     def _replay_or_enqueue(self, raw: int, run: Run, call: Call) -> None:
-        """Enqueue the body of a call, step by step or as it was recorded."""
+        """Enqueue the body of a call, from its recording if there is one, else step by step."""
         recorded, rest = run.parts or (run, None)
         recording = self.replayed.find(recorded, call, raw)
         if recording is None:
@@ -781,26 +780,26 @@ class GpuEngine(StreamEngine):
         flight: Flight | None,
         body: Callable[[Run, Call], None],
     ) -> None:
-        """Enqueue the body of a call, or the rest of it, and what follows it."""
+        """Enqueue the body of a call, or the rest of the body, and its tail."""
         if slot is None:
             return body(run, call)
         state: SlotState = slot.state
         try:
             if isinstance(state.watch, Watch):
-                return self._by_words(run, call, slot, state, body)
+                return self._watched_by_words(run, call, slot, state, body)
             assert flight is not None
-            self._by_events(run, call, state, body)
-            # What peers are told is no business of the caller's stream.
+            self._watched_by_events(run, call, state, body)
+            # The caller's stream does not wait for the tail.
             state.watch.end(flight, call.state["sync" if run.tail else "compute0"])
             state.retired = flight.after
         except BaseException:
-            self._break_off(run, call, slot, flight)
+            self._abort(run, call, slot, flight)
             raise
 
-    def _by_events(
+    def _watched_by_events(
         self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
-        """Enqueue a call."""
+        """Enqueue a call that the watchdog watches by events."""
         lanes = call.state
         body(run, call)
         if run.tail:
@@ -809,11 +808,11 @@ class GpuEngine(StreamEngine):
             for op in run.tail:
                 op(call)
 
-    def _by_words(
+    def _watched_by_words(
         self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
-        """Enqueue a call that itself tells the watchdog that it begins and ends. If a graph
-        captures it, all its streams join in the end."""
+        """Enqueue a call that writes its begin and end to words for the watchdog. If a graph
+        captures the call, all its streams join the caller's at the end."""
         lanes = call.state
         stream, end = lanes["compute0"], lanes[run.tail_lane]
         body(run, call)
@@ -827,16 +826,16 @@ class GpuEngine(StreamEngine):
             return
         if slot.words:
             state.done.hold(stream)
-        else:  # the end is told to the watchdog alone
+        else:  # only the watchdog needs the end
             self.driver.join_aside(state.done, stream)
 
     def _run(self, program: Program) -> Run:
-        """What :meth:`execute` needs of a program, made once."""
-        given, begin, slot = list(program.ops), None, program.slot
+        """Prepare a program for :meth:`execute`, once."""
+        ops, begin, slot = list(program.ops), None, program.slot
         if slot is not None and isinstance(watch := slot.state.watch, Watch):
             begin = self._batch([watch.begin(slot.number(program))])
-            given.append(("sync", Memops("sync", self._batch([watch.end()]))))
-        ops = joined(given, self._batch) if self.driver.fuses else given
+            ops.append(("sync", Memops("sync", self._batch([watch.end()]))))
+        ops = joined(ops, self._batch) if self.driver.fuses else ops
         own = [(lane, op) for lane, op in ops if lane != "sync"]
         body = [op for _, op in own]
         tail = [op for lane, op in ops if lane == "sync"]
@@ -848,9 +847,9 @@ class GpuEngine(StreamEngine):
         elif self.driver.fuses and tail and body and not lanes and program.plan.words:
             kernels = self._kernels_or_none
             if kernels is not None:
-                told = by_launches(body, begin, tail, kernels, self._words(program).own)
-                if told is not None:
-                    (body, tail), begin, tail_lane = told, None, "compute0"
+                folded = by_launches(body, begin, tail, kernels, self._words(program).own)
+                if folded is not None:
+                    (body, tail), begin, tail_lane = folded, None, "compute0"
         before = tuple(program.state.get("before", ()))
         parts = parted(own, program.plan.steps) if before else None
         run = program.state["run"] = Run(body, begin, tail, tail_lane, lanes, before, parts)
@@ -889,7 +888,7 @@ class GpuEngine(StreamEngine):
         with self.driver.aside():
             return all(slot.state.idle() for slot in slots)
 
-    # Watching.
+    # The watchdog.
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         watch: Watch | Flights = slot.state.watch
@@ -915,24 +914,24 @@ class GpuEngine(StreamEngine):
             for signal in (*step.waits, *step.gates)
             if words[signal.word] != wanted(signal)
         ]
-        # A slot that is taken says 1 from then on: a peer's data that is missing tells more.
-        return min(late, key=lambda one: bool(one.signal and one.signal.released), default=None)
+        # Prefer missing data of a peer: the `released` words of a slot in use are 1 in any case.
+        return min(late, key=lambda wait: bool(wait.signal and wait.signal.released), default=None)
 
     def _read(self, slot: Slot) -> list[int]:
-        """The words of a slot of this rank, from any thread; empty if that takes too long."""
+        """Read this rank's words of a slot, from any thread; empty if that takes too long."""
         words: Words = slot.state.words
         with self.driver.aside():
-            target, room = self._read_into
-            if room < words.count:
-                # Kept until the end: to free memory waits for streams, and some are stuck.
+            target, capacity = self._read_buffer
+            if capacity < words.count:
+                # Never freed before closing: freeing waits for streams, and some are stuck.
                 target = self.driver.host(words.count * WORD)
-                self._read_into = target, words.count
+                self._read_buffer = target, words.count
             at = target
             for address, count in words.runs(self.rank):
                 self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
                 at += count * WORD
             if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
-                self._read_into = 0, 0  # still in use
+                self._read_buffer = 0, 0  # still in use
                 return []
         return list((ctypes.c_uint32 * words.count).from_address(target))
 
@@ -941,7 +940,7 @@ class GpuEngine(StreamEngine):
         return self._network.lost if self._network is not None else set()
 
     def release(self, slots: Sequence[Slot], seconds: float) -> bool:
-        """Write, again and again, what every wait wants, until no call is running."""
+        """Write the wanted value of every wait, repeatedly, until no call is running."""
         end = time.monotonic() + seconds
         aborting = False
         with self.driver.aside():
@@ -964,19 +963,19 @@ class GpuEngine(StreamEngine):
                 time.sleep(FREE_S)
 
     def _satisfy(self) -> None:
-        """Give every word of this rank the value that is waited for."""
+        """Write the wanted value to every word of this rank."""
         rescue = self._rescue.handle
         if not self.driver.idle(rescue):
-            return  # with more after it, again and again, the stream would never be through
-        buried = [one for one in self.graveyard.dead if isinstance(one, OwnWords)]
-        for words in [*(state.words for state in list(self._states)), *buried]:
+            return  # with more writes each time, the stream would never drain
+        retired = [memory for memory in self.graveyard.dead if isinstance(memory, OwnWords)]
+        for words in [*(state.words for state in list(self._states)), *retired]:
             if words is not None:
                 addresses = [words.address(self.rank, i) for i in range(words.count)]
                 ops = [MemOp(WRITE_32, at, i >= self.world) for i, at in enumerate(addresses)]
                 self._batch(ops).enqueue(rescue)
 
     def _dead(self) -> bool:
-        """Whether nothing runs on the device any more, so that no call waits there either."""
+        """Whether the device has failed, so that no call runs or waits on it any more."""
         try:
             self.driver.idle(self._rescue.handle)
         except BackendError:
@@ -984,11 +983,11 @@ class GpuEngine(StreamEngine):
         return False
 
     def _abort_collective(self) -> None:
-        """Make the group's library give up; may take as long as its peers do."""
+        """Make the group's library abort; may take as long as its peers do."""
         with contextlib.suppress(RuntimeError):
             self.group._get_backend(self.device).abort()
 
-    # What it does, and its end.
+    # Capabilities and closing.
 
     def capabilities(self) -> Capabilities:
         means = self.means
@@ -1002,7 +1001,7 @@ class GpuEngine(StreamEngine):
             post = f"a kernel of ficco's that writes to the {means.place}"
         return Capabilities(
             engine=self.name,
-            post=post + (" (asked for)" if self._asked != "auto" else ""),
+            post=post + (" (asked for)" if self._signals != "auto" else ""),
             wait=means.wait,
             copy=means.copy,
             movers=("dma", "kernel") if self.driver.has_kernels else ("dma",),
@@ -1022,17 +1021,17 @@ class GpuEngine(StreamEngine):
     def wordless(self) -> str:
         if self.means.words == "slot":
             return ""
-        return f"the {self.name} engine keeps its signal words apart, where no kernel can wait"
+        return f"the {self.name} engine keeps its signal words where no kernel can wait"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
         if why := self.driver.untiled:
             return why
         cut = schedule.pieces or self.world
-        most = (cut if isinstance(cut, int) else len(cut)) * (self.world - 1) + schedule.tail - 1
-        if most > MAX_GATES:
-            return f"a product waits for at most {MAX_GATES} pieces, got {most}"
-        asked = problem.given.specification
-        types = types_of((*asked.operands[:2], asked.results[0]), problem.scaling)
+        gates = (cut if isinstance(cut, int) else len(cut)) * (self.world - 1) + schedule.tail - 1
+        if gates > MAX_GATES:
+            return f"a product waits for at most {MAX_GATES} pieces, got {gates}"
+        spec = problem.given.specification
+        types = types_of((*spec.operands[:2], spec.results[0]), problem.scaling)
         return self.driver.tiled().serves(types, TILED_PRODUCTS, problem.n, problem.k)
 
     def copy_engines(self) -> int | None:
@@ -1044,7 +1043,7 @@ class GpuEngine(StreamEngine):
         errors: list[BackendError] = []
 
         def attempt(step: Callable[[], Any]) -> Any:
-            """Whatever fails, the rest is given back, too."""
+            """Run a step of closing; an error does not keep the later steps from running."""
             try:
                 return step()
             except BackendError as error:
@@ -1053,15 +1052,15 @@ class GpuEngine(StreamEngine):
         with contextlib.ExitStack() as stack:
             attempt(lambda: stack.enter_context(self.driver.aside()))
             dead, end = self.graveyard.dead, time.monotonic() + CLOSE_S
-            dead += [one for one in self.graveyard.living if one not in dead]
+            dead += [memory for memory in self.graveyard.living if memory not in dead]
             streams = [stream.handle for stream in self.driver.streams]
-            # After an error streams may wait for peers that will not come.
+            # After an error streams may wait for peers that never post.
             while (self.driver.waits_to_close or dead) and time.monotonic() < end:
                 if attempt(lambda: all(map(self.driver.idle, streams))) is not False:
                     break
                 attempt(self._satisfy)
                 time.sleep(1e-3)
-            while any(one.awaited() for one in dead) and time.monotonic() < end:
+            while any(memory.awaited() for memory in dead) and time.monotonic() < end:
                 attempt(self.graveyard.sweep)
                 time.sleep(1e-3)
             if self._network is not None:

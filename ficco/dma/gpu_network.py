@@ -1,8 +1,8 @@
-"""What goes between hosts on GPUs: by NCCL (RCCL) on a lane's stream, or by gloo through the host.
+"""Transfers between hosts on GPUs: by NCCL (RCCL) on a lane's stream, or by gloo through the host.
 
-The library is that of the caller's group: NCCL where it is the group's backend for GPUs, else gloo,
-which also serves ranks that share a GPU. Either way it is a group of ficco's own, the calling
-thread never waits, and steps go in the order in which they are enqueued.
+The library is NCCL if NCCL is the caller's group's backend for GPUs, else gloo, which also serves
+ranks that share a GPU. Both use a separate group of ficco's. The calling thread never waits, and
+steps run in the order in which they are enqueued.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from ficco.dma.patience import Patience
 from ficco.errors import BackendError, FiccoError, SignalTimeout
 from ficco.plan import Plan
 
-#: Thread blocks, and so SMs, that NCCL may take from products for what goes between hosts. The
-#: variable NCCL_MAX_CTAS takes precedence. Assumed: no card between hosts was measured.
+#: Thread blocks, and so SMs, that NCCL may take from products for transfers between hosts. The
+#: variable NCCL_MAX_CTAS takes precedence. Assumed: never measured on a network between hosts.
 MAX_CTAS = 4
-#: Seconds between two looks of the relay at a word that a stream writes, at most.
+#: The longest pause in seconds between two polls of a word that a stream writes.
 LOOK_S = 1e-4
 #: Seconds that closing waits for the library.
 CLOSE_S = 3.0
-#: What NCCL calls its error where a peer has gone.
+#: NCCL's name of the error of a lost peer.
 REMOTE = "ncclRemoteError"
-#: PyTorch's variable that says what its watchdog does when a peer is lost, and its value for
-#: nothing: by default it ends the process, before ficco's watchdog can say which rank is missing.
+#: PyTorch's variable for what its watchdog does when a peer is lost, and the value for nothing. By
+#: default it ends the process before ficco's watchdog can report which rank is missing.
 ON_ERROR, NOTHING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
 
 
@@ -64,50 +64,50 @@ class GpuNetwork(ABC):
     """A rank's connections with other hosts. The constructor is collective.
 
     Attributes:
-        name: what moves the bytes, for reports.
-        uncaptured: why graphs do not capture it, and what to do; empty if they do.
+        name: description of the library, for reports.
+        uncaptured: why graphs do not capture transfers, and what to do; empty if they do.
         lost: ranks of other hosts whose connection has broken.
     """
 
     name: str
     uncaptured: str = ""
-    #: Whether its steps end by a thread of this process.
+    #: Whether a thread of this process completes the steps.
     threaded = False
 
     def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
-        """``batch`` makes waits and writes of a stream."""
+        """``batch`` prepares waits and writes of a stream."""
         self._engine, self._batch = engine, batch
         self.lost: set[int] = set()
 
     @abstractmethod
     def op(self, program: Program, step: int) -> Op:
-        """Send and receive what a step moves, on the step's lane."""
+        """Send and receive the data of a step, on the step's lane."""
 
     @abstractmethod
     def missing(self, plan: Plan) -> Missing | None:
-        """The network step that the lane is in, and the peer that it waits for; None if it is in
-        none of this Plan."""
+        """The network step that the lane executes, and the peer that it waits for; None if it is
+        not a step of this Plan."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Let the lane go on, whatever arrives, and again whenever this is called."""
+        """Release the lane from its waits, whether data arrives or not. May be called again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. Calls are over, or were given up."""
+        """Leave the group. All calls are complete or have been given up."""
 
 
 def network_of(engine: StreamEngine, batch: MakeBatch) -> GpuNetwork:
     """The network of an engine whose ranks are on several hosts. Collective.
 
     Raises:
-        SignalTimeout: a rank of another host does not come, or cannot be reached.
+        SignalTimeout: a rank of another host is absent, or cannot be reached.
     """
     backend = engine.group._get_backend(engine.device).name().lower()
     return (NcclNetwork if backend == "nccl" else GlooRelay)(engine, batch)
 
 
-# gloo, through memory of the host.
+# gloo, through host memory.
 
 
 class _Job(NamedTuple):
@@ -119,7 +119,7 @@ class _Job(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """A message in memory of the host, and what of it a call has on the device."""
+    """A message in host memory, and a function for the tensors of a call on the device."""
 
     outward: bool
     peer: int
@@ -128,19 +128,19 @@ class _Staged(NamedTuple):
 
 
 class GlooRelay(GpuNetwork):
-    """A thread that sends what a stream has copied to pinned memory, and receives there.
+    """A thread that sends data which streams have copied to pinned memory, and receives into it.
 
-    The stream writes a word when it has come to a step, and waits for another one, which the thread
-    writes when the step is over. The thread asks nothing of the device: streams that are full, or
-    whoever waits for them, cannot hold it up. Steps follow each other, so that all use the same
-    memory.
+    The stream writes a word when it reaches a step, and waits for a second word, which the thread
+    writes when the step is complete. The thread never calls the device's runtime, so neither full
+    streams nor threads that wait for them can block it. All steps use the same memory, since they
+    run one after the other.
     """
 
     name = "gloo through pinned host memory"
     threaded = True
     uncaptured = (
-        "gloo moves what goes between the hosts of this group, which no graph captures; make the "
-        "call outside of the capture, or use an NCCL group"
+        "gloo moves the data between the hosts of this group, which graphs cannot capture; make "
+        "the call outside of the capture, or use an NCCL group"
     )
 
     def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
@@ -148,9 +148,9 @@ class GlooRelay(GpuNetwork):
         self._links = GlooLinks(engine)
         self._reached = engine.driver.host(WORD)
         self._done = engine.driver.waitable(engine.means.words)
-        self._room = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._under_way: tuple[_Job, PeerExchange] | None = None
+        self._current: tuple[_Job, PeerExchange] | None = None
         self._stopped, self._writing = False, threading.Lock()
         thread = threading.Thread(target=self._serve, name="ficco network", daemon=True)
         thread.start()
@@ -160,47 +160,47 @@ class GlooRelay(GpuNetwork):
         if not (moves := messages(program.plan, step)):
             return lambda call: None
         plan, dtype = program.plan, buffers_of(program).dtype
-        cut = self._cut([most_bytes(plan, one) for one in moves])
+        buffers = self._buffers([most_bytes(plan, move) for move in moves])
         staged = [
-            _Staged(one.outward, one.peer, data.view(dtype(one.region)), parts_of(program, one))
-            for one, data in zip(moves, cut, strict=True)
+            _Staged(move.outward, move.peer, data.view(dtype(move.region)), parts_of(program, move))
+            for move, data in zip(moves, buffers, strict=True)
         ]
-        there, back = MemOp(WRITE_32, self._reached, 1), MemOp(WAIT_32, self._done, 1)
-        meet = self._batch([there, back, MemOp(WRITE_32, self._done, 0)])
+        reach, wait = MemOp(WRITE_32, self._reached, 1), MemOp(WAIT_32, self._done, 1)
+        meet = self._batch([reach, wait, MemOp(WRITE_32, self._done, 0)])
 
         def pack(call: Call) -> None:
-            for one in staged:
-                if one.outward and (parts := one.parts(call)):
-                    put_together(parts, one.data[: _elements(parts)])
+            for message in staged:
+                if message.outward and (parts := message.parts(call)):
+                    put_together(parts, message.data[: _elements(parts)])
 
         def land(call: Call) -> None:
-            for one in staged:
-                if not one.outward and (parts := one.parts(call)):
-                    take_apart(one.data[: _elements(parts)], parts)
+            for message in staged:
+                if not message.outward and (parts := message.parts(call)):
+                    take_apart(message.data[: _elements(parts)], parts)
 
-        begin, end = (driver.on_lane(lane, one) for one in (pack, land))
+        begin, end = (driver.on_lane(lane, function) for function in (pack, land))
 
         def op(call: Call) -> None:
-            some = [(one, count) for one in staged if (count := _elements(one.parts(call)))]
-            if not some:
+            counts = [(msg, count) for msg in staged if (count := _elements(msg.parts(call)))]
+            if not counts:
                 return
             begin(call)
-            parts = [(one.outward, one.peer, bytes_of(one.data[:count])) for one, count in some]
+            parts = [(msg.outward, msg.peer, bytes_of(msg.data[:count])) for msg, count in counts]
             self._jobs.put(_Job(plan, step, parts))
             meet.enqueue(call.state[lane])
             end(call)
 
         return op
 
-    def _cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Pinned memory of so many bytes each."""
-        each = [align(size) for size in sizes]
+    def _buffers(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Buffers of the given sizes in bytes, cut from the pinned memory."""
+        total = sum(aligned := [align(size) for size in sizes])
         with torch.inference_mode(False):  # calls of other modes use it, too
-            if sum(each) > self._room.numel():  # what was cut before stays in use: at least twice
+            if total > self._pinned.numel():  # at least double it: older buffers stay in use
                 with self._engine.driver.aside():
-                    self._room = self._engine.driver.pinned(max(sum(each), 2 * self._room.numel()))
-            whole = self._room[: sum(each)].split(each)
-            return [part[:size] for part, size in zip(whole, sizes, strict=True)]
+                    self._pinned = self._engine.driver.pinned(max(total, 2 * self._pinned.numel()))
+            parts = self._pinned[:total].split(aligned)
+            return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def _serve(self) -> None:
         reached, done = map(ctypes.c_uint32.from_address, (self._reached, self._done))
@@ -213,21 +213,21 @@ class GlooRelay(GpuNetwork):
                 pause = min(2 * pause, LOOK_S)
             reached.value = 0
             exchange = self._links.exchange(job.parts)
-            self._under_way = job, exchange
+            self._current = job, exchange
             exchange.run()
             if exchange.error is not None:
                 self.lost.add(exchange.peer)
                 return
-            self._under_way = None
+            self._current = None
             with self._writing:
                 if self._stopped:
                     return
                 done.value = 1
 
     def missing(self, plan: Plan) -> Missing | None:
-        if (found := self._under_way) is None or found[0].plan is not plan:
+        if (current := self._current) is None or current[0].plan is not plan:
             return None
-        job, exchange = found
+        job, exchange = current
         return Missing(job.step, exchange.peer)
 
     def give_up(self) -> None:
@@ -239,7 +239,7 @@ class GlooRelay(GpuNetwork):
         with self._writing:
             self._stopped = True
         self._jobs.put(None)
-        self._links.broken = self._under_way is not None
+        self._links.broken = self._current is not None
         self._links.close()
 
 
@@ -251,10 +251,10 @@ def _elements(parts: Sequence[torch.Tensor]) -> int:
 
 
 class NcclNetwork(GpuNetwork):
-    """NCCL's sends and receives, a group of them for each step.
+    """NCCL's sends and receives, grouped for each step.
 
-    The stream writes the number of the step, from 1, into a word of the host before it, and 0 after
-    it: where a lane is stuck is seen there.
+    The stream writes the number of a step, from 1, to a host word before the step, and 0 after it.
+    The word shows the step at which a lane is stuck.
     """
 
     def __init__(self, engine: StreamEngine, batch: MakeBatch) -> None:
@@ -264,7 +264,7 @@ class NcclNetwork(GpuNetwork):
         self._connected: set[tuple[bool, int]] = set()
         self._aborted = False
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=LONGEST_S)  # ficco's watchdog looks after the time
+        options._timeout = timedelta(seconds=LONGEST_S)  # ficco's watchdog enforces timeouts
         options.config.max_ctas = MAX_CTAS
         store = engine.hosts.store("network")
         with _variable(ON_ERROR, NOTHING):
@@ -276,8 +276,8 @@ class NcclNetwork(GpuNetwork):
         self._connect({(outward, peer) for peer in engine.hosts.rail for outward in (True, False)})
 
     def _connect(self, ways: set[tuple[bool, int]]) -> None:
-        """Send to peers, or receive from them, for the first time: NCCL connects meanwhile, and
-        keeps its thread waiting. Both sides of a way come here at the same step."""
+        """Send to peers, or receive from them, for the first time. NCCL then connects and blocks
+        its thread. Both ends of a connection call this at the same step."""
         engine = self._engine
         failed: list[RuntimeError] = []
 
@@ -317,49 +317,49 @@ class NcclNetwork(GpuNetwork):
         self._connected |= ways
 
     def _move(self, parts: Sequence[tuple[bool, int, torch.Tensor]]) -> None:
-        """Enqueue sends and receives on the current stream, as one operation of NCCL's."""
+        """Enqueue sends and receives on the current stream, as one NCCL group."""
         group, device = self._group, self._engine.device
         group._start_coalescing(device)
         for outward, peer, data in parts:
             (group.send if outward else group.recv)([data], peer, 0)
-        group._end_coalescing(device).wait()  # of the stream, not of this thread
+        group._end_coalescing(device).wait()  # the stream waits, not this thread
 
     def op(self, program: Program, step: int) -> Op:
         lane = program.plan.steps[step].lane
-        if not (found := messages(program.plan, step)):
+        if not (transfers := messages(program.plan, step)):
             return lambda call: None
-        if new := {(one.outward, one.peer) for one in found} - self._connected:
+        if new := {(move.outward, move.peer) for move in transfers} - self._connected:
             if self._engine.capturing():
                 raise NotImplementedError(
-                    f"rank {self._engine.rank} has exchanged nothing with rank "
-                    f"{min(peer for _, peer in new)} of another host yet, with which NCCL cannot "
-                    "connect in a capture; make one such call before it"
+                    f"rank {self._engine.rank} has not exchanged data with rank "
+                    f"{min(peer for _, peer in new)} of another host yet, and NCCL cannot connect "
+                    "in a capture; make the call once before the capture"
                 )
             self._connect(new)
-        moves = [(one, parts_of(program, one)) for one in found]
+        moves = [(message, parts_of(program, message)) for message in transfers]
         reached, over = (self._batch([MemOp(WRITE_32, self._at, n)]) for n in (step + 1, 0))
 
         def move(call: Call) -> None:
-            # In a graph NCCL registers by itself what it can. Replays of long messages hung where
-            # that was one side only, as it seems: both are PyTorch's memory of the graph there.
-            parts, lands, own = [], [], bool(self._engine.capturing())
-            for one, rows in moves:
-                if not (mine := rows(call)):
+            # In a capture NCCL registers the buffers it can. Replays of long messages hung, it
+            # seems if only one end was registered. Both ends now use memory of the graph's pool.
+            parts, landings, capturing = [], [], bool(self._engine.capturing())
+            for message, rows_of in moves:
+                if not (rows := rows_of(call)):
                     continue
-                data = joined(mine) if one.outward else joint_room(mine)
-                if own and data is mine[0]:
-                    data = data.clone() if one.outward else torch.empty_like(data)
-                if not one.outward:
-                    lands.append((data, mine))
-                parts.append((one.outward, one.peer, bytes_of(data)))
+                data = joined(rows) if message.outward else joint_room(rows)
+                if capturing and data is rows[0]:
+                    data = data.clone() if message.outward else torch.empty_like(data)
+                if not message.outward:
+                    landings.append((data, rows))
+                parts.append((message.outward, message.peer, bytes_of(data)))
             if not parts:
                 return
             try:
                 self._move(parts)
             except RuntimeError as error:
                 raise self._refused(program.plan, step, error) from error
-            for data, mine in lands:
-                take_apart(data, mine)
+            for data, rows in landings:
+                take_apart(data, rows)
 
         carry_out = self._engine.driver.on_lane(lane, move)
 
@@ -371,7 +371,7 @@ class NcclNetwork(GpuNetwork):
         return op
 
     def _refused(self, plan: Plan, step: int, error: RuntimeError) -> FiccoError:
-        """The error of a step that NCCL does not take, since a peer of an earlier one is lost."""
+        """The error of a step that NCCL refuses, for example after a peer was lost."""
         if REMOTE not in str(error):
             return BackendError("send and receive of NCCL", "error", str(error))
         missing = Missing(step, self._peer(plan, step))
@@ -379,10 +379,10 @@ class NcclNetwork(GpuNetwork):
         return timed_out(plan, missing, 0.0, ended=True, host=host)
 
     def _peer(self, plan: Plan, step: int) -> int | None:
-        """Whom a step waits for, since who receives waits for longer than who sends; None if it
-        receives from several."""
-        found = messages(plan, step)
-        peers = {one.peer for one in found if not one.outward} or {one.peer for one in found}
+        """The peer that a step waits for: the one it receives from, since a receive waits longer
+        than a send; None if there are several."""
+        moves = messages(plan, step)
+        peers = {move.peer for move in moves if not move.outward} or {move.peer for move in moves}
         return peers.pop() if len(peers) == 1 else None
 
     def missing(self, plan: Plan) -> Missing | None:
@@ -397,7 +397,7 @@ class NcclNetwork(GpuNetwork):
             threading.Thread(target=self._backend.abort, daemon=True).start()
 
     def close(self) -> None:
-        # Gently: what a peer has not taken yet may still be in this process.
+        # Do not abort: data that a peer has yet to receive may still be in this process.
         thread = threading.Thread(target=self._backend.shutdown, daemon=True)
         if not self._aborted:
             thread.start()
@@ -406,13 +406,13 @@ class NcclNetwork(GpuNetwork):
 
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment has a value that libraries read within this block."""
-    before = os.environ.get(name)
+    """Set an environment variable, which libraries read, within this block."""
+    previous = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = previous

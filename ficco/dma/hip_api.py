@@ -1,12 +1,12 @@
 """The HIP runtime's calls that the HIP engine makes, through hip-python.
 
-Two series of the binding are served, of ROCm 7.2 and of ROCm 10. What differs is hidden here:
+Two series of the binding are supported, of ROCm 7.2 and of ROCm 10. This module hides differences:
 
 - 7.2 holds the interpreter lock during every call. No call here waits for a stream, therefore:
-  waiting is asking again and again. The watchdog would never run otherwise.
-- 7.2 cuts a memory handle at its first zero byte; here handles are copied from where they lie.
-- Without a library both raise RuntimeError from the first call, not from the import. 7.2 finds it
-  by LD_LIBRARY_PATH alone, 10 also by ROCM_PATH, ROCM_HOME and in /opt/rocm.
+  waits poll, or else the watchdog would never run.
+- 7.2 truncates a memory handle at its first zero byte. Handles are therefore read from memory.
+- Without a library both raise RuntimeError from the first call, not from the import. 7.2 finds the
+  library by LD_LIBRARY_PATH only, 10 also by ROCM_PATH, ROCM_HOME and in /opt/rocm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ except ImportError as error:
         "the HIP engine needs hip-python of your ROCm's version: pip install 'hip-python>=7.2,<11'"
     ) from error
 
-#: The oldest HIP that has all of this, that of ROCm 7.2; also the oldest that hip-python may bind.
+#: The oldest HIP that has all functions, from ROCm 7.2; also the oldest that hip-python may bind.
 OLDEST = 7, 2
 
 _EQUAL = int(hip.hipStreamWaitValueEq)
@@ -40,17 +40,17 @@ _RELAXED = int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed)
 _THREAD_LOCAL = hip.hipStreamCaptureMode.hipStreamCaptureModeThreadLocal
 _CAPTURING = int(hip.hipStreamCaptureStatus.hipStreamCaptureStatusActive)
 _KIND = hip.hipMemcpyKind
-#: A kind of hipMemcpyAsync: between devices, by copy engines alone.
+#: A kind of hipMemcpyAsync: between devices, by copy engines only.
 WITHOUT_UNITS = _KIND.hipMemcpyDeviceToDeviceNoCU
 
-#: Bytes of one signal: hipMallocSignalMemory comes by exactly so many.
+#: Bytes of one signal, the only size of an allocation with hipMallocSignalMemory.
 SIGNAL_BYTES = 8
 HANDLE_BYTES = 64
-#: Seconds that a trial may take.
+#: Seconds that a test of a capability may take.
 TRIAL_S = 5.0
 _ALL_BITS = 0xFFFFFFFF
 
-#: What to do about errors that a machine's set-up causes.
+#: Remedies for errors that the setup of a machine causes.
 _REMEDIES = {
     "hipErrorNoDevice": "no AMD GPU is visible: load the amdgpu driver, join the groups render "
     "and video, and do not leave HIP_VISIBLE_DEVICES empty",
@@ -62,9 +62,9 @@ _REMEDIES = {
 def _failed(call: str, code: Any) -> BackendError:
     name = getattr(code, "name", str(code))
     text = hip.hipGetErrorString(code)[1]
-    said = bytes(text).decode() if text is not None else "no explanation"
+    explanation = bytes(text).decode() if text is not None else "no explanation"
     remedy = _REMEDIES.get(name)
-    return BackendError(call, name, f"{said}; {remedy}" if remedy else said)
+    return BackendError(call, name, f"{explanation}; {remedy}" if remedy else explanation)
 
 
 def _unavailable(call: str, error: RuntimeError) -> BackendError:
@@ -81,7 +81,7 @@ def _unavailable(call: str, error: RuntimeError) -> BackendError:
 
 
 class _Calls:
-    """The binding's functions, each made on first use; they return their value, or raise
+    """The binding's functions, wrapped on first use: they return their value or raise
     BackendError."""
 
     def __getattr__(self, call: str) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ calls = _Calls()
 
 
 def tried(call: Callable[..., Any], *args: Any) -> Any:
-    """What a call returns, True if that is nothing; False where the runtime refuses it."""
+    """The result of a call, True if it returns None; False if the runtime refuses it."""
     try:
         returned = call(*args)
     except BackendError:
@@ -114,12 +114,12 @@ def tried(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def forgive() -> None:
-    """Forget an error that was expected: PyTorch would take it for its own."""
+    """Clear an expected error, which PyTorch would otherwise report as its own."""
     hip.hipGetLastError()
 
 
 def _pending(call: str, error: Any) -> bool:
-    """Whether a query says that something is not over; raises what else it says."""
+    """Whether a query reports work that is not complete; raises any other error."""
     if not error:
         return False
     if error.name != "hipErrorNotReady":
@@ -136,7 +136,7 @@ free = calls.hipFree
 free_host = calls.hipHostFree
 close_shared = calls.hipIpcCloseMemHandle
 destroy_stream = calls.hipStreamDestroy
-use = calls.hipSetDevice  # a device of this thread's; never remembered: PyTorch changes it, too
+use = calls.hipSetDevice  # of this thread; called each time, since PyTorch changes it, too
 copy = calls.hipMemcpyDtoDAsync  # bytes between or within devices
 
 
@@ -144,10 +144,10 @@ copy = calls.hipMemcpyDtoDAsync  # bytes between or within devices
 
 
 def start() -> int:
-    """Open the library; the number of devices.
+    """Load the library; returns the number of devices.
 
     Raises:
-        BackendError: there is no library, it is of another version, or there is no device.
+        BackendError: there is no library, its version is not supported, or there is no device.
     """
     _check_version(*_version())
     _only_library()
@@ -159,24 +159,24 @@ def _version() -> tuple[int, int]:
     return version // 10_000_000, version // 100_000 % 100
 
 
-def _check_version(*found: int) -> None:
-    """Refuse a library, or a binding, that this engine was not written for."""
+def _check_version(*version: int) -> None:
+    """Refuse a library, or a binding, of an unsupported version."""
     binds, oldest = HIP_VERSION_TUPLE[:2], _dotted(OLDEST)
     if binds < OLDEST:
-        what = f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
+        why = f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
         remedy = "pip install 'hip-python>=7.2,<11'"
-    elif not any(found):
-        what = f"the library does not tell its version, ficco needs HIP {oldest} or later"
+    elif not any(version):
+        why = f"the library does not tell its version, ficco needs HIP {oldest} or later"
         remedy = "install ROCm 7.2 or later and start with its lib folder in LD_LIBRARY_PATH"
-    elif found < OLDEST:
-        what = f"ficco needs HIP {oldest} or later, the installed hip-python binds HIP {binds[0]}"
+    elif version < OLDEST:
+        why = f"ficco needs HIP {oldest} or later, the installed hip-python binds HIP {binds[0]}"
         remedy = "install ROCm 7.2 or later and a PyTorch that is built for it"
-    elif found[0] != binds[0]:
-        what = f"the installed hip-python binds HIP {binds[0]}"
+    elif version[0] != binds[0]:
+        why = f"the installed hip-python binds HIP {binds[0]}"
         remedy = f"install ROCm 7.2 or a later one of HIP {binds[0]}, and a PyTorch built for it"
     else:
         return
-    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(found)}", f"{what}; {remedy}")
+    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(version)}", f"{why}; {remedy}")
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -184,30 +184,30 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _loaded() -> set[str]:
-    """Paths of the copies of the library in this process."""
+    """Paths of the copies of the library that this process has loaded."""
     with open("/proc/self/maps") as maps:
         return {line.rstrip().split(maxsplit=5)[5] for line in maps if "/libamdhip64.so" in line}
 
 
 def _only_library() -> None:
-    """Refuse two copies of the library: streams of one are none of the other's."""
-    found = _loaded()
-    if len(found) > 1:
+    """Refuse two copies of the library: neither accepts streams of the other."""
+    paths = _loaded()
+    if len(paths) > 1:
         raise BackendError(
             "dlopen libamdhip64.so",
             "two libraries",
-            f"{' and '.join(sorted(found))} are loaded, one of them by PyTorch; start with the "
+            f"{' and '.join(sorted(paths))} are loaded, one of them by PyTorch; start with the "
             "folder of PyTorch's first in LD_LIBRARY_PATH",
         )
 
 
 def runtime_version() -> str:
-    """For example ``7.2``."""
+    """Version of the library, for example ``7.2``."""
     return _dotted(_version())
 
 
 def attribute(name: str, device: int) -> int:
-    """A device attribute, 0 where the runtime does not know it."""
+    """A device attribute; 0 if the runtime does not have it."""
     wanted = getattr(hip.hipDeviceAttribute_t, f"hipDeviceAttribute{name}", None)
     if wanted is None:
         return 0
@@ -219,13 +219,13 @@ def attribute(name: str, device: int) -> int:
 
 
 def bus_id(device: int) -> bytes:
-    """What a device is called in every process: its place on the PCI buses, 12 bytes."""
-    place = (attribute(name, device) for name in ("PciDomainId", "PciBusId", "PciDeviceId"))
-    return b"".join(number.to_bytes(4, "little") for number in place)
+    """The PCI address of a device, which is the same in every process, as 12 bytes."""
+    address = (attribute(name, device) for name in ("PciDomainId", "PciBusId", "PciDeviceId"))
+    return b"".join(number.to_bytes(4, "little") for number in address)
 
 
 def reach(device: int, peer: int) -> bool:
-    """Let this thread's device access the memory of another; False if it cannot."""
+    """Let this thread's device access the memory of a peer; False if it cannot."""
     if not calls.hipDeviceCanAccessPeer(device, peer):
         return False
     error = hip.hipDeviceEnablePeerAccess(peer, 0)[0]
@@ -236,55 +236,55 @@ def reach(device: int, peer: int) -> bool:
     return True
 
 
-# Memory. Addresses are plain numbers.
+# Memory. Addresses are plain integers.
 
 
 def malloc(nbytes: int, kind: str = "plain") -> int:
-    """Memory of this thread's device. A word on which a stream can wait is ``"signal"`` memory, of
-    ``SIGNAL_BYTES``; no device caches ``"uncached"`` memory, so that peers see each other's writes
-    while a kernel runs."""
+    """Allocate memory of this thread's device. ``"signal"`` memory, of ``SIGNAL_BYTES``, is a word
+    that streams can wait for. No device caches ``"uncached"`` memory, so that peers see each
+    other's writes while a kernel runs."""
     if kind == "plain":
         return int(calls.hipMalloc(nbytes))
     return int(calls.hipExtMallocWithFlags(nbytes, _FLAGS[kind]))
 
 
 def malloc_host(nbytes: int) -> int:
-    """Pinned host memory that the device writes through to."""
+    """Allocate pinned host memory with coherent access from the device."""
     return int(calls.hipHostMalloc(nbytes, _COHERENT))
 
 
 def share(address: int) -> bytes:
-    """A handle by which another process opens an allocation."""
+    """The handle by which another process opens an allocation."""
     handle = calls.hipIpcGetMemHandle(address)
     return ctypes.string_at(handle.as_c_void_p().value, HANDLE_BYTES)
 
 
 def open_shared(handle: bytes) -> int:
-    """Map what another process shares."""
-    made = hip.hipIpcMemHandle_st()
-    ctypes.memmove(made.as_c_void_p().value, handle, HANDLE_BYTES)
-    return int(calls.hipIpcOpenMemHandle(made, _LAZY_PEER_ACCESS))
+    """Map an allocation of another process."""
+    peer = hip.hipIpcMemHandle_st()
+    ctypes.memmove(peer.as_c_void_p().value, handle, HANDLE_BYTES)
+    return int(calls.hipIpcOpenMemHandle(peer, _LAZY_PEER_ACCESS))
 
 
 # Streams and events.
 
 
 def stream(raw: int) -> Any:
-    """A stream as the binding likes it best."""
+    """The binding's object of a stream, from its integer handle."""
     return hip.ihipStream_t.fromObj(raw)
 
 
-# AMD's runtime gives each priority hardware queues of its own, 4 by default, which its streams
-# share.
+# AMD's runtime has separate hardware queues for each priority, 4 by default, which the streams of
+# that priority share.
 
 
 def make_stream(priority: int) -> Any:
-    """A stream of this thread's device that does not wait for the null stream."""
+    """Create a stream of this thread's device that does not wait for the null stream."""
     return calls.hipStreamCreateWithPriority(_NON_BLOCKING, priority)
 
 
 def idle(stream: Any) -> bool:
-    """Whether everything in a stream is over."""
+    """Whether all work of a stream is complete."""
     return not _pending("hipStreamQuery", hip.hipStreamQuery(stream)[0])
 
 
@@ -294,7 +294,7 @@ def drain(stream: Any, seconds: float = TRIAL_S) -> bool:
 
 
 class Event:
-    """An event, for ordering streams or for telling the time."""
+    """An event for ordering streams, or for timing."""
 
     def __init__(self, timing: bool = False) -> None:
         self._event = calls.hipEventCreateWithFlags(0 if timing else _NO_TIMING)
@@ -306,14 +306,14 @@ class Event:
         calls.hipStreamWaitEvent(stream, self._event, 0)
 
     def over(self) -> bool:
-        """Whether everything before the latest record is complete."""
+        """Whether all work before the latest record is complete."""
         return not _pending("hipEventQuery", hip.hipEventQuery(self._event)[0])
 
     def seconds_to(self, later: Event) -> float:
         return float(calls.hipEventElapsedTime(self._event, later._event)) / 1e3
 
     def destroy(self) -> None:
-        """Give it back; nothing may use it any more."""
+        """Destroy the event, which must not be in use."""
         event, self._event = self._event, None
         if event is not None:
             calls.hipEventDestroy(event)
@@ -328,8 +328,8 @@ class Event:
 
 @cache
 def _plain(name: str) -> Any:
-    """A function that both bindings get wrong: one passes a mode that was never set, the other
-    reads a status that was never set if there is an error."""
+    """A function of the library that both bindings wrap incorrectly: one passes an uninitialized
+    mode, the other reads an uninitialized status after an error."""
     return getattr(ctypes.CDLL(_loaded().pop()), name)
 
 
@@ -345,7 +345,7 @@ def _call_plain(name: str, *args: Any) -> None:
 
 
 class uncaptured:
-    """Within this block the thread may allocate, and ask what is over, although a graph is being
+    """Let the thread allocate and query events within this block, even while a graph is
     captured."""
 
     def __enter__(self) -> None:
@@ -360,14 +360,14 @@ class uncaptured:
 
 
 def capture_id(stream: Any) -> int:
-    """Number of the capture that a stream is in, 0 if none."""
+    """Identifier of the capture that a stream is in, 0 if none."""
     status, number = ctypes.c_int(), ctypes.c_ulonglong()
     refs = ctypes.byref(status), ctypes.byref(number)
     _call_plain("hipStreamGetCaptureInfo", stream.as_c_void_p(), *refs)
     return number.value if status.value == _CAPTURING else 0
 
 
-# What streams do.
+# Operations of streams.
 
 
 def write_32(stream: Any, address: int, value: int) -> None:
@@ -375,18 +375,18 @@ def write_32(stream: Any, address: int, value: int) -> None:
 
 
 def wait_equal(stream: Any, address: int, value: int) -> None:
-    """Hold a stream until a 32-bit word equals a value."""
+    """Let a stream wait until a 32-bit word equals a value."""
     calls.hipStreamWaitValue32(stream, address, value, _EQUAL, _ALL_BITS)
 
 
 def writes_reach(stream: Any, address: int) -> bool:
-    """Whether a stream may write to an address; leaves a 0 there if so."""
+    """Whether a stream may write to an address: writes a 0 there and waits for it."""
     return tried(write_32, stream, address, 0) and drain(stream)
 
 
 def try_capture(stream: Any, address: int) -> bool:
-    """Capture a stream write of a 1 and drop the graph; whether the runtime allows that. Where it
-    carries writes out at once in place of capturing them, the 1 will be there."""
+    """Capture a stream write of a 1 and drop the graph; returns whether the runtime allows that. A
+    runtime that executes the write immediately, instead of capturing it, leaves the 1 there."""
 
     def capture() -> None:
         calls.hipStreamBeginCapture(stream, _THREAD_LOCAL)
@@ -411,6 +411,6 @@ def copy_to_host(dst: int, src: int, nbytes: int, stream: Any) -> None:
 def copy_2d(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: Any
 ) -> None:
-    """Copy rows at a distance."""
+    """Copy rows from one pitch to another."""
     kind = _KIND.hipMemcpyDeviceToDevice
     calls.hipMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, height, kind, stream)

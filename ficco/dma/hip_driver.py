@@ -1,16 +1,16 @@
-"""AMD GPUs: what the GPU engine asks of HIP, through hip-python.
+"""AMD GPUs: the driver of the GPU engine for HIP, through hip-python.
 
-Copies are those of the runtime. ``ficco.dma.ways`` says where words lie, what waits for them, and
-what else can be chosen; ranks find out together what the machine allows.
+Copies are the runtime's. ``ficco.dma.ways`` lists the alternatives for the memory of signal words,
+waits, copies and so on. The ranks determine together which of them the machine supports.
 
 ``hipStreamBatchMemOp``, which both series of the binding have, would enqueue several words by one
 call. It is not used: its documentation promises no order among its operations, and until July 2026
-AMD's runtime carried them out concurrently (ROCm/rocm-systems #8911 says so).
+AMD's runtime executed them concurrently (ROCm/rocm-systems #8911 says so).
 
 ``hipMemcpyBatchAsync`` would enqueue many copies by one call, but hip-python 7.2 takes no sizes for
 it, only addresses: copies are enqueued one by one.
 
-Written without a card. ``docs/amd.md`` says what was proven, and on what.
+Written without an AMD card. ``docs/amd.md`` lists the tests and the machines they ran on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
 from ficco.problems.products import Problem
 
-#: What each of the ways of signals needs.
+#: Requirements of each signal mechanism.
 _NEEDS = {
     "signal": "stream waits (hipDeviceAttributeCanUseStreamWaitValue) on signal memory that "
     "processes can share",
@@ -77,7 +77,7 @@ class HipBinding:
         hip.launch(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, arguments.address, None)
 
     def close(self) -> None:
-        """Unload the code; no stream uses it any more."""
+        """Unload the code, which no stream may still use."""
         while self._modules:
             hip.unload_module(self._modules.pop())
 
@@ -116,28 +116,28 @@ class HipDriver(Driver):
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
-        self._asked = asked(self.name)
-        self._copy = self._asked.get("copy", "dtod")
-        self._indices: list[int] = []  # of all ranks' devices in this process
+        self._selected = asked(self.name)
+        self._copy = self._selected.get("copy", "dtod")
+        self._indices: list[int] = []  # device index in this process of each rank's device
         self._locals: list[int] = []
         self._hosts: list[int] = []
         self._events: weakref.WeakSet[hip.Event] = weakref.WeakSet()
         self._binding: HipBinding | None = None
 
     def target(self) -> Target:
-        """What kernels are compiled for."""
+        """The compilation target of kernels."""
         return target_of(self.device)
 
     @property
     def usual_events(self) -> str:
-        """How ends of copies are told unless ``FICCO_HIP`` says otherwise."""
+        """The default of the option ``events`` of ``FICCO_HIP``."""
         return "plain" if torch.version.hip else "write"
 
-    # What this machine allows, found out together.
+    # Capabilities of the machine, which the ranks determine together.
 
     def means(self, engine: StreamEngine) -> Means:
         side = engine.side.handle
-        # A 0 and a 1 to copy from, room to try a rectangle in, and a word to try a capture with.
+        # A 0 and a 1 to copy from, memory to test a 2D copy, and a word to test a capture.
         constants, _ = self.local(64)
         hip.fill(constants, 64, side)
         hip.write_32(side, constants + WORD, 1)
@@ -146,56 +146,56 @@ class HipDriver(Driver):
         engine.settle(side)
         uncaptured = self._uncaptured(engine, constants + 56)
         meeting = Meeting(engine, "hip engine")
-        found = self._find(engine, meeting.gather(hip.bus_id(self.index)))
-        self._indices = engine.hosts.spread(found, self.index)
-        way = self._way(engine, meeting)
+        indices = self._device_indices(engine, meeting.gather(hip.bus_id(self.index)))
+        self._indices = engine.hosts.spread(indices, self.index)
+        mechanism = self._mechanism(engine, meeting)
         memory = self._memory(meeting)
-        rectangles, columns = self._how_columns_travel(meeting, rectangles)
+        rectangles, columns = self._agree_on_columns(meeting, rectangles)
         meeting.close()
-        kernels, names = way == "kernel", WAYS[self.name]
-        events = self._asked.get("events", self.usual_events)
+        kernels, names = mechanism == "kernel", WAYS[self.name]
+        events = self._selected.get("events", self.usual_events)
         on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
         by = "a kernel of the runtime's" if on_shader else "the command processor"
         return Means(
             memory=memory,
-            words="signal" if way == "signal" else "uncached",
+            words="signal" if mechanism == "signal" else "uncached",
             kernels=kernels,
             rectangles=rectangles,
             uncaptured="" if kernels else uncaptured,
             writes_before_events=events == "write",
             constants=constants,
             post="hipStreamWriteValue32",
-            place="peer's signal memory" if way == "signal" else "peer's uncached memory",
-            wait=names["signals"][way]
+            place="peer's signal memory" if mechanism == "signal" else "peer's uncached memory",
+            wait=names["signals"][mechanism]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
-            + "; relies on a peer's word arriving behind the copy in front of it",
+            + "; relies on a peer's word arriving after the copy before it",
             copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
         )
 
     def _uncaptured(self, engine: StreamEngine, word: int) -> str:
-        """Why graphs do not capture stream writes, and so waits; empty if they do. AMD's runtime
-        carried them out at once until July 2026 (ROCm/rocm-systems #8911): captured calls would
-        have no signals."""
-        side, left = engine.side.handle, ctypes.c_uint32.from_address(engine.watched)
+        """Why graphs do not capture stream writes, and so waits; empty if they do. Until July 2026
+        AMD's runtime executed them at once instead of capturing them (ROCm/rocm-systems #8911), so
+        that captured calls would have no signals."""
+        side, written = engine.side.handle, ctypes.c_uint32.from_address(engine.watched)
         if hip.try_capture(side, word):
-            hip.copy_to_host(engine.watched, word, WORD, side)  # nobody watches yet
+            hip.copy_to_host(engine.watched, word, WORD, side)  # the words are not in use yet
             engine.settle(side)
-            if not left.value:
+            if not written.value:
                 return ""
-            left.value = 0
+            written.value = 0
         return (
-            "this ROCm carries stream writes out at once in place of capturing them in a graph; "
+            "this ROCm executes stream writes at once instead of capturing them in a graph; "
             f"set {variable(self.name)}=signals=kernel on all ranks, so that kernels signal, "
             "update ROCm, or make the call outside of the capture"
         )
 
-    def _find(self, engine: StreamEngine, places: list[bytes]) -> list[int]:
-        """The number of the device of every rank of this host in this process, this rank's where
-        it is not seen."""
+    def _device_indices(self, engine: StreamEngine, bus_ids: list[bytes]) -> list[int]:
+        """The device index in this process of every rank of this host. A device that this process
+        does not see has this rank's index."""
         known = {hip.bus_id(index): index for index in range(hip.start())}
-        indices = [known.get(place, self.index) for place in places]
+        indices = [known.get(bus_id, self.index) for bus_id in bus_ids]
         for rank, index in zip(engine.hosts.here, indices, strict=True):
             if index != self.index and not hip.reach(self.index, index):
                 raise NotImplementedError(
@@ -205,47 +205,48 @@ class HipDriver(Driver):
                 )
         return indices
 
-    def _way(self, engine: StreamEngine, meeting: Meeting) -> str:
-        """The first way of signals that all ranks can go."""
-        wanted, ways = self._asked.get("signals"), WAYS[self.name]["signals"]
+    def _mechanism(self, engine: StreamEngine, meeting: Meeting) -> str:
+        """The first signal mechanism that all ranks support."""
+        wanted, mechanisms = self._selected.get("signals"), WAYS[self.name]["signals"]
         tests = {
             "signal": self._shares_signals,
             "uncached": self._waits_on_uncached,
             "kernel": lambda engine, meeting: self.has_kernels,
         }
-        for way in ways if wanted is None else [wanted]:
-            if all(map(any, meeting.gather(bytes([tests[way](engine, meeting)])))):
-                return way
+        for mechanism in mechanisms if wanted is None else [wanted]:
+            if all(map(any, meeting.gather(bytes([tests[mechanism](engine, meeting)])))):
+                return mechanism
         if wanted is not None:
             raise NotImplementedError(
-                f"{variable(self.name)}=signals={wanted} cannot be had on all ranks: it needs "
-                f"{_NEEDS[wanted]}; give all ranks that, or leave signals out of the variable and "
-                "the hip engine takes what works"
+                f"{variable(self.name)}=signals={wanted} is not available on all ranks: it needs "
+                f"{_NEEDS[wanted]}; provide that on all ranks, or leave signals out of the "
+                "variable and the hip engine takes what works"
             )
         raise NotImplementedError(
-            f"the hip engine cannot signal by {' or by '.join(ways)} here: on some rank "
-            "hipStreamWaitValue32 is missing, does not serve memory that processes share, or no "
-            "compiler is there for ficco's kernels; install ROCm's clang, or hiprtc, on all ranks"
+            f"the hip engine cannot signal by {' or by '.join(mechanisms)} here: on some rank "
+            "hipStreamWaitValue32 is missing or does not serve memory that processes share, and on "
+            "some rank there is no compiler for ficco's kernels; install ROCm's clang, or hiprtc, "
+            "on all ranks"
         )
 
     def _stream_waits(self) -> bool:
         return bool(hip.attribute("CanUseStreamWaitValue", self.index))
 
     def _shares_signals(self, engine: StreamEngine, meeting: Meeting) -> bool:
-        """Whether this rank can wait on signal memory and reach that of the next one."""
+        """Whether this rank can wait on signal memory and map the next rank's."""
         word = hip.malloc(hip.SIGNAL_BYTES, "signal") if self._stream_waits() else 0
         try:
             shared = word and hip.tried(hip.share, word)
             handles = meeting.gather(shared or bytes(hip.HANDLE_BYTES))
             peer = handles[(engine.hosts.near.rank() + 1) % len(handles)]
-            can = bool(word) and any(peer)
-            if can and len(handles) > 1:
-                can = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
-            meeting.gather(b"")  # nobody has it mapped any more
+            shares = bool(word) and any(peer)
+            if shares and len(handles) > 1:
+                shares = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
+            meeting.gather(b"")  # a barrier: every rank has unmapped its peer's word
         finally:
             if word:
                 hip.free(word)
-        return can
+        return shares
 
     def _waits_on_uncached(self, engine: StreamEngine, meeting: Meeting) -> bool:
         if not self._stream_waits():
@@ -259,29 +260,29 @@ class HipDriver(Driver):
             hip.free(word)
 
     def _memory(self, meeting: Meeting) -> str:
-        """Where all ranks get buffers from. PyTorch only if asked for: until July 2026 it mapped
-        memory twice on ROCm (pytorch/pytorch #188673), and until April 2026 AMD's runtime copied
-        by a kernel what is mapped like that (ROCm/rocm-systems #4784)."""
-        wanted = self._asked.get("memory") == "torch"
+        """The allocator of all ranks. PyTorch's only if selected: until July 2026 it mapped memory
+        twice on ROCm (pytorch/pytorch #188673), and until April 2026 AMD's runtime copied memory
+        with such mappings by a kernel (ROCm/rocm-systems #4784)."""
+        wanted = self._selected.get("memory") == "torch"
         return "torch" if all(map(any, meeting.gather(bytes([wanted])))) else "ipc"
 
-    def _how_columns_travel(self, meeting: Meeting, can: bool) -> tuple[bool, str]:
-        """Whether all ranks copy columns by 2D copies, and how they do in words. If one does not,
-        none does: a receiver's staging has another layout where its senders pack."""
-        wanted = self._asked.get("columns")
-        mine = bytes([can, wanted == "2d", wanted == "pack"])
-        cans, rectangles, packs = zip(*meeting.gather(mine), strict=True)
-        can = all(cans) and not any(packs)
-        if any(rectangles) and not can:
+    def _agree_on_columns(self, meeting: Meeting, supported: bool) -> tuple[bool, str]:
+        """Whether the ranks use 2D copies for columns, and a description. All ranks must agree: the
+        layout of a receiver's staging depends on whether its senders pack."""
+        wanted = self._selected.get("columns")
+        mine = bytes([supported, wanted == "2d", wanted == "pack"])
+        supports, rectangles, packs = zip(*meeting.gather(mine), strict=True)
+        supported = all(supports) and not any(packs)
+        if any(rectangles) and not supported:
             raise NotImplementedError(
-                f"{variable(self.name)}=columns=2d, which a rank asks for, cannot be had on all: "
-                "on some the runtime has no 2D copies, or the variable has another value; leave "
-                "columns out of it on all ranks"
+                f"{variable(self.name)}=columns=2d, which a rank selects, is not available on "
+                "all: on some rank the runtime has no 2D copies, or the variable has another "
+                "value; leave columns out of it on all ranks"
             )
-        why = "" if can else ", for want of a 2D copy"
+        why = "" if supported else ", for want of a 2D copy"
         if any(rectangles + packs):
             why = " (asked for)"
-        return can, WAYS[self.name]["columns"]["2d" if can else "pack"] + why
+        return supported, WAYS[self.name]["columns"]["2d" if supported else "pack"] + why
 
     # The device, streams and events.
 
@@ -290,21 +291,21 @@ class HipDriver(Driver):
 
     def synchronize(self) -> None:
         self.use()
-        for stream in list(self.streams):  # by asking, or the binding would lock the interpreter
+        for stream in list(self.streams):  # poll: a wait of the binding holds the interpreter lock
             hip.drain(stream.handle, float("inf"))
         super().synchronize()
 
     def copy_engines(self) -> None:
-        # AsyncEngineCount is no help: AMD's runtime answers with 8 queues, whatever the device.
+        # AsyncEngineCount does not help: AMD's runtime returns 8 for every device.
         return None
 
     def make_stream(self, priority: int) -> int:
         return int(hip.make_stream(priority).as_c_void_p().value)
 
     def event(self, timing: bool = False) -> hip.Event:
-        made = hip.Event(timing)
-        self._events.add(made)
-        return made
+        event = hip.Event(timing)
+        self._events.add(event)
+        return event
 
     def lasting_event(self) -> hip.Event:
         return hip.Event()
@@ -339,7 +340,7 @@ class HipDriver(Driver):
     def waitable(self, kind: str) -> int:
         if kind != "signal":
             return self.host(WORD)
-        self._locals.append(hip.malloc(hip.SIGNAL_BYTES, kind))  # which the host reaches, too
+        self._locals.append(hip.malloc(hip.SIGNAL_BYTES, kind))  # the host can access it, too
         ctypes.memset(self._locals[-1], 0, hip.SIGNAL_BYTES)
         return self._locals[-1]
 
@@ -358,13 +359,13 @@ class HipDriver(Driver):
 
     @property
     def binding(self) -> HipBinding:
-        # Code that was loaded before something went wrong is unloaded at the end, too.
+        # Keep the binding, so that closing unloads its code even after an error.
         self._binding = self._binding or HipBinding(self.target(), self.index)
         return self._binding
 
     def unscaled(self, problem: Problem) -> str:
         target = self.target()
-        if target.vendor == "cuda":  # HIP's calls are handed on
+        if target.vendor == "cuda":  # HIP forwards its calls to CUDA
             capability = torch.cuda.get_device_capability(self.device)
             return lacking_on_cuda(problem, capability, cuda_release())
         return lacking_on_hip(problem, target.arch)
@@ -382,7 +383,7 @@ class HipDriver(Driver):
     def tiled(self) -> TiledProducts:
         return self._tiled
 
-    # The end.
+    # Closing.
 
     def close(self) -> None:
         steps = [partial(hip.free, address) for address in self._locals]
@@ -393,7 +394,7 @@ class HipDriver(Driver):
 
 
 def target_of(device: torch.device) -> Target:
-    """What kernels are compiled for on a GPU."""
+    """The compilation target of kernels on a GPU."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return Target("hip", properties.gcnArchName)
@@ -407,7 +408,7 @@ def engine(
     timeout_s: float,
     hosts: Hosts | None = None,
 ) -> GpuEngine:
-    """The engine of a group's ranks on AMD's GPUs."""
+    """Make the engine of a group's ranks on AMD GPUs."""
     hip.start()
     if device.type == "cpu":
         raise NotImplementedError(

@@ -1,6 +1,6 @@
 """Host memory that the ranks of a group share, and semaphores in it.
 
-Every rank creates an anonymous file (a memfd) and maps those of its peers. Such a file has no name
+Every rank creates an anonymous file (a memfd) and maps the files of its peers. A memfd has no name
 in any file system: it is freed with the last process that maps it, however that process ends, and
 the size of /dev/shm does not limit it.
 """
@@ -40,7 +40,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Group(Protocol):
-    """Ranks that meet: a process group, or those of a host."""
+    """Ranks that meet: a process group, or the ranks of a host."""
 
     def rank(self) -> int: ...
 
@@ -51,7 +51,7 @@ class Semaphores:
     """POSIX semaphores by address, in memory that processes share.
 
     POSIX.1-2017, XBD 4.12 'Memory Synchronization', lists sem_post, sem_wait, sem_timedwait and
-    sem_trywait among the functions that synchronize memory: what a rank wrote before a post is
+    sem_trywait among the functions that synchronize memory: writes of a rank before a post are
     visible after the wait that the post ends, also to other processes and on weakly ordered
     processors (Arm). sem_clockwait does the same (POSIX.1-2024, XBD 4.15.2).
 
@@ -68,12 +68,12 @@ class Semaphores:
 
         self._init = function("sem_init", ctypes.c_int, ctypes.c_uint)
         self._post = function("sem_post")
-        #: Decrements the semaphore at an address without waiting; 0 if that was possible.
+        #: Decrements the semaphore at an address without waiting; returns 0 on success.
         self.try_wait = function("sem_trywait")
         self._getvalue = function("sem_getvalue", ctypes.POINTER(ctypes.c_int))
         timespec = ctypes.POINTER(_Timespec)
-        # sem_timedwait uses the wall clock, which can be set back. glibc offers a monotonic clock
-        # since 2.30; other C libraries may not.
+        # sem_timedwait uses the wall clock, which can be set back. glibc offers sem_clockwait, with
+        # a monotonic clock, since 2.30; other C libraries may not.
         try:
             self._clockwait = function("sem_clockwait", ctypes.c_int, timespec)
         except AttributeError:
@@ -128,8 +128,8 @@ class HostMemory:
 
     Attributes:
         maps: the parts, by rank; empty once closed.
-        nbytes: usable bytes of each, initially zero.
-        pids: process of each rank.
+        nbytes: usable bytes of each part, initially zero.
+        pids: process id of each rank.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class HostMemory:
         begins: bool = False,
     ) -> None:
         """Allocate and map. ``interrupt`` is called while a rank waits, here and in barriers, and
-        may raise. ``begins``: this is a part of the first call of the group.
+        may raise. ``begins``: the memory belongs to the first call of the group.
 
         Raises:
             SignalTimeout: a rank did not arrive within ``timeout_s``; names the ``purpose``.
@@ -195,7 +195,7 @@ class HostMemory:
         return _address(self.maps[rank])
 
     def barrier(self, timeout_s: float) -> None:
-        """Wait for every rank; what it wrote before is visible afterwards."""
+        """Wait for every rank. Writes of a rank before the barrier are visible after it."""
         gates = [self._gates(part)[self.rank] for part in self.maps]
         for rank, gate in enumerate(gates):
             if rank != self.rank:
@@ -227,7 +227,7 @@ class HostMemory:
         return (-(-nbytes // SEMAPHORE_STRIDE) + self.world) * SEMAPHORE_STRIDE
 
     def _gates(self, part: mmap.mmap) -> list[int]:
-        """Addresses of a part's barrier semaphores, one per rank that arrives."""
+        """Addresses of a part's barrier semaphores, one for each rank that arrives."""
         end = _address(part) + len(part)
         return [end - (rank + 1) * SEMAPHORE_STRIDE for rank in range(self.world)]
 
@@ -245,7 +245,7 @@ class HostMemory:
         )
 
     def _hello(self, fd: int) -> dict[str, Any]:
-        """What peers need to map this rank's part."""
+        """The facts that peers need to map this rank's part."""
         return {**whereabouts(), "fd": fd, "file": _file(fd), "nbytes": self.nbytes}
 
     def _open(self, rank: int, hello: dict[str, Any], here: str) -> mmap.mmap:
@@ -258,8 +258,8 @@ class HostMemory:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            # Most often it does not exist. The descriptor may by now stand for a file that cannot
-            # be opened, such as a socket, and only root may inspect a dead process.
+            # Usually the path does not exist. But the descriptor may have been reused for a file
+            # that cannot be opened, such as a socket, and only root may inspect a dead process.
             if dead(hello["pid"]) or _file(path) not in (None, hello["file"]):
                 code = errno.errorcode.get(error.errno or 0, str(error.errno))
                 raise self._gone(code, f"{path}: {ended}") from None
@@ -277,7 +277,7 @@ class HostMemory:
             os.close(fd)
 
     def _gone(self, code: str, why: str) -> BackendError:
-        """The error of a peer whose memory is gone, unless it reports first why it failed."""
+        """The error of a peer whose memory is gone; raises the peer's own error if reported."""
         end = time.monotonic() + REPORT_S
         while time.monotonic() < end:
             self._interrupt()
@@ -286,19 +286,19 @@ class HostMemory:
 
 
 def first_call(step: str) -> str:
-    """What a rank that is absent from the first step of a group has not done, for errors."""
+    """Description in errors of a step of a group's first call, which a rank has not joined."""
     return f"join the first call of this group ({step})"
 
 
 def absentees(ranks: list[int] | None) -> str:
-    """Who is absent, for errors that name the first rank anyway."""
+    """The list of absent ranks for errors, which name the first absent rank elsewhere."""
     if not ranks:
         return "; the rank that hosts the store is gone"
     return f"; ranks {', '.join(map(str, ranks))} are absent" if len(ranks) > 1 else ""
 
 
 def whereabouts() -> dict[str, Any]:
-    """Which host this process is on, and which one it is there."""
+    """Identification of this process and its host."""
     return {
         "host": socket.gethostname(),
         "boot": _read("/proc/sys/kernel/random/boot_id"),
@@ -312,7 +312,7 @@ def require_shareable(facts: Mapping[int, Mapping[str, Any]]) -> None:
     """Refuse ranks of a host that cannot share memory, by their :func:`whereabouts`.
 
     Raises:
-        NotImplementedError: they do not see the same boot, or processes of each other.
+        NotImplementedError: the ranks have different boot ids, or different PID namespaces.
     """
     (lowest, first), *rest = facts.items()
     for rank, fact in rest:
@@ -343,10 +343,10 @@ def store_of(group: Group) -> Store:
     """
     from torch.distributed import distributed_c10d
 
-    given: Any = group
+    owner: Any = group
     try:
-        store: Store = getattr(given, "store", None) or distributed_c10d._get_process_group_store(
-            given
+        store: Store = getattr(owner, "store", None) or distributed_c10d._get_process_group_store(
+            owner
         )
         return store
     except KeyError:
@@ -375,13 +375,13 @@ def meet(
 ) -> list[dict[str, Any]]:
     """Exchange hellos, which have a ``token``, through the group's store.
 
-    A store can outlive a group, and its keys are used again. Each rank therefore sends a random
-    token and echoes those that it heard: a hello that echoes this rank's token is new. A barrier or
-    another wait for all ranks has to follow, so that no rank comes back here before all its peers
-    have left.
+    A store can outlive a group, and its keys are reused. Each rank therefore sends a random token
+    and echoes the tokens that it has received: a hello that echoes this rank's token is new. A
+    barrier or another wait for all ranks has to follow, so that no rank calls this function again
+    before all its peers have left it.
 
     Args:
-        timeout: the error of ranks that are absent, after so many seconds.
+        timeout: makes the error from the absent ranks and the seconds of the wait.
     """
     me, patience = group.rank(), Patience()
     hellos: dict[int, dict[str, Any]] = {me: mine}
@@ -417,7 +417,7 @@ def meet(
             errors.append(error)
         done.set()
 
-    # In a thread: clients of a store whose host is stopped wait longer than this timeout.
+    # In a thread: if the store's host is stopped, clients block for longer than this timeout.
     threading.Thread(target=exchange, name="ficco meet", daemon=True).start()
     try:
         while not done.wait(0.02):
@@ -435,16 +435,16 @@ def meet(
 
 
 class Meeting(HostMemory):
-    """Memory of the ranks of an engine, in which they may tell each other little things."""
+    """Host memory by which the ranks of an engine on one host exchange small messages."""
 
     def __init__(self, engine: Any, purpose: str, nbytes: int = 512) -> None:
         self._timeout_s, self._used = engine.timeout_s, 0
-        what = engine.hosts.near, nbytes, engine.timeout_s, purpose, engine.operator
-        # If only this rank allocates, here it learns that its call differs from its peers'.
-        super().__init__(*what, interrupt=lambda: engine.interrupt())
+        arguments = engine.hosts.near, nbytes, engine.timeout_s, purpose, engine.operator
+        # If only this rank allocates, the interrupt reports that its call differs from its peers'.
+        super().__init__(*arguments, interrupt=lambda: engine.interrupt())
 
     def gather(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, by rank; equally long on all. Collective."""
+        """All-gather ``data``, which has the same length on all ranks. Collective."""
         first, self._used = self._used, self._used + len(data)
         assert self._used <= self.nbytes
         self.maps[self.rank][first : self._used] = data
@@ -453,7 +453,7 @@ class Meeting(HostMemory):
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    # Older Pythons keep a duplicate of the descriptor open as long as the map.
+    # Pythons before 3.13 keep a duplicate of the descriptor open as long as the map.
     options: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(fd, nbytes, **options)
 
@@ -468,7 +468,7 @@ def dead(pid: int) -> bool:
 
 
 def _file(at: int | str) -> list[int] | None:
-    """The identity of a file on this host: empty if there is none, None without permission."""
+    """Device and inode of a file: empty if it does not exist, None without permission."""
     try:
         status = os.stat(at)
     except PermissionError:

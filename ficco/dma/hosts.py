@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""Hosts of a group, and the ranks on each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ficco.dma.host import (
 )
 from ficco.errors import MEETING, SignalTimeout
 
-#: The variable that names the host of a rank, for containers of one host that share nothing.
+#: The variable that names the host of a rank, for containers of one host that share no memory.
 VARIABLE = "FICCO_HOST"
 
 
 @dataclass(frozen=True)
 class Near:
-    """The ranks of a host, numbered from 0, with a store of their own."""
+    """The ranks of one host, numbered from 0, with a separate store."""
 
     store: Store
     place: int
@@ -40,13 +40,13 @@ class Near:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a group. Those of one host follow each other, and are as many on each.
+    """The hosts of a group. Ranks of one host are consecutive; all hosts have equally many ranks.
 
     Attributes:
         group: all ranks.
-        names: of each rank's host.
+        names: name of each rank's host.
         near: the ranks of this rank's host.
-        session: differs from that of any group that had the same store before.
+        session: identifies this group among all groups that have used the same store.
     """
 
     group: ProcessGroup
@@ -56,12 +56,12 @@ class Hosts:
 
     @classmethod
     def one(cls, group: ProcessGroup) -> Hosts:
-        """All ranks of a group on one host."""
+        """Hosts of a group whose ranks all share one host."""
         return cls(group, ("",) * group.size(), group)
 
     @property
     def count(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(set(self.names))
 
     @property
@@ -82,36 +82,35 @@ class Hosts:
 
     @property
     def rail(self) -> list[int]:
-        """The ranks that have this rank's place on the other hosts."""
-        each = self.near.size()
-        ranks = range(self.near.rank(), len(self.names), each)
+        """The ranks at this rank's position on the other hosts."""
+        ranks = range(self.near.rank(), len(self.names), self.near.size())
         return [rank for rank in ranks if rank not in self.here]
 
     def spread(self, near: list[Any], absent: Any) -> list[Any]:
-        """What each rank of this host has, by rank of the group; ``absent`` for all others."""
+        """Values of this host's ranks, by rank of the group; ``absent`` for all other ranks."""
         rest = len(self.names) - self.first - len(near)
         return [absent] * self.first + near + [absent] * rest
 
     def named(self, rank: int | None) -> str:
-        """The host of a rank, for errors; empty where there is one only."""
+        """The host of a rank, for errors; empty if there is only one host."""
         return "" if rank is None or self.count == 1 else self.names[rank]
 
     def store(self, purpose: str) -> Store:
-        """A connection of its own to the group's store, for one life of the group there."""
-        own: Any = store_of(self.group)
-        if hasattr(own, "clone"):  # not in every release: threads then take turns
-            own = own.clone()
-        return PrefixStore(f"ficco/{purpose}/{self.session}", own)
+        """A separate connection to the group's store, with keys of this session only."""
+        store: Any = store_of(self.group)
+        if hasattr(store, "clone"):  # not in every release: threads then share a connection
+            store = store.clone()
+        return PrefixStore(f"ficco/{purpose}/{self.session}", store)
 
 
 def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
-    """Find out which ranks share a host, by the boot that each sees, or by the variable
-    ``FICCO_HOST``. Collective.
+    """Determine which ranks share a host, by their boot ids or the variable ``FICCO_HOST``.
+    Collective.
 
     Raises:
-        NotImplementedError: the ranks of a host do not follow each other, or cannot share memory,
-            or hosts have different numbers of them.
-        SignalTimeout: a rank did not say where it is.
+        NotImplementedError: the ranks of a host are not consecutive or cannot share memory, or
+            hosts have different numbers of ranks.
+        SignalTimeout: a rank is absent.
     """
 
     def absent(ranks: list[int] | None, seconds: float) -> SignalTimeout:
@@ -128,20 +127,20 @@ def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
     facts = meet(group, mine, "hosts", timeout_s, absent, lambda: None)
     by_boot: dict[str, str] = {}
     for fact in facts:  # hosts may share a name
-        taken = [boot for boot, name in by_boot.items() if name == fact["host"]]
-        new = fact["host"] if not taken else f"{fact['host']} ({len(taken) + 1})"
-        by_boot.setdefault(fact["boot"], new)
+        namesakes = [boot for boot, name in by_boot.items() if name == fact["host"]]
+        name = f"{fact['host']} ({len(namesakes) + 1})" if namesakes else fact["host"]
+        by_boot.setdefault(fact["boot"], name)
     names = tuple(fact["named"] or by_boot[fact["boot"]] for fact in facts)
-    for name in dict.fromkeys(names):  # all ranks learn of any host that cannot be served
-        require_shareable({rank: facts[rank] for rank, its in enumerate(names) if its == name})
+    for name in dict.fromkeys(names):  # on every rank, so that all refuse an unsupported host
+        require_shareable({rank: facts[rank] for rank, host in enumerate(names) if host == name})
     if len(set(names)) == 1:
         return Hosts.one(group)
-    sizes = [(name, len(list(some))) for name, some in groupby(names)]
+    sizes = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(sizes) > len(set(names)) or len({size for _, size in sizes}) > 1:
-        on = ", ".join(f"{name}: {size}" for name, size in sizes)
+        by_rank = ", ".join(f"{name}: {size}" for name, size in sizes)
         raise NotImplementedError(
-            "group: required ranks of which those of a host follow each other, as many on each, "
-            f"got by rank {on}; pass a group made by dist.new_group of such ranks"
+            "group: required consecutive ranks on each host, as many on each, "
+            f"got by rank {by_rank}; pass a group made by dist.new_group of such ranks"
         )
     per_host = sizes[0][1]
     place, session = group.rank() % per_host, "".join(fact["token"] for fact in facts)

@@ -1,7 +1,7 @@
-"""The operations of a call on a lane, and how those that follow each other become fewer.
+"""Operations of a call on a lane, and how neighbours on a lane are merged into fewer.
 
-A launch of the copy kernel, or of a sum at the peers, can carry out the waits and writes around it.
-Nothing here touches the device before an operation is called.
+A launch of the copy kernel, or of a sum over peers' memory, can carry out the waits and writes
+before and after it. Nothing here touches the device before an operation is called.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ KERNEL_WAIT_S = 86400.0
 
 @dataclass(frozen=True)
 class Run:
-    """A program as :meth:`GpuEngine.execute` goes through it.
+    """A program as :meth:`GpuEngine.execute` enqueues it.
 
-    ``before`` is done before anything is enqueued. ``body`` is what the caller's stream waits for,
-    ``tail`` what peers are told afterwards, on the lane ``tail_lane``; ``lanes`` run concurrently
-    with the caller's stream. Of a call that is watched by words, ``begin`` and ``tail`` tell the
-    watchdog, too, where no launch in the body does. ``recorded`` holds recordings of the body, by
-    where the operands lie, ``seen`` where they lay once. ``before`` a launch that takes longer in a
-    recording, ``parts`` are what is recorded and what is enqueued beside that, if it can be told
-    apart.
+    Attributes:
+        body: operations that the caller's stream waits for.
+        begin: tells the watchdog that the call begins; None if an event or a launch does.
+        tail: on the lane ``tail_lane``, signals to peers and the watchdog's word of the end.
+        lanes: lanes that run concurrently with the caller's stream.
+        before: preparations of tiled launches, called before anything is enqueued.
+        parts: for a body with tiled launches, which take longer in a recording: the part that is
+            recorded and the part that is not; None if they cannot be separated.
+        recorded: recordings of the body, by the addresses of the operands.
+        seen: addresses of operands that have occurred once.
     """
 
     body: list[Op]
@@ -47,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Memops:
-    """An operation that is waits and writes alone; neighbours on a lane become one."""
+    """An operation of nothing but waits and writes. Neighbours on a lane are merged."""
 
     lane: str
     batch: Batch
@@ -58,7 +61,7 @@ class Memops:
 
     @property
     def whole(self) -> bool:
-        """Whether it cannot be divided, nor joined by others."""
+        """Whether the batch can neither be split nor merged with others."""
         return isinstance(self.batch, Posts)
 
     def __call__(self, call: Call) -> None:
@@ -66,14 +69,14 @@ class Memops:
 
 
 class Posts:
-    """Posts by copies, where stream writes do not reach a peer.
+    """Posts by 4-byte copies, where stream writes do not reach a peer.
 
     Attributes:
-        ops: what would be written.
+        ops: the equivalent stream writes.
     """
 
     def __init__(self, ops: Sequence[MemOp], sources: Sequence[int], driver: Driver) -> None:
-        """``sources``: addresses of words that hold the values."""
+        """``sources``: addresses of words that hold the values of ``ops``."""
         self.ops = tuple(ops)
         copies = [driver.copy(op.address, WORD) for op in ops]
         self._copies = list(zip(copies, sources, strict=True))
@@ -84,8 +87,8 @@ class Posts:
 
 
 class KernelBatch:
-    """Waits and writes by kernels of ficco's, a launch for each run of either. While one waits, a
-    block of the device spins."""
+    """Waits and writes by ficco's kernels: one launch for each run of waits or of writes. While a
+    launch waits, one block spins on the device."""
 
     def __init__(self, ops: Sequence[MemOp], kernels: Kernels, late: int) -> None:
         """``late``: address of a word that is written when a kernel gives up."""
@@ -107,15 +110,16 @@ class KernelBatch:
 
 @dataclass(frozen=True)
 class Launch:
-    """An operation by one launch, which also carries out what is waited for and written around it.
+    """An operation of one kernel launch, which also carries out waits and writes around its work.
 
     Attributes:
-        work: launches it, with what it carries out; copies without that, where it is nothing.
-        arrived: address of the word where the blocks of the launch are counted; 0 if it can carry
-            out nothing.
+        work: launches the kernel with its signals; with None for copies without signals.
+        arrived: address of the word that counts blocks of the launch; 0 if the launch cannot carry
+            out signals.
         mine: addresses of this rank's own words.
-        spins: all of its blocks may wait.
-        sums: it adds up what lies at the peers, and carries out all in front of it.
+        spins: the launch has so few blocks that all may spin.
+        sums: the launch sums data in peers' memory, and carries out all waits and writes before.
+        around: waits and writes that the launch carries out.
     """
 
     work: Callable[[Call, Any], None]
@@ -136,7 +140,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Scripted:
-    """An operation of the caller's stream that is waits and writes, by a launch."""
+    """Waits and writes on the caller's stream, by one kernel launch."""
 
     kernels: Kernels
     script: Script
@@ -145,12 +149,12 @@ class Scripted:
         self.kernels.script(self.script, call.state["compute0"])
 
 
-#: Operations that wait, or may come to.
+#: Operations that wait, or that may take over waits.
 _MAY_BE_STUCK = Memops, Launch
 
 
 def enqueue(run: Run, call: Call) -> None:
-    """Enqueue the body of a program; the lanes begin and end with the caller's stream."""
+    """Enqueue the body of a program. Its lanes fork from the caller's stream and join it."""
     _begin(run, call)
     for op in run.body:
         op(call)
@@ -158,21 +162,21 @@ def enqueue(run: Run, call: Call) -> None:
 
 
 def enqueue_first(run: Run, call: Call) -> None:
-    """Enqueue what comes before the step of the caller's."""
+    """Enqueue the operations before the caller's step."""
     _begin(run, call)
     for op in run.body[: run.body.index(callers)]:
         op(call)
 
 
 def enqueue_rest(run: Run, call: Call) -> None:
-    """Enqueue what comes after it."""
+    """Enqueue the operations after the caller's step."""
     for op in run.body[run.body.index(callers) :]:
         op(call)
     _end(run, call)
 
 
 def enqueue_beside(recording: Recording, rest: Run, call: Call) -> None:
-    """Enqueue a program of which a part was recorded, on the first lane of the rest."""
+    """Replay the recorded part of a program, on the first lane of the rest; enqueue the rest."""
     lanes = call.state
     _begin(rest, call)
     lanes.fork.hold(lanes[rest.lanes[0]])
@@ -183,27 +187,29 @@ def enqueue_beside(recording: Recording, rest: Run, call: Call) -> None:
 
 
 def parted(ops: Sequence[tuple[str, Op]], steps: Sequence[Step]) -> tuple[Run, Run] | None:
-    """What a recording may hold of a body, and the rest: the lanes that share an event with the
-    caller's stream. None if all do.
+    """Split a body into the part that a recording may hold, and the rest.
+
+    The rest are the lanes that share events with the caller's stream, directly or through other
+    lanes. None if all lanes do.
 
     Args:
-        ops: the body, with the lanes of its operations.
-        steps: of its plan.
+        ops: the operations of the body, each with its lane.
+        steps: the steps of the Plan.
     """
     shared = {frozenset((step.lane, steps[index].lane)) for step in steps for index in step.after}
-    live = {"compute0"}
-    while more := {lane for pair in shared if pair & live for lane in pair} - live - {"sync"}:
-        live |= more
+    linked = {"compute0"}
+    while more := {lane for pair in shared if pair & linked for lane in pair} - linked - {"sync"}:
+        linked |= more
     lanes = list(dict.fromkeys(lane for lane, _ in ops))
-    apart = [lane for lane in lanes if lane not in live]
-    if not apart:
+    unlinked = [lane for lane in lanes if lane not in linked]
+    if not unlinked:
         return None
-    recorded = [op for lane, op in ops if lane not in live]
-    rest = [op for lane, op in ops if lane in live]
-    others = [lane for lane in lanes if lane in live and lane != "compute0"]
+    recorded = [op for lane, op in ops if lane not in linked]
+    rest = [op for lane, op in ops if lane in linked]
+    others = [lane for lane in lanes if lane in linked and lane != "compute0"]
     return (
-        Run(recorded, None, [], "sync", tuple(apart)),
-        Run(rest, None, [], "sync", (apart[0], *others)),
+        Run(recorded, None, [], "sync", tuple(unlinked)),
+        Run(rest, None, [], "sync", (unlinked[0], *others)),
     )
 
 
@@ -212,7 +218,7 @@ def _begin(run: Run, call: Call) -> None:
     stream = lanes["compute0"]
     if run.begin is not None or run.lanes:
         lanes.fork.record(stream)
-    if run.begin is not None:  # before anything can be stuck
+    if run.begin is not None:  # before any operation that can get stuck
         lanes.fork.hold(lanes["sync"])
         run.begin.enqueue(lanes["sync"])
 
@@ -223,7 +229,8 @@ def _end(run: Run, call: Call) -> None:
         event = lanes.joins[lane]
         event.record(lanes[lane])
         event.hold(lanes["compute0"])
-    # Parts are merged on any lane. Where they were allocated, nothing may use their memory before.
+    # Parts of attention are merged on any lane. Until then no later work of the lane where a part
+    # was allocated may reuse its memory.
     attended = [lane for lane in run.lanes if call.parts and lane.startswith("compute")]
     if attended:
         lanes.fork.record(lanes["compute0"])
@@ -234,42 +241,42 @@ def _end(run: Run, call: Call) -> None:
 MakeBatch = Callable[[Sequence[MemOp]], Batch]
 
 
-def joined(given: Iterable[tuple[str, Op]], batch: MakeBatch) -> list[tuple[str, Op]]:
-    """The operations of lanes, neighbours on a lane joined where that is possible."""
-    ops: list[tuple[str, Op]] = []
-    for lane, op in given:
-        found: tuple[Op, ...] = (op,)
-        while len(found) == 1 and ops and ops[-1][0] == lane:
-            found = _joined(lane, ops.pop()[1], found[0], batch)
-        ops += [(lane, one) for one in found]
-    return ops
+def joined(ops: Iterable[tuple[str, Op]], batch: MakeBatch) -> list[tuple[str, Op]]:
+    """Merge neighbouring operations of each lane where possible. Each has its lane with it."""
+    merged: list[tuple[str, Op]] = []
+    for lane, op in ops:
+        pending: tuple[Op, ...] = (op,)
+        while len(pending) == 1 and merged and merged[-1][0] == lane:
+            pending = _joined(lane, merged.pop()[1], pending[0], batch)
+        merged += [(lane, op) for op in pending]
+    return merged
 
 
-def _joined(lane: str, one: Op, two: Op, batch: MakeBatch) -> tuple[Op, ...]:
-    """Two operations that follow each other on a lane, by as few calls of the driver, and as
-    little of the stream's time, as may be."""
+def _joined(lane: str, left: Op, right: Op, batch: MakeBatch) -> tuple[Op, ...]:
+    """Merge two neighbouring operations of a lane, so that they take as few driver calls and as
+    little time of the stream as possible."""
 
-    def left(ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
+    def memops(ops: tuple[MemOp, ...]) -> tuple[Op, ...]:
         return (Memops(lane, batch(ops)),) if ops else ()
 
-    # A block that spins takes an SM from products: not where they run meanwhile.
+    # A spinning block takes an SM from products: none may spin while products run.
     spins = lane.startswith("compute")
-    if isinstance(one, Memops) and isinstance(two, Memops):
-        if not (one.whole or two.whole):
-            return (Memops(lane, batch((*one.ops, *two.ops))),)
-    elif isinstance(one, Memops) and isinstance(two, Launch) and two.arrived:
-        if two.sums:
-            around = replace(two.around, front=(*one.ops, *two.around.front))
+    if isinstance(left, Memops) and isinstance(right, Memops):
+        if not (left.whole or right.whole):
+            return (Memops(lane, batch((*left.ops, *right.ops))),)
+    elif isinstance(left, Memops) and isinstance(right, Launch) and right.arrived:
+        if right.sums:
+            around = replace(right.around, front=(*left.ops, *right.around.front))
             if around.fits:
-                return (replace(two, around=around),)
-        elif not one.whole:
-            rest, around = in_front(one.ops, two.around, two.mine, spins and two.spins)
-            return *left(rest), replace(two, around=around)
-    elif isinstance(one, Launch) and isinstance(two, Memops) and one.arrived and not one.sums:
-        around, rest = behind(two.ops, one.around, spins)
-        if not (two.whole and rest):
-            return replace(one, around=around), *left(rest)
-    return one, two
+                return (replace(right, around=around),)
+        elif not left.whole:
+            rest, around = in_front(left.ops, right.around, right.mine, spins and right.spins)
+            return *memops(rest), replace(right, around=around)
+    elif isinstance(left, Launch) and isinstance(right, Memops) and left.arrived and not left.sums:
+        around, rest = behind(right.ops, left.around, spins)
+        if not (right.whole and rest):
+            return replace(left, around=around), *memops(rest)
+    return left, right
 
 
 def by_launches(
@@ -279,41 +286,41 @@ def by_launches(
     kernels: Kernels,
     mine: Container[int],
 ) -> tuple[list[Op], list[Op]] | None:
-    """A call of one lane whose launches also carry out what surrounds its body; None where that is
-    not possible, or takes longer than to do it beside.
+    """Fold the begin and the tail of a call of one lane into launches on the caller's stream; None
+    if that is not possible, or slower than a second stream.
 
     Args:
         body: operations of the caller's stream; at least one.
-        begin: tells the watchdog that a captured call begins.
-        tail: operations behind the body.
+        begin: tells the watchdog that a captured call begins; None for an eager call.
+        tail: operations after the body.
         mine: addresses of this rank's own words.
 
     Returns:
         Body and tail, both for the caller's stream.
     """
-    told = [one for one in tail if isinstance(one, Memops)]
-    rest = tuple(op for one in told for op in one.ops)
-    if len(told) < len(tail) or not Around(rear=rest).fits:
+    batches = [op for op in tail if isinstance(op, Memops)]
+    rear = tuple(op for batch in batches for op in batch.ops)
+    if len(batches) < len(tail) or not Around(rear=rear).fits:
         return None
-    found: list[Op] = [*body]
+    folded: list[Op] = [*body]
     if begin is not None:
-        # By the first that can be stuck. A replay that has not come there is none yet to the
-        # watchdog, as one that is only enqueued.
-        at = next((i for i, op in enumerate(found) if isinstance(op, _MAY_BE_STUCK)), 0)
-        first = found[at]
+        # The first operation that can get stuck writes the word of the watchdog. To the watchdog a
+        # replay that has not reached it looks like a call that is only enqueued.
+        at = next((i for i, op in enumerate(folded) if isinstance(op, _MAY_BE_STUCK)), 0)
+        first = folded[at]
         if isinstance(first, Launch) and first.arrived:
             around = replace(first.around, begin=begin.ops)
-            found[at] = replace(first, around=around)
+            folded[at] = replace(first, around=around)
         elif isinstance(first, Memops) and not first.whole:
             around = Around(begin.ops, first.ops)
-            found[at] = Scripted(kernels, script(first.ops, mine, aside=begin.ops))
+            folded[at] = Scripted(kernels, script(first.ops, mine, aside=begin.ops))
         else:
             return None
         if not around.fits:
             return None
-    if isinstance(last := found[-1], Launch) and last.sums:
-        found[-1] = replace(last, around=replace(last.around, rear=rest))
-        return found, []
+    if isinstance(last := folded[-1], Launch) and last.sums:
+        folded[-1] = replace(last, around=replace(last.around, rear=rear))
+        return folded, []
     if begin is None:
         return None
-    return found, [Scripted(kernels, script(rest, mine))]
+    return folded, [Scripted(kernels, script(rear, mine))]

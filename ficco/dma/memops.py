@@ -1,4 +1,4 @@
-"""Waits and writes of words on a stream, and which of them a launch can see to."""
+"""Waits and writes of words on a stream, and which of them a kernel launch can carry out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MemOp(NamedTuple):
 
     @property
     def words(self) -> tuple[tuple[int, int], ...]:
-        """The same as 32-bit words, in the order in which they are written: address and value."""
+        """Address and value of each 32-bit word, in the order in which they are written."""
         if self.kind != WRITE_64:
             return ((self.address, self.value),)
         return (self.address + 4, self.value >> 32), (self.address, self.value & 0xFFFFFFFF)
@@ -30,13 +30,13 @@ class MemOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Around:
-    """What a launch sees to around its work.
+    """Waits and writes that a launch carries out around its work.
 
     Attributes:
-        begin: writes at its begin, for which nothing waits.
-        front: carried out in front of all work. What is waited for at its end every block waits
-            for, the rest is carried out once.
-        rear: carried out once, behind all work.
+        begin: writes at the start of the launch. No other operation is ordered after them.
+        front: carried out before any of the work. Every block carries out the waits at the end of
+            ``front``; one block carries out the operations before them.
+        rear: carried out once, after all of the work.
     """
 
     begin: tuple[MemOp, ...] = ()
@@ -45,11 +45,11 @@ class Around:
 
     @property
     def fits(self) -> bool:
-        """Whether a launch can see to so much."""
+        """Whether one launch has room for the operations."""
         return max(len(self.begin) + len(self.front), len(self.rear)) <= MAX_SIGNALS
 
     def signals(self, arrived: int, mine: Container[int]) -> Signals:
-        """The same for a launch; ``mine`` are addresses of this rank's own words."""
+        """Arguments of a launch; ``mine`` are addresses of this rank's own words."""
         front = script(self.front, mine, everyone=True, aside=self.begin)
         return Signals(arrived, front, script(self.rear, mine))
 
@@ -57,30 +57,30 @@ class Around:
 def in_front(
     ops: Sequence[MemOp], around: Around, mine: Container[int], spins: bool
 ) -> tuple[tuple[MemOp, ...], Around]:
-    """Leave to a launch of copies what comes in front of it: what is written, for which it has no
-    need to wait, and so does behind its work, and in front of that, if it may spin, what is waited
-    for. Words of this rank's own are written before any peer's. Returns what stays in front, and
-    what the launch sees to."""
-    # Not in front of what it waits for already: a peer may need that first.
+    """Fold the operations before a launch of copies into it: writes go after its work, since the
+    copies need not wait for them; waits go before its work if the launch may spin (``spins``). This
+    rank's own words (``mine``) are written before words of peers. Returns the operations that stay
+    on the stream before the launch, and those that the launch carries out."""
+    # Writes do not move past waits of the launch: a peer may have to see them first.
     writes = [] if around.front else list(takewhile(_writes, reversed(ops)))[::-1]
     rest = ops[: len(ops) - len(writes)]
     waits = list(takewhile(lambda op: spins and not _writes(op), reversed(rest)))[::-1]
     own = [op for op in writes if op.address in mine]
     others = [op for op in writes if op.address not in mine]
-    before = list(takewhile(lambda op: _writes(op) and op.address in mine, around.rear))
-    rear = (*own, *before, *others, *around.rear[len(before) :])
-    found = replace(around, front=(*waits, *around.front), rear=rear)
-    if not found.fits:
+    rear_own = list(takewhile(lambda op: _writes(op) and op.address in mine, around.rear))
+    rear = (*own, *rear_own, *others, *around.rear[len(rear_own) :])
+    folded = replace(around, front=(*waits, *around.front), rear=rear)
+    if not folded.fits:
         return tuple(ops), around
-    return tuple(rest[: len(rest) - len(waits)]), found
+    return tuple(rest[: len(rest) - len(waits)]), folded
 
 
 def behind(ops: Sequence[MemOp], around: Around, spins: bool) -> tuple[Around, tuple[MemOp, ...]]:
-    """Leave to a launch of copies what comes behind it, up to what is waited for, if it may not
-    spin. Returns what the launch sees to, and what stays behind."""
+    """Fold the operations after a launch of copies into it, but none from the first wait on if the
+    launch may not spin. Returns all that the launch carries out, and the rest."""
     taken = tuple(takewhile(lambda op: spins or _writes(op), ops))
-    found = replace(around, rear=(*around.rear, *taken))
-    return (found, tuple(ops[len(taken) :])) if found.fits else (around, tuple(ops))
+    folded = replace(around, rear=(*around.rear, *taken))
+    return (folded, tuple(ops[len(taken) :])) if folded.fits else (around, tuple(ops))
 
 
 def _writes(op: MemOp) -> bool:
@@ -93,15 +93,18 @@ def script(
     everyone: bool = False,
     aside: Sequence[MemOp] = (),
 ) -> Script:
-    """What a stream would carry out, as one launch does. What is written elsewhere is seen behind
-    all that comes before. With ``everyone`` each block carries out the waits at the end. For the
-    writes of ``aside`` nothing waits."""
+    """Waits and writes of a stream as a script of one launch, after the writes ``aside``, which no
+    other step is ordered after. With ``everyone`` every block carries out the waits at the end.
+
+    A run of writes to peers (words that are not in ``mine``) becomes visible after all writes
+    before it: its first write is a release.
+    """
     steps = [ScriptStep(op.address, op.value, wide=op.kind == WRITE_64) for op in aside]
-    told = False  # the step before writes elsewhere, too
+    released = False  # the step before writes to a peer, too
     for op in ops:
-        tells = _writes(op) and op.address not in mine
-        wide, seen = op.kind == WRITE_64, tells and not told
-        steps.append(ScriptStep(op.address, op.value, not _writes(op), wide, seen))
-        told = tells
+        to_peer = _writes(op) and op.address not in mine
+        wide, release = op.kind == WRITE_64, to_peer and not released
+        steps.append(ScriptStep(op.address, op.value, not _writes(op), wide, release))
+        released = to_peer
     shared = len(list(takewhile(lambda step: step.waits, reversed(steps)))) if everyone else 0
     return Script(tuple(steps), len(aside), len(steps) - shared)

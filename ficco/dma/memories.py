@@ -1,4 +1,4 @@
-"""Memory of GPUs that the ranks of a group share, and the signal words in it."""
+"""GPU memory that the ranks of a group share, and the signal words in it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ficco.dma.host import Meeting
 from ficco.dma.rendezvous import Rendezvous, symmetric
 from ficco.errors import BackendError
 
-#: Sizes of memory that is shared by handles are multiples of these bytes, of the second if they
-#: are larger: handles of more than 2 MiB were refused where they were no multiple of it (ROCm 4).
+#: Sizes of memory shared by handles are multiples of PAGE bytes; of LARGE bytes if they exceed
+#: LARGE. ROCm 4 refused handles of more than 2 MiB whose size was no multiple of 2 MiB.
 PAGE, LARGE = 4096, 1 << 21
-#: Distance of words that lie in one allocation of their own, in bytes.
+#: Bytes between the words of a separate allocation.
 WORD_STRIDE = 64
-#: Words after the signals of a slot: a 0 and a 1 to copy from, one that nobody reads, and one for
-#: each of so many lanes, where the blocks of a launch of copies are counted.
+#: Words after the signals of a slot: a 0 and a 1 to copy from, a word that is never read, and for
+#: each of the first COUNTED_LANES lanes a word that counts the blocks of its launches.
 CONSTANTS, COUNTED_LANES = 3, 13
 SCRATCH = CONSTANTS + COUNTED_LANES
-#: Seconds between two looks at whether calls are over.
+#: Seconds between two checks for calls in flight.
 PAUSE_S = 1e-4
 
 
@@ -37,11 +37,11 @@ def align(nbytes: int, to: int = 512) -> int:
     return -(-nbytes // to) * to
 
 
-#: Allocates symmetric memory of at least so many bytes, with a serial number. Collective.
+#: Allocates symmetric memory of at least the given bytes, with a serial number. Collective.
 Allocate = Callable[[int, int], Symmetric]
 
 
-# PyTorch's.
+# PyTorch's symmetric memory.
 
 
 class TorchMapped(Symmetric):
@@ -52,12 +52,12 @@ class TorchMapped(Symmetric):
     ) -> None:
         self._engine, self.serial, self.nbytes = engine, serial, (nbytes := align(nbytes))
         self._handle: Any = None
-        # Not on the caller's stream, which may be captured, nor in the caller's mode.
+        # Not on the caller's stream, which may be captured, nor in the caller's inference mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
             self.tensor = symmetric(nbytes, engine.device)
             self.tensor.zero_()
             engine.settle(engine.side.handle)
-            # Every rank has zeroed its part before any rank learns of it.
+            # Every rank zeroes its part before it publishes the part to its peers.
             addresses = [self.tensor.data_ptr()]
             if engine.hosts.near.size() > 1:
                 self._handle = rendezvous.meet(self.tensor)
@@ -72,16 +72,16 @@ class TorchMapped(Symmetric):
         return part
 
     def free(self) -> None:
-        """At a standstill; where there is none, a later ``free`` does it."""
+        """Free the memory at a standstill. Without one, a later ``free`` frees it."""
         unwanted.append(self)
         with standstill(self._engine.timeout_s) as stands:
-            # Fails where another thread captures a graph of its own, or the device has.
+            # Fails if another thread captures a graph, or if the device has failed.
             with contextlib.suppress(RuntimeError):
                 if stands:
                     torch.cuda.synchronize(self._engine.device)
                 while stands and unwanted:
-                    one = unwanted.pop()
-                    del one.tensor, one._handle
+                    memory = unwanted.pop()
+                    del memory.tensor, memory._handle
 
 
 def torch_memory(engine: StreamEngine) -> Allocate:
@@ -91,17 +91,17 @@ def torch_memory(engine: StreamEngine) -> Allocate:
 
 #: PyTorch's memory to be freed once no call is in flight.
 unwanted: list[TorchMapped] = []
-#: The engines of this process that are not closed; changed and gone through at a closed gate.
+#: The open engines of this process. Modified and iterated only while the gate is closed.
 open_engines: weakref.WeakSet[StreamEngine] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def standstill(timeout_s: float) -> Iterator[bool]:
-    """Wait until no call of this process is in flight; none begins within the block. Gives False
-    where another thread begins one meanwhile, or some do not end in time.
+    """Wait until no call of this process is in flight, and let no call begin within the block.
 
-    To free memory is to wait for the device, and PyTorch and hip-python 7.2 keep the interpreter
-    meanwhile: a call that is half enqueued would never get further, nor would its peers.
+    Yields False if another thread begins a call meanwhile, or if calls do not end in time. Freeing
+    memory waits for the device while PyTorch and hip-python 7.2 hold the interpreter lock: a call
+    that is half enqueued would never proceed, nor would its peers.
     """
     passed, end = GATE.passed, time.monotonic() + timeout_s
     while True:
@@ -113,14 +113,14 @@ def standstill(timeout_s: float) -> Iterator[bool]:
         time.sleep(PAUSE_S)
 
 
-# By handles.
+# Memory shared by handles.
 
 
 class Shared:
-    """Allocations of this rank that its peers can map, and theirs. Making them is collective.
+    """Allocations of all ranks, which can be mapped by peers. The constructor is collective.
 
-    A rank must not free what a peer still maps. Each therefore says in host memory when it has let
-    go of what its peers own.
+    A rank must not free memory that a peer still maps. Each rank therefore sets a flag in host
+    memory once it has unmapped the allocations of its peers.
     """
 
     def __init__(
@@ -140,49 +140,51 @@ class Shared:
                 self._handles.fill(address, nbytes, side)
             engine.settle(side)
             shared = b"".join(self._handles.share(address) for address in self.mine)
-            self._each, self._flag = len(shared) // max(count, 1), len(shared)
-            self._meeting = Meeting(engine, purpose, self._flag + 1)  # the flag: it has let go
+            self._handle_bytes, self._flag_offset = len(shared) // max(count, 1), len(shared)
+            self._meeting = Meeting(
+                engine, purpose, self._flag_offset + 1
+            )  # the flag: all is unmapped
             self._shared = self._meeting.gather(shared)
         except BaseException:
             self._meeting = None
-            with contextlib.suppress(BackendError):  # the first error tells more
+            with contextlib.suppress(BackendError):  # raise the first error
                 engine.settle(side)
                 self.destroy()
             raise
         self._graveyard.living.append(self)
 
     def mapped(self, rank: int, index: int) -> int:
-        """Where an allocation of a rank is mapped here; a peer's is mapped when first asked for."""
+        """Address of a rank's allocation in this process. The first use maps a peer's."""
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:
             shared = self._shared[rank - self._hosts.first]
-            handle = shared[index * self._each :][: self._each]
+            handle = shared[index * self._handle_bytes :][: self._handle_bytes]
             self._open[rank, index] = self._handles.open_shared(handle)
         return self._open[rank, index]
 
     def free(self) -> None:
-        """Once peers let go of it, too."""
+        """Free the allocations once all ranks have unmapped them."""
         self._graveyard.dead.append(self)
 
     def let_go(self) -> None:
-        """Unmap what is the peers', and tell them."""
+        """Unmap the allocations of peers, and set the flag."""
         for key, address in list(self._open.items()):
             self._handles.close_shared(address)
             del self._open[key]
         if self._meeting is not None:
-            self._meeting.maps[self._meeting.rank][self._flag] = 1
+            self._meeting.maps[self._meeting.rank][self._flag_offset] = 1
 
     def awaited(self) -> bool:
-        """Whether peers have to let go of it, too: closing waits for them."""
+        """Whether closing has to wait for peers to unmap the memory."""
         return True
 
     def freeable(self) -> bool:
-        """Whether all ranks have let go."""
-        return self._meeting is None or all(part[self._flag] for part in self._meeting.maps)
+        """Whether all ranks have unmapped the allocations of their peers."""
+        return self._meeting is None or all(part[self._flag_offset] for part in self._meeting.maps)
 
     def destroy(self) -> None:
-        """Give the memory back; nobody may map it any more."""
+        """Free the memory; no process may still map it."""
         while self.mine:
             self._handles.free(self.mine[-1])
             self.mine.pop()
@@ -193,7 +195,7 @@ class Shared:
 class SharedMapped(Shared, Symmetric):
     """One allocation per rank, shared by its handle."""
 
-    #: Gives what lives for as long as any tensor looks into the memory.
+    #: A weak reference to an object that lives as long as any tensor of the memory.
     _keeper: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, engine: StreamEngine, nbytes: int, serial: int) -> None:
@@ -204,27 +206,26 @@ class SharedMapped(Shared, Symmetric):
         self.tensor, keeper = self._driver.tensor(self.mine[0], nbytes)
         self._keeper = weakref.ref(keeper)
         mapped = [self.mapped(rank, 0) for rank in engine.hosts.here]
-        self.addresses = engine.hosts.spread(mapped, 0)  # none of the ranks of other hosts
+        self.addresses = engine.hosts.spread(mapped, 0)  # 0 for ranks of other hosts
 
     def part(self, rank: int) -> torch.Tensor:
         return self._driver.peers(self.addresses[rank], self.nbytes)
 
     def let_go(self) -> None:
-        """Drop what this rank holds of it; tensors of the caller's keep it."""
+        """Drop this rank's tensor and mappings. Tensors of the caller keep the memory."""
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         super().let_go()
 
     def awaited(self) -> bool:
-        """As above, unless the caller still has a tensor of it once this rank has let go."""
+        """As above, but False while only a tensor of the caller keeps the memory."""
         return self._keeper() is None or self.tensor.numel() > 0
 
     def freeable(self) -> bool:
-        """Whether nobody uses it any more, here or at a peer."""
+        """Whether neither a tensor of this process nor a peer uses the memory."""
         return self._keeper() is None and super().freeable()
 
 
-#: Where buffers come from, by name: the vendor's allocations, which are shared by handles, or
-#: PyTorch's.
+#: Allocators of symmetric memory: the vendor's allocations, shared by handles, and PyTorch's.
 MEMORIES: dict[str, Callable[[StreamEngine], Allocate]] = {
     "ipc": lambda engine: partial(SharedMapped, engine),
     "torch": torch_memory,
@@ -232,55 +233,54 @@ MEMORIES: dict[str, Callable[[StreamEngine], Allocate]] = {
 
 
 class Graveyard:
-    """What is freed once no peer maps it any more, and no tensor looks into it."""
+    """Memory to be freed once no peer maps it and no tensor uses it."""
 
     def __init__(self) -> None:
-        self.living: list[Any] = []  # all that is not freed
-        self.dead: list[Any] = []  # of these, what this rank wants to free
+        self.living: list[Any] = []  # all memory that is not freed
+        self.dead: list[Any] = []  # the memory of ``living`` that this rank wants to free
 
     def sweep(self, timeout_s: float = 0.0) -> None:
-        """Free what is no longer used, here or by peers, at a standstill."""
-        if self.dead or _left:
+        """Free memory that neither this rank nor a peer uses, at a standstill."""
+        if self.dead or _leftovers:
             with standstill(timeout_s) as stands:
                 if stands:
                     self._sweep()
 
     def _sweep(self) -> None:
-        for one in list(self.dead):
-            one.let_go()
-            if one.freeable():
-                one.destroy()
-                self.dead.remove(one)
-                self.living.remove(one)
-        for _ in range(len(_left)):
-            # Another thread sweeps, too; whoever closed the group has been told what fails.
+        for memory in list(self.dead):
+            memory.let_go()
+            if memory.freeable():
+                memory.destroy()
+                self.dead.remove(memory)
+                self.living.remove(memory)
+        for _ in range(len(_leftovers)):
+            # Another thread may sweep, too. Errors were reported when the group was closed.
             with contextlib.suppress(IndexError, BackendError):
-                one = _left.popleft()
-                if one.freeable():
-                    one.destroy()
+                memory = _leftovers.popleft()
+                if memory.freeable():
+                    memory.destroy()
                 else:
-                    _left.append(one)
+                    _leftovers.append(memory)
 
     def leave(self) -> None:
-        """Leave what is not freed yet to later engines of the process."""
-        _left.extend(self.dead)
+        """Leave memory that is not freed yet to later engines of the process."""
+        _leftovers.extend(self.dead)
 
 
-#: What a peer, or a tensor of the caller's, used for longer than closing waits.
-_left: deque[Any] = deque()
+#: Memory that a peer, or a tensor of the caller, used for longer than closing waits.
+_leftovers: deque[Any] = deque()
 
 
 # Signal words.
 
 
 class SlotWords:
-    """The signal words of a slot, on every rank, at rest. They lie in the slot's own memory, in
-    front of the data.
+    """The signal words of a slot on every rank, in the slot's memory, before the data.
 
     Attributes:
-        count: how many.
-        own: addresses of this rank's, as far as they are one range.
-        nobodys: address of a word of this rank that nobody reads.
+        count: number of words of each rank.
+        own: addresses of this rank's words; empty if they are not one range.
+        nobodys: address of a word of this rank that is never read.
     """
 
     def __init__(self, memory: Symmetric, count: int, rank: int) -> None:
@@ -290,7 +290,7 @@ class SlotWords:
         self.nobodys = self.constant(2)
 
     def address(self, rank: int, word: int) -> int:
-        """Where a word of a rank is mapped here; after the last one, a word to try writes on."""
+        """Address of a rank's word in this process; index ``count`` is a word for test writes."""
         return self._addresses[rank] + (word if word < self.count else word + 2) * WORD
 
     def constant(self, value: int) -> int:
@@ -298,17 +298,17 @@ class SlotWords:
         return self.own.stop + value * WORD
 
     def counter(self, lane: int) -> int:
-        """Address of the word where blocks of a lane's launches are counted; 0 if there is none."""
+        """Address of the word that counts blocks of a lane's launches; 0 if it has no such word."""
         return self.constant(CONSTANTS + lane) if lane < COUNTED_LANES else 0
 
     def runs(self, rank: int) -> Sequence[tuple[int, int]]:
-        """Address and number of those that lie together."""
+        """Address and number of words of each contiguous range."""
         return [(self._addresses[rank], self.count)]
 
 
 class OwnWords(Shared):
-    """As :class:`SlotWords`, in allocations of their own: one of the kind ``"signal"`` for each,
-    since such memory comes by a word, or one for all."""
+    """As :class:`SlotWords`, in separate allocations: one for each word if they are of the kind
+    ``"signal"``, whose allocations hold a single word; else one for all words."""
 
     own = range(0)
 
@@ -317,14 +317,14 @@ class OwnWords(Shared):
     ) -> None:
         self.count, self._constants = count, constants
         self.nobodys = self.constant(2)
-        self._single = kind == "signal"
-        each = count, engine.driver.word_bytes
-        one = 1, max(count, 1) * WORD_STRIDE
+        self._separate = kind == "signal"
+        separate = count, engine.driver.word_bytes
+        joint = 1, max(count, 1) * WORD_STRIDE
         purpose = f"{engine.name} signals {serial}"
-        super().__init__(engine, kind, *(each if self._single else one), purpose)
+        super().__init__(engine, kind, *(separate if self._separate else joint), purpose)
 
     def address(self, rank: int, word: int) -> int:
-        if self._single:
+        if self._separate:
             return self.mapped(rank, word)
         return self.mapped(rank, 0) + word * WORD_STRIDE
 

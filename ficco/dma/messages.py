@@ -1,8 +1,7 @@
-"""What a network step sends and receives: regions, or strided batches of them, of which a call may
-have only some rows.
+"""Messages of a network step: regions, or strided batches of regions.
 
-Both ends of a move know which rows a call has, so that a message has these alone, one after the
-other, and there is none where there are no rows.
+A call may have only some rows of a region. Both ends of a move know which, so a message holds just
+these rows, packed; without rows there is no message.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ficco.plan import Plan, Region, Transfer
 
 
 class Message(NamedTuple):
-    """A side of a move between hosts: this rank's region, or a batch of them, sent to a peer or
-    received from it, one after the other."""
+    """This rank's end of a move between hosts: a region or batch of regions, which is sent to a
+    peer (``outward``) or received from it."""
 
     outward: bool
     peer: int
@@ -29,19 +28,19 @@ class Message(NamedTuple):
 
 
 def messages(plan: Plan, step: int) -> list[Message]:
-    """What a network step sends and receives, without what is always empty."""
-    found = []
+    """The messages of a network step, except those that are always empty."""
+    nonempty = []
     for move in plan.steps[step].moves:
         outward = move.src.rank == plan.rank
         mine, peer = (move.src, move.dst.rank) if outward else (move.dst, move.src.rank)
         if move.elements:
-            found.append(Message(outward, peer, mine, move))
-    return found
+            nonempty.append(Message(outward, peer, mine, move))
+    return nonempty
 
 
 def most_bytes(plan: Plan, message: Message) -> int:
-    """The most bytes that a message has, where a call may have only some of its rows: no more than
-    where it goes has room for."""
+    """The most bytes that a message of any call has: at most the destination's capacity, if calls
+    have only some of the rows."""
     region, move = message.region, message.move
     rows = move.batch * region.rows
     if filled(plan, region):
@@ -50,53 +49,53 @@ def most_bytes(plan: Plan, message: Message) -> int:
 
 
 def parts_of(program: Program, message: Message) -> Callable[[Call], list[torch.Tensor]]:
-    """What a call has of a message, on this rank; nothing if it has no such rows, which both sides
-    know."""
+    """A function that returns a call's tensors of a message on this rank; empty if the call has no
+    rows of it, at either end."""
     plan, places, (outward, _, region, move) = program.plan, buffers_of(program), message
     if not filled(plan, region):
         stride = move.src_stride if outward else move.dst_stride
         view = places.batch(region, move.batch, stride)
         return lambda call: [view(call)]
-    found, rows = moves(plan, move), places.rows(region)
+    moves_of, rows = moves(plan, move), places.rows(region)
 
     def parts(call: Call) -> list[torch.Tensor]:
-        there = found(call.filled or EMPTY)
-        first = (there.src if outward else there.dst).tolist()
-        each = zip(first, there.rows.tolist(), strict=True)
-        return [rows(call, at, at + count) for at, count in each]
+        present = moves_of(call.filled or EMPTY)
+        first = (present.src if outward else present.dst).tolist()
+        spans = zip(first, present.rows.tolist(), strict=True)
+        return [rows(call, at, at + count) for at, count in spans]
 
     return parts
 
 
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of some parts, contiguous: where they are so already, themselves."""
+    """The elements of ``parts``, contiguous; without a copy if they are contiguous already."""
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
 
 
 def joint_room(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Contiguous memory for the elements of some parts: where they are so already, themselves."""
+    """Contiguous memory for the elements of ``parts``: a single contiguous part, else new."""
     if len(parts) == 1 and parts[0].is_contiguous():
         return parts[0]
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
 def put_together(parts: Sequence[torch.Tensor], joint: torch.Tensor) -> None:
-    """Bring parts to such memory of their own."""
-    for part, some in _along(parts, joint):
-        some.copy_(part, non_blocking=True)
+    """Copy ``parts`` into contiguous memory."""
+    for part, packed in _pairs(parts, joint):
+        packed.copy_(part, non_blocking=True)
 
 
 def take_apart(joint: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Bring what has come to such memory to the parts, unless it is theirs."""
-    for part, some in _along(parts, joint) if joint is not parts[0] else ():
-        part.copy_(some, non_blocking=True)
+    """Copy contiguous memory into ``parts``, unless it is the memory of the single part."""
+    for part, packed in _pairs(parts, joint) if joint is not parts[0] else ():
+        part.copy_(packed, non_blocking=True)
 
 
-def _along(
+def _pairs(
     parts: Sequence[torch.Tensor], joint: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    each = joint.view(-1).split([part.numel() for part in parts])
-    return ((part, some.view(part.shape)) for part, some in zip(parts, each, strict=True))
+    pieces = joint.view(-1).split([part.numel() for part in parts])
+    return ((part, piece.view(part.shape)) for part, piece in zip(parts, pieces, strict=True))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

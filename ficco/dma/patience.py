@@ -1,4 +1,4 @@
-"""How long a rank waits for its peers, and the warnings meanwhile."""
+"""Timeouts of waits for peers, and the warnings before the timeout."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ if TYPE_CHECKING:
 
 #: Seconds of a wait before the first warning; the next warning comes after twice as long.
 WARN_AFTER_S = 60.0
-#: Seconds that a call waits for a peer where PyTorch does not say how long the group waits: the
-#: default of PyTorch's NCCL groups.
+#: Timeout in seconds if PyTorch does not report the group's: the default of NCCL groups.
 DEFAULT_S = 600.0
 
 LOGGER = logging.getLogger("ficco")
 
 
 def limit_of(group: ProcessGroup, device: torch.device) -> float:
-    """The default limit of a call in seconds: the ``timeout`` with which the group was made, which
-    limits the group's own collectives, too."""
+    """The default timeout of a call in seconds: the ``timeout`` of the group's own collectives."""
     try:
         limit = group._get_backend(device).options._timeout.total_seconds()
-    except (AttributeError, RuntimeError):  # a backend without such options, or none for the device
+    except (AttributeError, RuntimeError):  # a backend without a timeout, or no backend
         return DEFAULT_S
     return float(limit) if limit > 0 else DEFAULT_S
 
 
 class Patience:
-    """One wait for a peer. It begins when this object is made.
+    """One wait for a peer, which begins when this object is created.
 
     Attributes:
-        begin: the time of that, by ``time.monotonic``.
+        begin: start of the wait, by ``time.monotonic``.
     """
 
     def __init__(self) -> None:
@@ -44,7 +42,7 @@ class Patience:
 
     @property
     def seconds(self) -> float:
-        """How long the wait has lasted."""
+        """Duration of the wait so far."""
         return time.monotonic() - self.begin
 
     def ends(
@@ -59,7 +57,7 @@ class Patience:
 
         Args:
             error: makes the error from the seconds of the wait.
-            seconds: of the wait, if it did not begin with this object.
+            seconds: duration of the wait, if it did not begin with this object.
         """
         seconds = self.seconds if seconds is None else seconds
         if seconds > limit_s:

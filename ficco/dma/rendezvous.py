@@ -1,10 +1,10 @@
-"""PyTorch's symmetric memory for the ranks of one group, whatever their other groups do.
+"""PyTorch's symmetric memory for the ranks of one group, independent of their other groups.
 
 PyTorch numbers the exchanges of its rendezvous per process, over all groups, and writes them to the
-group's store under that number: ranks that have had a different number of them, in groups that not
-all share, never meet (PyTorch 2.11; pytorch #196082). ficco's groups therefore have a store that
-numbers them anew. And two threads of a process cannot meet their peers at the same time, nor take
-memory to meet with: that comes out of a pool which one thread can fill.
+group's store under that number. Ranks that have had different numbers of exchanges, in groups that
+not all ranks share, never meet (PyTorch 2.11; pytorch #196082). ficco's groups therefore have a
+store that renumbers exchanges. In addition, two threads of a process can neither meet their peers
+nor allocate memory for a rendezvous at the same time: one thread at a time may fill the pool.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ficco.errors import MEETING, SignalTimeout
 
 _lock = threading.Lock()
 _filling = threading.Lock()
-_names = itertools.count()  # of groups, which differ within a process
+_names = itertools.count()  # for names of groups, unique within a process
 
 
 def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory that peers can reach once they have met."""
+    """Allocate memory that peers can map in a rendezvous."""
     with _filling:
         return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -56,7 +56,7 @@ class Renumbered(dist.Store):
         self._meeting, self._numbers = "", dict[str, int]()
 
     def begin(self, meeting: str) -> None:
-        """Number the exchanges of a rendezvous, whose name no other one in the store has."""
+        """Begin to number the exchanges of a rendezvous, whose name is unique in the store."""
         self._meeting, self._numbers = meeting, {}
 
     def _key(self, key: str) -> str:
@@ -76,7 +76,7 @@ class Renumbered(dist.Store):
 
 
 class Rendezvous:
-    """Where the ranks of an engine that share a host meet to make symmetric memory. Making one is
+    """Rendezvous of an engine's ranks on one host, to share symmetric memory. The constructor is
     collective."""
 
     def __init__(self, engine: Engine) -> None:
@@ -85,27 +85,27 @@ class Rendezvous:
         self._store = Renumbered(dist.PrefixStore("ficco/rendezvous", store_of(near)))
         group: Any = f"ficco {next(_names)}"  # newer releases have a type for names
         self._group = group
-        # The registry does not keep it.
+        # The registry does not keep the group alive.
         self._near = dist.ProcessGroup(self._store, near.rank(), near.size())
         _register_process_group(group, self._near)
         weakref.finalize(self, _unregister_process_group, group).atexit = False
-        # Of each rank: the number of its rendezvous, and a token. 64-bit words, written whole.
+        # For each rank the number of its rendezvous and a token: 64-bit words, written atomically.
         host = HostMemory(near, 16, engine.timeout_s, "symmetric memory")
         self._words = [np.frombuffer(part, np.int64, 2) for part in host.maps]
         self._words[near.rank()][1] = secrets.randbits(62)
 
     def meet(self, tensor: torch.Tensor) -> Any:
-        """PyTorch's handle of symmetric memory in which all ranks put their tensor. Collective.
+        """PyTorch's handle of the symmetric memory of all ranks' tensors. Collective.
 
         Raises:
-            SignalTimeout: a rank does not come.
+            SignalTimeout: a rank is absent.
         """
         engine, self._meeting = self._engine, self._meeting + 1
         patience, limit = Patience(), engine.timeout_s
         me, count = engine.hosts.near.rank(), engine.hosts.near.size()
 
         def absent(seconds: float) -> SignalTimeout:
-            """Ranks come in their order: the first that is not here is whom all wait for."""
+            """Ranks arrive in order, so that all wait for the first one that is absent."""
             missing = [place for place, words in enumerate(self._words) if words[0] < self._meeting]
             return SignalTimeout(
                 operator=engine.operator,
@@ -127,12 +127,12 @@ class Rendezvous:
 
             drained(here, math.inf, interrupt)
 
-        # Every rank holds its process's lock meanwhile. They take it in the order of ranks, as
-        # all groups do, so that no two groups wait for each other.
+        # Every rank holds its process's lock during the rendezvous. The ranks of every group take
+        # the lock in rank order, so that no two groups deadlock.
         if me:
             wait_for(me - 1)
-        rest = max(0.0, limit - patience.seconds)
-        if not _lock.acquire(timeout=min(rest, threading.TIMEOUT_MAX)):
+        remaining = max(0.0, limit - patience.seconds)
+        if not _lock.acquire(timeout=min(remaining, threading.TIMEOUT_MAX)):
             raise absent(patience.seconds)
         try:
             self._words[me][0] = self._meeting

@@ -1,4 +1,4 @@
-"""Recordings of calls, replayed for operands at the same addresses: a fraction of the host time."""
+"""Recordings of calls, replayed for operands at the same addresses to save host time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ficco.dma.gate import GATE
 from ficco.dma.lane_ops import Run, enqueue
 from ficco.errors import BackendError
 
-#: Recordings that are kept, over all programs. One takes about 0.2 MB of the device's memory (H200,
-#: 2 ranks, growing).
+#: Recordings to keep, over all programs. A recording takes about 0.2 MB of the device's memory
+#: (H200, 2 ranks, growing).
 MAX_RECORDED = 512
 
-#: What changes the kernels that PyTorch picks for the same operands.
+#: Getters of the settings that affect which kernels PyTorch picks for the same operands.
 _SETTINGS = [
     getter
     for name in (
@@ -35,7 +35,7 @@ _SETTINGS = [
     )
     if (getter := getattr(torch._C, name, None)) is not None
 ]
-# Newer releases refuse to answer by the old name once the new one has been used.
+# In newer releases the old getter raises once the new API has been used.
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _SETTINGS.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
 else:
@@ -43,8 +43,8 @@ else:
 
 
 class _Recorder:
-    """A stream, its lanes and a memory pool to record calls of one caller's stream with. Their
-    recordings may share these: they are replayed one after the other, on that stream."""
+    """A stream, its lanes and a memory pool to record the calls of one caller's stream. Recordings
+    share them, since their replays follow each other on that stream."""
 
     def __init__(self, driver: Driver) -> None:
         self.stream, self.pool = driver.stream_for("recorded compute0"), torch.cuda.MemPool()
@@ -58,16 +58,16 @@ class Replays:
         self._driver = driver
         self._recorders: dict[int, _Recorder] = {}
         self._recorded: deque[tuple[weakref.ref[Run], Any]] = deque()  # the oldest first
-        # What a graph launches is not bound to the order in which it was recorded: on one hardware
-        # queue a wait could come before that which it waits for.
+        # A graph need not launch its nodes in the order of recording: with a single hardware queue
+        # a wait could be queued before the operation that it waits for.
         self.possible = driver.records and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
     def __len__(self) -> int:
         return len(self._recorded)
 
     def find(self, run: Run, call: Call, raw: int) -> Recording | None:
-        """The body for operands that lie where these do; None at first sight. ``raw`` is the
-        caller's stream."""
+        """The recording of a body for the addresses of a call's operands; None at their first use.
+        ``raw`` is the caller's stream."""
         key = (raw, *operands_key(call), *[setting() for setting in _SETTINGS])
         recording = run.recorded.get(key)
         if recording is not None:
@@ -80,7 +80,7 @@ class Replays:
         with GATE.recording() as allowed:
             recording = self._record(run, call, raw) if allowed else None
         if recording is not None:
-            self._make_room()
+            self._evict()
             self._recorded.append((weakref.ref(run), key))
             run.recorded[key] = recording
         return recording
@@ -89,9 +89,8 @@ class Replays:
         self._recorders.clear()
         self._recorded.clear()
 
-    def _make_room(self) -> None:
-        """Let go of the oldest recording where there are too many, without those of programs that
-        are gone."""
+    def _evict(self) -> None:
+        """Drop entries of freed programs, then the oldest recordings, once the limit is reached."""
         if len(self._recorded) < MAX_RECORDED:
             return
         self._recorded = deque(entry for entry in self._recorded if entry[0]() is not None)
@@ -102,20 +101,20 @@ class Replays:
                 run.seen.discard(key)
 
     def _record(self, run: Run, call: Call, raw: int) -> Recording | None:
-        """Record the body of a call; None, and never again, where that cannot be done."""
+        """Record the body of a call. If that fails, returns None and disables recordings."""
         lanes = call.state
         collecting = gc.isenabled()
-        gc.disable()  # what it frees must not be freed during a capture
+        gc.disable()  # it may free objects that must not be freed during a capture
         try:
             recorder = self._recorders.get(raw)
-            if recorder is None:  # not every allocator of PyTorch has pools
+            if recorder is None:  # fails with allocators of PyTorch that have no pools
                 recorder = self._recorders[raw] = _Recorder(self._driver)
             call.state = recorder.lanes
             with torch.cuda.stream(recorder.stream.torch), torch.cuda.use_mem_pool(recorder.pool):
                 return self._driver.record(recorder.stream.handle, lambda: enqueue(run, call))
         except (RuntimeError, BackendError) as error:
             warnings.warn(
-                f"ficco enqueues calls step by step, since one could not be recorded: {error}",
+                f"ficco enqueues calls step by step, since a recording failed: {error}",
                 stacklevel=2,
             )
             self.possible = False

@@ -171,7 +171,7 @@ def test_calls_in_a_capture_are_refused_where_gloo_goes_between() -> None:
     cases = alike("all_gather_matmul", 2, ["growing"] * (SLOTS + 1))
     for found in run(2, _captured, 2, cases, device="cuda", fresh=True):
         assert found.type == "NotImplementedError", found
-        assert "gloo moves what goes between the hosts of this group" in found.text
+        assert "gloo moves the data between the hosts of this group" in found.text
 
 
 # Faults.
