@@ -1,4 +1,4 @@
-"""Which schedule serves a problem."""
+"""Choice of the schedule of a problem."""
 
 from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Decision, decide

@@ -1,4 +1,4 @@
-"""What a rank receives, and how soon a link can bring it."""
+"""Bytes that a rank receives, and the least time of their transfers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from ficco.machine import Machine
 from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem
 
-#: Bytes from each other rank, that all may travel at the same time.
+#: Bytes from each peer. Transfers from all peers may run at the same time.
 Received = Sequence[int]
 
 
 def crossing(machine: Machine, nbytes: int) -> float:
-    """Seconds for which a copy between ranks occupies its lane."""
+    """Seconds that a copy between ranks occupies its lane."""
     assert machine.copies is not None and machine.topology is not None
     rate = min(machine.copies.rate(nbytes), machine.topology.bandwidth)
     return machine.copies.gap + nbytes / rate
 
 
 def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
-    """Seconds in which a rank receives what it gets in one stage after the other, one copy from
-    each peer, if nothing has to be computed before: over one port, or a link from each."""
+    """Seconds until a rank has received all stages, one after the other, if it need not wait for
+    computation. A stage is one copy per peer, over one port or over a link from each peer."""
     assert machine.copies is not None and machine.topology is not None
     together = sum if machine.topology.kind == "switch" else max
     return sum(
@@ -32,8 +32,7 @@ def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
 
 
 def crossed(plan: Plan, machine: Machine) -> float:
-    """Seconds in which a rank receives what its Plan brings from other hosts, one message after the
-    other."""
+    """Seconds until a rank has received its Plan's messages from other hosts, one by one."""
     moves = [move for step in plan.steps for move in step.moves if move.dst.rank == plan.rank]
     if not moves:
         return 0.0
@@ -44,21 +43,22 @@ def crossed(plan: Plan, machine: Machine) -> float:
 
 
 def received(problem: AnyProblem, rank: int) -> list[Received]:
-    """What a problem moves to a rank according to its specification: what the callers hold, then
-    what is made of it."""
-    asked, stages = problem.specification, list[Received]()
+    """Bytes that a rank receives according to the specification, in up to two stages: matrices of
+    the callers, then matrices computed from them."""
+    specification, stages = problem.specification, list[Received]()
     peers = [peer for peer in range(problem.world) if peer != rank]
-    held = {buffer.holds for buffer in asked.operands}
-    # What is kept of a matrix comes after what the caller has or gets of it.
-    buffer_of = {one.holds: one for one in reversed((*asked.operands, *asked.results))}
-    for given in (True, False):
+    operands = {buffer.holds for buffer in specification.operands}
+    # The first buffer of a matrix counts: copies that are kept for a gradient are listed later.
+    buffers = (*specification.operands, *specification.results)
+    buffer_of = {buffer.holds: buffer for buffer in reversed(buffers)}
+    for of_operands in (True, False):
         sizes = [0] * len(peers)
-        for matrix, moved in asked.exchanges.items():
-            if (matrix in held) is given:
+        for matrix, exchange in specification.exchanges.items():
+            if (matrix in operands) is of_operands:
                 buffer = buffer_of[matrix]
                 row_bytes = buffer.shapes[rank][1] * buffer.itemsize
                 for i, peer in enumerate(peers):
-                    sizes[i] += moved.block(peer, rank) * moved.parts * row_bytes
+                    sizes[i] += exchange.block(peer, rank) * exchange.parts * row_bytes
         if any(sizes):
             stages.append(sizes)
     return stages

@@ -1,24 +1,25 @@
-"""Which schedule a call takes, who chose it, and why.
+"""Decide the schedule of a call: the choice, its source and its reason.
 
-The first of these that applies:
+The first source that applies:
 
 ========  ====================================================================================
 caller    named a schedule
 tuned     this problem was measured on this machine
 model     every candidate is predicted from the machine's figures (:mod:`.model`)
 rule      the paper's, with the machine's thresholds (:mod:`.rule`)
-fallback  the default of the family: nothing is known of the machine
+fallback  the default of the family: the machine has no figures
 ========  ====================================================================================
 
-What differs between operators is a row of :mod:`.families`. A decision depends on the problem and
-on facts that all ranks share, so that it is the same on every rank. Every schedule computes the
-same result: a wrong decision costs time only.
+Differences between operators are rows of :mod:`.families`. A decision depends only on the problem
+and on facts that all ranks share, so it is the same on every rank. Every schedule computes the same
+result: a wrong decision only costs time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ficco.heuristics.candidates import ALL_OFFERS
@@ -40,12 +41,12 @@ from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
 from ficco.warn import warn_once
 
-#: How to give ficco the figures of a machine.
+#: Advice for a machine without figures.
 REMEDY = "`ficco tune` measures this machine"
 
 
 class _Query(NamedTuple):
-    """What a prediction of the candidates depends on; the machine as the problem's ranks see it."""
+    """The inputs of predictions; the machine is described for the problem's ranks."""
 
     family: Family
     problem: Any
@@ -57,13 +58,13 @@ class _Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """The schedule chosen, who chose it, and why.
+    """The chosen schedule, the source of the choice, and its reason.
 
     Attributes:
         schedule: the choice.
         source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
-        problem, machine, mode, offers: what it was decided for; machine None if it is unknown.
+        problem, machine, mode, offers: inputs of the decision; machine None if it is unknown.
     """
 
     schedule: Schedule
@@ -85,15 +86,15 @@ class Decision:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """What is predicted of every schedule that was compared and of the one chosen, the fastest
-        first; empty where the machine's figures do not allow it."""
+        """Predictions for the compared schedules and the chosen one, the fastest first; empty if
+        the machine lacks figures."""
         if (query := self._query("queued")) is None:
             return ()
         family, problem, machine, _, _, predict = query
         modes = MODES["queued"] if lacking(machine, "idle") else MODES["eager"]
         if not lacking(machine, self.mode):
             query = query._replace(mode=self.mode)
-        by_schedule = {one.schedule: dict(one.seconds) for one in _compared(query)}
+        by_schedule = {p.schedule: dict(p.seconds) for p in _compared(query)}
         by_schedule.setdefault(self.schedule, {})
         for schedule, seconds in by_schedule.items():
             for mode in modes:
@@ -110,24 +111,25 @@ class Decision:
                 losses=family.losses(problem, schedule, machine, predict),
                 extra_bytes=family.plans(problem, schedule, [0])[0].extra_bytes,
             )
-            for schedule, seconds in sorted(by_schedule.items(), key=lambda one: one[1][order])
+            for schedule, seconds in sorted(by_schedule.items(), key=lambda pair: pair[1][order])
         )
 
     @property
     def others(self) -> tuple[Schedule, ...]:
-        """The schedules that were compared, the one that loses least first; for unequal rows
-        followed by those that were compared as if rows were equal. Empty where the machine's
-        figures do not allow it. Those of the vendor's collective are left out."""
+        """The compared schedules, the one with the smallest loss first. With unequal rows, the
+        schedules that were compared for equal rows follow. Schedules of the vendor's collective are
+        left out. Empty if the machine lacks figures."""
         if (query := self._query(self.mode)) is None:
             return ()
         even, _ = query.family.evened(query.problem)
-        compared = [_compared(query), _compared(query._replace(problem=even))]
-        ranked = (one.schedule for some in compared for one in by_loss(some, MODES[self.mode]))
-        return tuple(one for one in dict.fromkeys(ranked) if one.mover != "collective")
+        both = [_compared(query), _compared(query._replace(problem=even))]
+        ranked = [by_loss(predicted, MODES[self.mode]) for predicted in both]
+        schedules = dict.fromkeys(prediction.schedule for prediction in chain(*ranked))
+        return tuple(schedule for schedule in schedules if schedule.mover != "collective")
 
     def _query(self, mode: str) -> _Query | None:
-        """What was decided, in a mode; None where the machine's figures do not allow predictions
-        in it, or there is nothing to predict."""
+        """The inputs of predictions in a mode; None if the machine lacks figures for the mode, or
+        there is nothing to predict."""
         problem, machine = self.problem, self.machine
         if problem is None or machine is None or problem.operator not in FAMILIES:
             return None
@@ -145,7 +147,7 @@ class Decision:
 
         Args:
             measured: seconds by schedule and mode.
-            width: most columns; the last line names what does not fit and is left out.
+            width: most characters of a line; the last line names columns that were left out.
         """
         return table(self.candidates, str(self.schedule), measured or {}, width)
 
@@ -162,18 +164,18 @@ def decide(
     """Choose the schedule.
 
     Args:
-        problem: what is asked.
+        problem: the problem.
         wanted: ``"auto"``, a name, or a Schedule.
-        machine: what is known of this kind of host; None if nobody described it.
+        machine: figures of this kind of host; None if no file describes it.
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
-            a graph; ``"idle"``, carried out by the caller itself (the CPU engine). Other operators
-            than products are decided as ``"queued"`` where the mode is ``"eager"``.
-        offers: what the engine offers, as far as the machine's figures say how fast.
+            a graph; ``"idle"``, carried out by the caller itself (the CPU engine). For operators
+            other than products, ``"eager"`` is decided as ``"queued"``.
+        offers: offers of the engine. They are used only if the machine has figures for them.
         predict: seconds of a problem under a schedule on a machine in a mode; None: the family's.
 
     Raises:
-        ValueError: no schedule or mode is called that, or the operator cannot take the schedule.
-        NotImplementedError: the problem is of no family.
+        ValueError: the schedule or mode is unknown, or the operator cannot take the schedule.
+        NotImplementedError: the problem belongs to no family.
     """
     family = family_of(problem)
     offers = (*offers, *(name for name in own_candidates() if name not in offers))
@@ -189,10 +191,10 @@ def decide(
         return Decision(schedule, source, reason, problem, machine, mode, offers, predict)
 
     if wanted != "auto":
-        given = decision(wanted, "caller", "given")
-        if why := family.refusal(problem, given.schedule):
+        requested = decision(wanted, "caller", "given")
+        if why := family.refusal(problem, requested.schedule):
             raise ValueError(why)
-        return given
+        return requested
     default, local_world = family.default(problem, mode), problem.local_world
     if problem.world == 1:
         return decision("serial", "rule", "one rank has nothing to wait for")
@@ -200,7 +202,7 @@ def decide(
         return decision(default, "rule", "there is nothing to multiply")
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
-    # Entries are of one host.
+    # Tuned entries describe a single host.
     if family.measured and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, local_world)
@@ -209,15 +211,15 @@ def decide(
         return decision(default, "fallback", f"{why}; {REMEDY}")
     if missing := lacking(known, mode, problem.hosts):
         lacks = f"machine {machine.name} lacks {', '.join(missing)}"
-        if ruled := family.rule(problem, known):
-            return decision(ruled[0], "rule", f"{ruled[1]} ({lacks}; {REMEDY})")
+        if by_rule := family.rule(problem, known):
+            return decision(by_rule[0], "rule", f"{by_rule[1]} ({lacks}; {REMEDY})")
         lacks += " and thresholds" * family.measured
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
-    asked = family.rounded(problem)
-    query = _Query(family, asked, known, mode, offers, predict or family.seconds)
-    schedule, reason = _modelled(query)
-    if asked != problem:
-        reason += f" (simulated as {asked})"
+    rounded = family.rounded(problem)
+    query = _Query(family, rounded, known, mode, offers, predict or family.seconds)
+    schedule, reason = _chosen(query)
+    if rounded != problem:
+        reason += f" (simulated as {rounded})"
     if block := known.unmeasured(problem):
         reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
     return decision(schedule, "model", reason)
@@ -226,28 +228,26 @@ def decide(
 def _tuned(
     problem: Any, machine: Machine, mode: str, offers: tuple[str, ...]
 ) -> tuple[Schedule, str] | None:
-    """The schedule that was measured best for a problem, and the reason, if it can still run.
-
-    An eager call takes the one that was best where the GPU waits for its host.
-    """
-    asked = tuned_key(problem)
+    """The schedule that was measured as the fastest for a problem, and the reason; None if there is
+    no entry or its schedule no longer runs. An eager call takes the schedule of ``idle`` calls."""
+    key = tuned_key(problem)
     for entry in machine.tuned:
-        if tuned_key(entry) != asked:
+        if tuned_key(entry) != key:
             continue
-        which = 0 if mode == "queued" else 1
-        name = (entry.queued, entry.idle)[which]
-        seconds, serial = entry.seconds[which], entry.serial[which]
+        column = 0 if mode == "queued" else 1
+        name = (entry.queued, entry.idle)[column]
+        seconds, serial = entry.seconds[column], entry.serial[column]
         try:
             schedule = Schedule.parse(name)
             if schedule.mover not in (*offers, "collective"):
-                raise ValueError(f"nothing here moves bytes by {schedule.mover!r}")
+                raise ValueError(f"the engine has no mover {schedule.mover!r}")
             if schedule.grouping == "tiled" and "tiled" not in offers:
-                raise ValueError("no product whose tiles wait is here")
+                raise ValueError("the engine has no product whose tiles wait")
             if why := family_of(problem).refusal(problem, schedule):
                 raise ValueError(why)
         except ValueError as error:
             warn_once(
-                f"machine {machine.name}: the tuned entry of {problem} is passed over: {error}; "
+                f"machine {machine.name}: the tuned entry of {problem} is skipped: {error}; "
                 "`ficco tune --shapes` measures it again"
             )
             continue
@@ -258,8 +258,8 @@ def _tuned(
 
 @lru_cache(maxsize=16)
 def _compared(query: _Query) -> tuple[Prediction, ...]:
-    """Predictions of the schedules that the model compares: all candidates or, where rows are not
-    equal, those that would be the best if they were."""
+    """Predictions of the schedules that the model compares: all candidates. If rows are unequal and
+    there are too many candidates, only the best ones for equal rows are compared."""
     family, problem, machine, mode, offers, predict = query
     schedules, (even, most) = family.schedules(problem, machine, offers), family.evened(problem)
     if even != problem and len(schedules) > most:
@@ -268,20 +268,20 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _modelled(query: _Query) -> tuple[Schedule, str]:
-    """What the model takes, and why."""
+def _chosen(query: _Query) -> tuple[Schedule, str]:
+    """The schedule that the model chooses, and the reason."""
     family, problem, machine, mode, *_ = query
-    scatters = any(one.terms for one in problem.specification.exchanges.values())
+    scatters = any(exchange.terms for exchange in problem.specification.exchanges.values())
     choice = choose(_compared(query), machine, mode, scatters, family.margin, family.tie)
     return choice.chosen.schedule, choice.reason
 
 
 def described(machine: Machine, world: int) -> Machine | None:
-    """The machine as a group of so many ranks sees it; None where its figures do not hold for it.
+    """The machine described for a group of ``world`` ranks; None if its figures do not hold for it.
 
-    Copies, links and products are those of a rank. The vendor's collectives take as long as those
-    of the machine's own ranks that receive as many bytes. Ranks on CPUs share their cores, so that
-    figures hold for their own number only.
+    Figures of copies, links and products are per rank. A collective takes as long as on the
+    machine's own ranks for the same bytes received per rank. Ranks on CPUs share their cores, so
+    figures of CPUs hold for their own number of ranks only.
     """
     if machine.ranks == world:
         return machine
@@ -291,7 +291,7 @@ def described(machine: Machine, world: int) -> Machine | None:
     changes: dict[str, Any] = {"ranks": world, "name": name}
     share = (machine.ranks - 1) / max(world - 1, 1)
     for block in COLLECTIVES.values() if world > 1 else ():
-        if (exchange := getattr(machine, block)) is not None:
-            curve = tuple((size * share, seconds) for size, seconds in exchange.curve)
-            changes[block] = replace(exchange, curve=curve)
+        if (collective := getattr(machine, block)) is not None:
+            curve = tuple((size * share, seconds) for size, seconds in collective.curve)
+            changes[block] = replace(collective, curve=curve)
     return replace(machine, **changes)

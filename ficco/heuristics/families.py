@@ -1,4 +1,4 @@
-"""Families of operators that are planned, predicted and decided alike, as rows of data."""
+"""Families of operators that share planning, prediction and decision, as rows of data."""
 
 from __future__ import annotations
 
@@ -26,51 +26,50 @@ from ficco.simulate import predict, simulate
 
 SERIAL = "serial"
 
-#: Kinds of bars that are what a rank computes, without copies and sums of parts.
+#: Kinds of timeline bars that count as computation, without copies and sums of parts.
 COMPUTED = ("matmul", "attend", "apply")
 
-#: Schedules without figures of a machine: on a GPU the vendor's collective, then the product, which
-#: never does harm; on CPUs, whose calls do not wait for a host, few products.
+#: Schedules by mode if the machine has no figures. On a GPU: the vendor's collective, then the
+#: product, which never loses. On CPUs, whose calls do not wait for a host: few products.
 FALLBACK = {"eager": "serial:collective", "queued": "serial:collective", "idle": "growing"}
-#: On CPUs over several hosts what crosses goes in pieces, so that products begin with the first, or
-#: the first is sent early. Wide blocks of a product are cut by columns: a library's product of few
-#: rows can take twice as long (docs/results/hosts-cpu-16.md).
+#: On CPUs over several hosts, data for other hosts travels in pieces. Products then begin with the
+#: first piece, or the first piece is sent early. Wide blocks of a product are cut by columns: a
+#: library's product of few rows can take twice as long (docs/results/hosts-cpu-16.md).
 IN_ROWS, IN_COLUMNS = "shard-overlap:pieces=8", "hetero-unfused-2d:pieces=8,order=peer"
 
-#: For problems with unequal rows all ranks are simulated, in time quadratic in their number. This
-#: is the most schedules times ranks squared: for four ranks all schedules, for eight the serial
-#: ones and five others, the best ones if rows were equal. That loses, in predicted time and in the
-#: mean, nothing where rows differ by up to 30 %, 0.1 % where by one, and 0.5 to 0.8 % where half of
-#: them are 0 or their distribution is exponential; 14 % at worst (300 problems of 8 ranks on h100-8
-#: and mi300x-8).
+#: For unequal rows, all ranks are simulated, in time quadratic in their number. The budget limits
+#: schedules times ranks squared: all schedules for four ranks; for eight the serial ones and the
+#: five others that are the best for equal rows. The mean loss in predicted time is 0 if rows differ
+#: by up to 30 %, 0.1 % if they differ by one, and 0.5 to 0.8 % if half of them are 0 or their
+#: distribution is exponential; 14 % at worst (300 problems of 8 ranks on h100-8 and mi300x-8).
 SIMULATION_BUDGET = 320
-#: At least so many schedules, and no more where rows differ by at most 1/64.
+#: Fewest schedules to simulate, and the most if rows differ by at most 1/64.
 FEWEST, NEARLY_EQUAL = 3, 64
 
 
-def _no_turns(problem: AnyProblem, nbytes: int) -> str:
+def _uncapped_unsupported(problem: AnyProblem, nbytes: int) -> str:
     return (
-        f"required none for {problem.operator}, whose steps do not take turns on staging, "
+        f"required none for {problem.operator}, whose steps do not reuse staging memory, "
         f"got {nbytes}"
     )
 
 
 @dataclass(frozen=True)
 class Family:
-    """Operators that are planned, predicted and decided alike.
+    """Operators that share planning, prediction and decision.
 
     Attributes:
-        make: Plans of a problem under a schedule: of some ranks, None for all; with a cap on
-            staging in bytes, None for no cap; with columns packed where they land.
+        make: returns the Plans of a problem under a schedule. Takes ranks (None: all), a cap on
+            staging in bytes (None: no cap), and whether columns are packed where they land.
         compared: names of the schedules to compare.
-        default: schedule of a problem in a mode where nothing can be predicted.
+        default: schedule of a problem in a mode, if predictions are impossible.
         margin: predicted gain over serial below which serial is taken; None: the machine's.
         tie: share within which predictions are equal; the first of equal ones is taken.
         refusal: why a schedule cannot serve a problem; empty if it can.
-        uncapped: why a cap of so many bytes on staging is refused; empty if it is not.
-        rounded: problem whose decision holds for this one, too.
-        measured: whether machines have tuned entries and thresholds of the paper's rule. Eager
-            calls of other problems are predicted as queued.
+        uncapped: why a cap on staging, in bytes, is refused; empty if it is accepted.
+        rounded: the problem whose decision a problem shares.
+        measured: whether machines have tuned entries and thresholds of the paper's rule. In other
+            families, eager calls are predicted as queued.
     """
 
     make: Callable[..., Sequence[Plan]]
@@ -79,27 +78,27 @@ class Family:
     margin: float | None = None
     tie: float = 0.0
     refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
-    uncapped: Callable[[Any, int], str] = _no_turns
+    uncapped: Callable[[Any, int], str] = _uncapped_unsupported
     rounded: Callable[[Any], Any] = lambda problem: problem
     measured: bool = False
 
     def empty(self, problem: Any) -> bool:
         """Whether a problem has nothing to compute."""
         results = problem.specification.results
-        return not any(rows * cols for one in results for rows, cols in one.shapes)
+        return not any(rows * cols for buffer in results for rows, cols in buffer.shapes)
 
     def evened(self, problem: Any) -> tuple[Any, int]:
         """The problem with equal rows, and how many schedules to simulate with unequal rows."""
         return problem, 0
 
     def rule(self, problem: Any, machine: Machine) -> tuple[Schedule, str] | None:
-        """The schedule and the reason by a machine's thresholds, where it has some for these."""
+        """The schedule by a machine's thresholds, and the reason; None without thresholds."""
         return None
 
     def losses(
         self, problem: Any, schedule: Schedule, machine: Machine, predict: Predict
     ) -> Losses | None:
-        """The losses of a schedule, where they have names."""
+        """The losses of a schedule; None if they are not defined for the family."""
         return None
 
     def plans(
@@ -111,10 +110,10 @@ class Family:
         staging_bytes: int | None = None,
         packs_columns: bool = False,
     ) -> Sequence[Plan]:
-        """The Plans of some ranks, or of all, with at most so many bytes of staging.
+        """The Plans of some ranks, or of all ranks, with at most ``staging_bytes`` of staging.
 
         Raises:
-            ValueError: the schedule cannot serve the problem, or not with such a cap.
+            ValueError: the schedule cannot serve the problem, or not under the cap.
         """
         if staging_bytes is not None and (why := self.uncapped(problem, staging_bytes)):
             raise InvalidArgument("workspace_bytes", why)
@@ -123,7 +122,7 @@ class Family:
     def schedules(
         self, problem: Any, machine: Machine, offers: Sequence[str] | None = None
     ) -> list[Schedule]:
-        """The schedules to compare; with the offers of an engine, those that ``auto`` compares."""
+        """The schedules to compare. With the offers of an engine, those that ``auto`` compares."""
         named = map(Schedule.parse, self.compared)
         return [schedule for schedule in named if not self.refusal(problem, schedule)]
 
@@ -134,17 +133,17 @@ class Family:
         return simulate(self.plans(problem, schedule), machine, mode).stop_s
 
     def received(self, problem: Any, rank: int) -> list[Received]:
-        """Bytes that a rank gets, in stages."""
+        """Bytes that a rank receives, in stages."""
         return received(problem, rank)
 
     def bounds(
         self, problem: Any, machine: Machine, mode: str, predict: Predict | None = None
     ) -> dict[str, float]:
-        """Seconds of the parts of a call, with nothing else running, on the slowest rank: what is
-        computed first, then what travels, by each mover that can move it."""
+        """Seconds of each part of a call by itself, on the slowest rank: computation first, then
+        the transfers by each mover that can make them."""
         plans = self.plans(problem, Schedule.parse(SERIAL))
         timeline = simulate(plans, machine, mode)
-        spent = [
+        computed = [
             sum(bar.stop_s - bar.start_s for bar in bars if bar.kind in COMPUTED)
             for bars in timeline.ranks
         ]
@@ -152,7 +151,7 @@ class Family:
             max(last_arrival(self.received(problem, plan.rank), machine), crossed(plan, machine))
             for plan in plans
         ]
-        return {"computed": max(spent), "copies": max(arrivals)}
+        return {"computed": max(computed), "copies": max(arrivals)}
 
     def ideal(
         self,
@@ -161,20 +160,20 @@ class Family:
         mode: str = "queued",
         predict: Predict | None = None,
     ) -> float:
-        """Lower bound in seconds: what is computed, or what travels by the fastest mover if that
-        takes longer."""
-        computed, *moved = self.bounds(problem, machine, mode, predict).values()
-        return max(computed, min(moved, default=0.0))
+        """Lower bound in seconds: the longer of the computation and the transfers by the fastest
+        mover."""
+        computed, *transfers = self.bounds(problem, machine, mode, predict).values()
+        return max(computed, min(transfers, default=0.0))
 
 
 # Products.
 
 
 def movements(problem: Problem) -> tuple[Problem, ...]:
-    """Problems without products which, one after the other, move what a problem moves.
+    """Problems without products that, one after the other, move the same data as a problem.
 
-    What is scattered travels as blocks of an all-to-all. The sum of what arrives is not in it, nor
-    the memory traffic of that; sums that return are gathered.
+    Scattered rows travel as blocks of an all-to-all. Summing the rows that arrive is not included,
+    nor its memory traffic. Sums that return are gathered.
 
     >>> [str(one) for one in movements(Problem("matmul_reduce_scatter", (2, 2), 8, 4, "float32"))]
     ['all_to_all_matmul(m=4 (4 x 2 ranks), n=0, k=8, float32)']
@@ -183,14 +182,14 @@ def movements(problem: Problem) -> tuple[Problem, ...]:
     if not kind.scatters:
         return (replace(problem, n=0),)
     table = problem.blocks or (problem.rows,) * problem.world
-    away = Problem.of_blocks("all_to_all_matmul", table, 0, width, dtype)
+    scattered = Problem.of_blocks("all_to_all_matmul", table, 0, width, dtype)
     if not kind.returns:
-        return (away,)
-    return away, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
+        return (scattered,)
+    return scattered, Problem("all_gather_matmul", problem.rows, 0, width, dtype)
 
 
 class ProductFamily(Family):
-    """Products, of which machines have more figures."""
+    """Products. Machines have more figures for them than for other families."""
 
     def empty(self, problem: Problem) -> bool:
         return problem.flops == 0
@@ -206,12 +205,12 @@ class ProductFamily(Family):
     ) -> list[Schedule]:
         """Every named schedule, and the serial composition with the vendor's collective.
 
-        On a mesh they copy over all links at once, but for Async TP, which goes peer after peer.
-        Tiles that wait are left out where the machine has no figures for them.
+        On a mesh they copy over all links at once, except Async TP, which goes peer after peer.
+        Tiled schedules are left out if the machine has no figures for them.
         """
         if offers is not None:
             compared = candidates(problem, machine, tuple(offers))
-            return [one for one in compared if predictable(one, problem, machine)]
+            return [schedule for schedule in compared if predictable(schedule, problem, machine)]
         named = [
             schedule if name == "shard-overlap" else suited(schedule, problem, machine)
             for name, schedule in NAMED.items()
@@ -245,15 +244,15 @@ class ProductFamily(Family):
 
 
 def _product_plans(
-    problem: Problem, schedule: Schedule, ranks: Sequence[int] | None, *how: Any
+    problem: Problem, schedule: Schedule, ranks: Sequence[int] | None, *options: Any
 ) -> list[Plan]:
     if ranks is None:
-        return plans(problem, schedule, *how)
-    return [plan(problem, schedule, rank, *how) for rank in ranks]
+        return plans(problem, schedule, *options)
+    return [plan(problem, schedule, rank, *options) for rank in ranks]
 
 
 def _product_default(problem: Problem, mode: str) -> str:
-    if problem.transposed:  # which no collective serves
+    if problem.transposed:  # no collective serves it
         return FALLBACK["idle"]
     if problem.hosts > 1 and mode == "idle":
         wide = problem.kind.scatters and problem.n > max(problem.rows)
@@ -261,12 +260,12 @@ def _product_default(problem: Problem, mode: str) -> str:
     return FALLBACK[mode]
 
 
-def _columns(problem: Problem, nbytes: int) -> str:
+def _uncapped_products(problem: Problem, nbytes: int) -> str:
     if not problem.kind.scatters:
         return ""
     return (
-        f"required an operator that gathers, got {problem.operator}, whose calls go by columns of "
-        "b under a cap; plan fewer columns with n"
+        f"required an operator that gathers, got {problem.operator}; under a cap, a call is cut by "
+        "columns of b, so plan fewer columns with n"
     )
 
 
@@ -275,15 +274,15 @@ PRODUCTS = ProductFamily(
     default=_product_default,
     tie=TIE,
     refusal=refusal,
-    uncapped=_columns,
+    uncapped=_uncapped_products,
     measured=True,
 )
 
 # Attention.
 
-#: Attention to keys that are gathered. Growing groups are few calls of a library; the others wait
-#: less for the first or after the last piece. On one H100 two lanes took 0.94 to 0.99 of the time
-#: of one for growing groups, 0.89 to 0.99 for single shards
+#: Attention to gathered keys. Growing groups make few library calls; the other schedules wait less
+#: for the first piece or after the last piece. On one H100 two lanes took 0.94 to 0.99 of the time
+#: of one lane for growing groups, 0.89 to 0.99 for single shards
 #: (docs/results/attention-replay-h100-8.csv and -4.csv).
 GATHERED = Family(
     lambda problem, schedule, ranks, cap, _: attention_plans(problem, schedule, ranks, cap),
@@ -305,9 +304,9 @@ GATHERED = Family(
     uncapped=lambda problem, nbytes: "",
 )
 
-#: Attention by heads. More pieces are more calls of a library on fewer heads. On 2 H100 two groups
-#: on one lane lost 3 % to serial, simulated 1 %; two groups on two lanes gained 6 %, simulated 4 %
-#: (docs/results/attention-h100-2.csv).
+#: Attention by heads. More pieces mean more library calls with fewer heads each. On 2 H100 two
+#: groups on one lane lost 3 % to serial, simulated 1 %; two groups on two lanes gained 6 %,
+#: simulated 4 % (docs/results/attention-h100-2.csv).
 BY_HEADS = Family(
     lambda problem, schedule, ranks, *_: heads_plans(problem, schedule, ranks),
     compared=(
@@ -322,21 +321,21 @@ BY_HEADS = Family(
 # Layers of experts.
 
 
-def _rounded(layer: ExpertLayer) -> ExpertLayer:
+def _rounded_capacity(layer: ExpertLayer) -> ExpertLayer:
     """Round the capacity up to a multiple of 2^k / 8, so that close token counts, which change from
     step to step, share a decision."""
     step = 1 << max((layer.capacity - 1).bit_length() - 4, 0)
     return replace(layer, capacity=-(-layer.capacity // step) * step)
 
 
-#: ``uniform-fused-1d`` cuts by experts, whose weights are then read once; of unequal pieces little
-#: is left to wait for before the first products and after the last ones. The margin: what was taken
-#: for 12 layers on one H100 with replayed arrivals (docs/results/experts-replay-h100-4.md and
-#: -8.md), with predicted gains of 3 % and more, was 1.03 to 1.44 times as fast as serial. Of those
-#: layers, what is fastest as simulated, or first of what is within 1 % of that, loses 0.4 % of the
-#: fastest of the seven that were measured in the mean, 1.3 % at worst; without these ties 0.5 and
-#: 2.3 %. A second lane gains 1 to 4 % with wide experts and loses 1 to 4 % with narrow ones, as is
-#: simulated.
+#: ``uniform-fused-1d`` cuts by experts, so the weights of an expert are read once. With unequal
+#: pieces, little time is spent waiting before the first products and after the last ones. Margin:
+#: the schedules chosen for 12 layers on one H100 with replayed arrivals
+#: (docs/results/experts-replay-h100-4.md and -8.md), with predicted gains of 3 % and more, were
+#: 1.03 to 1.44 times as fast as serial. Tie: for these layers, the first schedule within 1 % of the
+#: fastest simulated one loses 0.4 % to the fastest of the seven that were measured in the mean,
+#: 1.3 % at worst; without ties 0.5 and 2.3 %. A second lane gains 1 to 4 % with wide experts and
+#: loses 1 to 4 % with narrow ones, in simulations as well.
 EXPERTS = Family(
     lambda problem, schedule, ranks, *_: expert_plans(problem, schedule, ranks),
     compared=(
@@ -350,7 +349,7 @@ EXPERTS = Family(
     ),
     margin=0.02,
     tie=TIE,
-    rounded=_rounded,
+    rounded=_rounded_capacity,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -365,7 +364,7 @@ def family_of(problem: AnyProblem) -> Family:
     """The family of a problem.
 
     Raises:
-        NotImplementedError: it is of none.
+        NotImplementedError: the problem belongs to no family.
     """
     if problem.operator not in FAMILIES:
         raise NotImplementedError(f"required one of {', '.join(FAMILIES)}, got {problem.operator}")

@@ -1,8 +1,8 @@
-"""What a schedule loses by decomposition and by contention (FiCCO, section IV).
+"""Losses of a schedule by decomposition and by contention (FiCCO, section IV).
 
-The decomposition inefficiency loss (DIL) of a product is the time of its parts, one after the
-other and with nothing else running, over the time of the whole; that of the communication likewise.
-The contention inefficiency loss (CIL) is the time of a call over what it would take if copies and
+The decomposition inefficiency loss (DIL) of a product is the total time of its parts, run one by
+one with no other work, over the time of the undivided product. The DIL of communication is defined
+likewise. The contention inefficiency loss (CIL) is the time of a call over its time if copies and
 products did not slow each other down. All are predicted from a machine's figures; 1.0 is no loss.
 """
 
@@ -27,7 +27,7 @@ class Losses:
     Attributes:
         gemm: decomposition loss of the product.
         copies: decomposition loss of the communication; 1.0 for the vendor's collective.
-        contention: of the whole call.
+        contention: contention loss of the call.
     """
 
     gemm: float
@@ -36,18 +36,18 @@ class Losses:
 
 
 def losses(problem: Problem, schedule: Schedule, machine: Machine, predict: Predict) -> Losses:
-    """The signature of a schedule; ``predict`` gives the seconds of a call."""
-    first = plan(problem, schedule, 0)
+    """The signature of a schedule; ``predict`` returns the seconds of a call."""
+    rank0 = plan(problem, schedule, 0)
     contended = predict(problem, schedule, machine, "queued")
     assert machine.contention is not None
-    none = Contention(1.0, 1.0, 1.0, 1.0, machine.contention.provenance)
-    free = predict(problem, schedule, replace(machine, contention=none), "queued")
-    return Losses(gemm_loss(problem, first, machine), copy_loss(first, machine), contended / free)
+    no_contention = Contention(1.0, 1.0, 1.0, 1.0, machine.contention.provenance)
+    free = predict(problem, schedule, replace(machine, contention=no_contention), "queued")
+    return Losses(gemm_loss(problem, rank0, machine), copy_loss(rank0, machine), contended / free)
 
 
 def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
-    """DIL of the products of one rank: its parts one after the other, over the whole product; 1.0
-    where a table has no rows for it."""
+    """DIL of the products of one rank: the time of its parts over the time of the undivided
+    product; 1.0 if the rank has no rows."""
     gemm = machine.products(problem)
     assert gemm is not None
     rows = problem.product_rows(plan.rank)
@@ -55,7 +55,7 @@ def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
     if not whole:
         return 1.0
     products = [product for step in plan.steps for product in step.products]
-    parts = sum(  # no library has a batch of scaled products
+    parts = sum(  # scaled products run one by one: no library has batches of them
         (p.batch if p.factors else 1)
         * gemm.seconds(
             p.out.rows,
@@ -72,10 +72,8 @@ def gemm_loss(problem: Problem, plan: Plan, machine: Machine) -> float:
 
 
 def copy_loss(plan: Plan, machine: Machine) -> float:
-    """DIL of what one rank sends: its pieces one after the other, over whole shards or blocks.
-
-    On a mesh every peer has a link of its own, so that the slowest peer counts.
-    """
+    """DIL of the copies of one rank: the time of its pieces over the time of undivided shards or
+    blocks. On a mesh every peer has a separate link, so the slowest peer counts."""
     spent: dict[int, float] = defaultdict(float)
     whole: dict[int, float] = defaultdict(float)
     sizes: dict[tuple[int, int], int] = defaultdict(int)  # of a shard or block to or from a peer
@@ -91,8 +89,8 @@ def copy_loss(plan: Plan, machine: Machine) -> float:
         whole[peer] += copy_seconds(size, _copies("dma", machine))
     if not spent:
         return 1.0
-    together = max if on_mesh(machine) else sum
-    return float(together(spent.values()) / together(whole.values()))
+    total = max if on_mesh(machine) else sum
+    return float(total(spent.values()) / total(whole.values()))
 
 
 def _copies(mover: str, machine: Machine) -> Copies:
@@ -102,26 +100,27 @@ def _copies(mover: str, machine: Machine) -> Copies:
 
 
 def copy_seconds(nbytes: float, copies: Copies) -> float:
-    """Seconds for which a copy occupies its queue."""
+    """Seconds that a copy occupies its queue."""
     return copies.gap + nbytes / copies.rate(nbytes) if nbytes else 0.0
 
 
 def bounds(problem: Problem, machine: Machine, predict: Predict, mode: str) -> dict[str, float]:
-    """Seconds of the parts of a call, with nothing else running: one whole product, ``"gemm"``;
-    what travels by the copy engines, ``"copies"``, and by the vendor's collective,
-    ``"collective"``, where that is known. Sums and placement after the copies do not count, nor
-    does a cast before them."""
-    problem = replace(problem.given, transposed=False)  # which moves as much
+    """Seconds of each part of a call by itself: ``"gemm"``, the undivided product; ``"copies"``,
+    the transfers by copy engines; ``"collective"``, the transfers by the vendor's collective, if
+    the machine has its figures. Sums and placement after the copies do not count, nor does a cast
+    before them."""
+    problem = replace(problem.given, transposed=False)  # it moves the same bytes
     operator = "all_gather_transposed_matmul" if problem.kind.inner else "all_gather_matmul"
     sizes = problem.n, problem.k, problem.dtype
     product = Problem(operator, (problem.m,), *sizes, scaling=problem.scaling)
     seconds = {"gemm": predict(product, Schedule.parse("serial"), machine, mode)}
-    bare = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
+    transfers = replace(problem, k=0) if problem.kind.scatters else replace(problem, n=0)
     free = machine
     if machine.memory is not None and problem.kind.scatters:
         free = replace(machine, memory=replace(machine.memory, bandwidth=inf, latency=0.0))
     by_copies = suited(Schedule.parse("shard-overlap"), problem, machine)
-    seconds["copies"] = predict(bare, by_copies, free, mode)
+    seconds["copies"] = predict(transfers, by_copies, free, mode)
     if machine.all_gather is not None:
-        seconds["collective"] = predict(bare, Schedule.parse("serial:collective"), machine, mode)
+        by_library = Schedule.parse("serial:collective")
+        seconds["collective"] = predict(transfers, by_library, machine, mode)
     return seconds

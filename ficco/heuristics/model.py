@@ -1,10 +1,10 @@
-"""Choosing by prediction: the fastest candidate that loses to serial in no mode.
+"""Choice by prediction: the fastest candidate that loses to serial in no mode.
 
-A captured call, or one whose host runs ahead, is *queued*: the host's time does not count. One
-whose GPU waits for its host is *idle*: it does. An eager call on a GPU may be either, and the
-ranks of a group may differ in it, so that no rank can choose by what it sees. Such a call takes
-what is predicted to lose to serial in neither mode, and of that what loses least against the best
-of each mode, in the worse of the two.
+A call is *queued* if it is captured or its host runs ahead: host time does not count. It is *idle*
+if the GPU waits for its host: host time counts. An eager call on a GPU may be either, and ranks of
+a group may differ, so no rank can choose by its own state. An eager call takes a schedule that is
+predicted to lose to serial in neither mode. Of these schedules it takes the one with the smallest
+loss, in its worse mode, against the best of each mode.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ficco.plan.amounts import seconds_text
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 
-#: The modes that a call of a kind may be in.
+#: Possible modes of a call, by the mode of the decision.
 MODES: dict[str, tuple[str, ...]] = {
     "eager": ("queued", "idle"),
     "queued": ("queued",),
     "idle": ("idle",),
 }
 
-#: Predictions that differ by less are equal, since no model is more exact; of equal ones the first
-#: wins: see the order in :mod:`ficco.heuristics.candidates`.
+#: Predictions that differ by less count as equal, since no model is more exact. Of equal ones the
+#: first wins: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
 
-#: What one product whose tiles wait must gain beyond ``TIE`` over the products of the library,
-#: since the simulator does not know which of its tiles are cut. Of 49 all-gathers of
-#: configs/shapes.csv on h200-4, 33 gain as much; by the product's own lists
-#: (ficco/compute/tiled/worklist.py) 31 of them are faster than the library's, and two of 128 rows a
-#: rank 5 and 7 % slower, which TILED_ROWS leaves out. Simulated, with the rates of one H100.
+#: Gain beyond ``TIE`` over library products that a product whose tiles wait must have, since the
+#: simulator does not know which tiles are cut. Of 49 all-gathers of configs/shapes.csv on h200-4,
+#: 33 gain as much. By the work lists of the product (ficco/compute/tiled/worklist.py), 31 of the 33
+#: are faster than the library's, and two with 128 rows a rank are 5 and 7 % slower; TILED_ROWS
+#: excludes the two. Simulated, with the rates of one H100.
 TILED_MARGIN = 0.02
 
-#: Smaller differences are 0.0 % when rounded to one decimal.
+#: Smaller differences print as 0.0 %.
 ROUNDING = 0.0005
 
 #: The blocks of a machine that every prediction needs.
@@ -55,13 +55,13 @@ class Prediction:
 
     @property
     def serial(self) -> bool:
-        """Whether communication and product follow each other."""
+        """Whether the product does not overlap communication."""
         return self.schedule.mover == "collective" or is_serial(self.schedule)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The prediction that was chosen, its serial baseline, and why."""
+    """The chosen prediction, its serial baseline, and the reason."""
 
     chosen: Prediction
     serial: Prediction
@@ -69,7 +69,7 @@ class Choice:
 
 
 def lacking(machine: Machine, mode: str, hosts: int = 1) -> tuple[str, ...]:
-    """Blocks of a machine that a prediction needs and that were never measured."""
+    """Blocks that a prediction needs and the machine lacks."""
     needed = [*REQUIRED, *(["host"] if "idle" in MODES[mode] else [])]
     needed += ["network"] if hosts > 1 else []
     return tuple(name for name in needed if getattr(machine, name) is None)
@@ -82,7 +82,7 @@ def predictions(
     modes: Sequence[str],
     predict: Predict,
 ) -> tuple[Prediction, ...]:
-    """Every schedule's predicted seconds in some modes."""
+    """The predicted seconds of schedules in some modes."""
     return tuple(
         Prediction(schedule, {mode: predict(problem, schedule, machine, mode) for mode in modes})
         for schedule in schedules
@@ -90,20 +90,19 @@ def predictions(
 
 
 def by_loss(predicted: Sequence[Prediction], modes: Sequence[str]) -> list[Prediction]:
-    """Predictions in the order of what they lose against the best in their worse mode."""
-    best = {m: min(one.seconds[m] for one in predicted) for m in modes}
-    return sorted(predicted, key=lambda one: max(one.seconds[m] / best[m] for m in modes))
+    """Predictions sorted by their loss against the best prediction, in their worse mode."""
+    best = {m: min(p.seconds[m] for p in predicted) for m in modes}
+    return sorted(predicted, key=lambda p: max(p.seconds[m] / best[m] for m in modes))
 
 
 def shortlist(predicted: Sequence[Prediction], modes: Sequence[str], most: int) -> list[Schedule]:
-    """The serial schedules and ``most`` others, in the order of ``predicted``: those that lose
-    least and, so that they are not all of a kind, the best of another grouping."""
-    ranked = [one.schedule for one in by_loss(predicted, modes) if not one.serial]
-    short = ranked[: most - 1]
-    kinds = {one.grouping for one in short}
-    rest = ranked[most - 1 :]
-    short += [one for one in rest if one.grouping not in kinds][:1] or rest[:1]
-    return [one.schedule for one in predicted if one.serial or one.schedule in short]
+    """The serial schedules and ``most`` others, in the order of ``predicted``. The others have the
+    smallest losses, but the last one is the best of another grouping, for variety."""
+    ranked = [p.schedule for p in by_loss(predicted, modes) if not p.serial]
+    short, rest = ranked[: most - 1], ranked[most - 1 :]
+    groupings = {schedule.grouping for schedule in short}
+    short += [schedule for schedule in rest if schedule.grouping not in groupings][:1] or rest[:1]
+    return [p.schedule for p in predicted if p.serial or p.schedule in short]
 
 
 def choose(
@@ -114,67 +113,65 @@ def choose(
     margin: float | None = None,
     tie: float = TIE,
 ) -> Choice:
-    """The prediction to take; serial where the gain is under the margin.
+    """The prediction to take; serial if the gain is below the margin.
 
-    The baseline is one of serial's two forms, the one that loses less in its worse mode: the better
-    form of each mode would be a schedule that does not exist. Of predictions within ``tie`` of the
-    best the first in ``predicted`` is taken. ``scatters``: the product travels. With a ``margin``
-    in place of the machine's, the fastest must gain it, and the first may gain less.
+    The baseline is the serial form with the smaller loss in its worse mode. The better of the two
+    forms in each mode would be a schedule that does not exist. Of predictions within ``tie`` of the
+    best, the first in ``predicted`` is taken. ``scatters``: the product travels. ``margin``
+    replaces the machine's: the fastest prediction must gain it, and the taken one may gain less.
     """
-    modes, own = MODES[mode], margin is not None
+    modes, own_margin = MODES[mode], margin is not None
     margin = machine.margin if margin is None else margin
-    best = {m: min(one.seconds[m] for one in predicted) for m in modes}
-    others = [one for one in predicted if not one.serial]
+    best = {m: min(p.seconds[m] for p in predicted) for m in modes}
+    overlapped = [p for p in predicted if not p.serial]
 
-    def loss(one: Prediction) -> tuple[float, float]:
-        losses = [one.seconds[m] / best[m] - 1.0 for m in modes]
-        return max(losses) + TILED_MARGIN * (one.schedule.grouping == "tiled"), sum(losses)
+    def loss(prediction: Prediction) -> tuple[float, float]:
+        losses = [prediction.seconds[m] / best[m] - 1.0 for m in modes]
+        return max(losses) + TILED_MARGIN * (prediction.schedule.grouping == "tiled"), sum(losses)
 
-    def first(some: Sequence[Prediction]) -> Prediction:
-        least = min(map(loss, some))[0]
-        return next(one for one in some if loss(one)[0] <= least + tie)
+    def first_best(predictions: Sequence[Prediction]) -> Prediction:
+        least = min(map(loss, predictions))[0]
+        return next(p for p in predictions if loss(p)[0] <= least + tie)
 
-    serial = min((one for one in predicted if one.serial), key=loss)
+    serial = min((p for p in predicted if p.serial), key=loss)
 
-    def gains(one: Prediction) -> list[float]:
-        return [serial.seconds[m] / one.seconds[m] - 1.0 for m in modes]
+    def gains(prediction: Prediction) -> list[float]:
+        return [serial.seconds[m] / prediction.seconds[m] - 1.0 for m in modes]
 
-    least = 0.0 if own else -margin
-    harmless = [one for one in others if min(gains(one)) >= least]
-    winner = first(harmless) if harmless else serial
+    least_gain = 0.0 if own_margin else -margin
+    harmless = [p for p in overlapped if min(gains(p)) >= least_gain]
+    winner = first_best(harmless) if harmless else serial
     on = f"on {machine.name}"
     if winner is serial:
-        fastest = min(others, key=loss, default=serial)
-        taken = seconds_text(serial.seconds[mode]) if own else _times(serial, modes)
-        reason = (
-            f"{fastest.schedule} is predicted to take {_times(fastest, modes)} {on}, serial {taken}"
-        )
-        return Choice(serial, serial, reason)
-    judged = min(harmless, key=loss) if own else winner
-    most = max(gains(judged))
-    if most < margin:
-        share = f"{100 * margin:g}%" if own else f"{margin:.1%}"
-        outcome = f"gain {most:.1%} {on}, less than the margin of {share}"
-        if most <= -ROUNDING:
-            outcome = f"lose {-most:.1%} {on}"
-        elif most < ROUNDING:
+        fastest = min(overlapped, key=loss, default=serial)
+        serial_times = seconds_text(serial.seconds[mode]) if own_margin else _times(serial, modes)
+        times = f"{_times(fastest, modes)} {on}, serial {serial_times}"
+        return Choice(serial, serial, f"{fastest.schedule} is predicted to take {times}")
+    judged = min(harmless, key=loss) if own_margin else winner
+    gain = max(gains(judged))
+    if gain < margin:
+        share = f"{100 * margin:g}%" if own_margin else f"{margin:.1%}"
+        outcome = f"gain {gain:.1%} {on}, less than the margin of {share}"
+        if gain <= -ROUNDING:
+            outcome = f"lose {-gain:.1%} {on}"
+        elif gain < ROUNDING:
             outcome = f"gain nothing {on}"
         return Choice(serial, serial, f"{judged.schedule} is predicted to {outcome}")
     ratios = " and ".join(f"{1 + gain:.2f}" for gain in gains(winner))
     reason = f"predicted to take {_times(winner, modes)} {on}, {ratios} times as fast as serial"
-    if own and winner is not judged:
+    if own_margin and winner is not judged:
         reason += f"; the first of those within {100 * tie:g}%"
     if winner.schedule.grouping == "tiled":
-        library = first([one for one in others if one.schedule.grouping != "tiled"])
-        gained = (library.seconds[mode] / winner.seconds[mode] for mode in modes)
-        over = " and ".join(f"{ratio:.2f}" for ratio in gained)
-        what = "announce what is done" if scatters else "wait for what arrives"
+        library = first_best([p for p in overlapped if p.schedule.grouping != "tiled"])
+        speedups = (library.seconds[mode] / winner.seconds[mode] for mode in modes)
+        over_library = " and ".join(f"{speedup:.2f}" for speedup in speedups)
+        tiles = "announce what is done" if scatters else "wait for what arrives"
         reason = (
-            f"one product whose tiles {what}, {reason} and {over} times as fast as products of the "
-            f"library ({library.schedule})"
+            f"one product whose tiles {tiles}, {reason} and {over_library} times as fast as "
+            f"products of the library ({library.schedule})"
         )
     return Choice(winner, serial, reason)
 
 
-def _times(one: Prediction, modes: Sequence[str]) -> str:
-    return " and ".join(f"{seconds_text(one.seconds[mode])} {mode}" for mode in modes)
+def _times(prediction: Prediction, modes: Sequence[str]) -> str:
+    return " and ".join(f"{seconds_text(prediction.seconds[mode])} {mode}" for mode in modes)

@@ -1,9 +1,9 @@
 """The rule of FiCCO, section V-C: a schedule from the sizes of a product and two thresholds.
 
-The paper multiplies operations per byte (OTB) by memory traffic (MT), which leaves the number of
-operations, and compares it with a threshold of the machine: "its peak compute FLOPs". It leaves
-open whose operations are counted and what a rate has to do with a number. Here they are those of
-*one rank's* product, ``2 * m * n * k`` with the rank's own n (:attr:`Problem.flops`), and the
+The paper multiplies operations per byte (OTB) by memory traffic (MT), which is the number of
+operations, and compares it with a threshold of the machine: "its peak compute FLOPs". It does not
+say whose operations are counted, or how a number compares with a rate. Here the operations are
+those of *one rank's* product, ``2 * m * n * k`` with the rank's n (:attr:`Problem.flops`), and the
 thresholds are numbers of operations, fitted to measurements (:func:`fit_thresholds`).
 """
 
@@ -17,34 +17,34 @@ from math import sqrt
 from ficco.machine import Provenance, Thresholds
 from ficco.problems.products import Problem
 
-#: What the rule takes: for m <= k, then from few operations to many.
+#: The schedules of the rule: for m <= k; and otherwise, from few operations to many.
 COLUMNS = "uniform-fused-2d"
 ROWS = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")
 
 #: The upper threshold over the lower one, in the paper.
 RATIO = 5.0
 
-#: Share of the best time that counts as lost where a schedule was not measured.
+#: Loss, as a share of the best time, of a schedule that was not measured.
 NOT_MEASURED = 1.0
 
 
 def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
     """The name of the schedule that the rule takes, and the reason in words.
 
-    The paper's rule is for gathers: A [m, k] travels. Where the product [m, n] does, it is applied
-    to the transposed problem, whose n and k are exchanged and which gathers as many bytes for as
-    many operations; each is the gradient of the other. Where A is transposed, k takes the place of
-    m, and columns of A that of rows.
+    The paper's rule is for gathers: A [m, k] travels. If the product [m, n] travels, the rule is
+    applied to the transposed problem: n and k are exchanged, and it gathers as many bytes for as
+    many operations; each problem is the gradient of the other. If A is transposed, k replaces m,
+    and columns of A replace rows.
     """
     m, n, k = ("m", problem.m), ("n", problem.n), ("k", problem.k)
     if problem.kind.inner:
-        taken, reason = _rule(k, m, problem.flops, thresholds)
-        dims = {"1d": "2d", "2d": "1d"}[taken[-2:]]
-        return f"{taken[:-2]}{dims}", f"of A transposed, {reason}"
-    taken, reason = _rule(m, n if problem.kind.scatters else k, problem.flops, thresholds)
+        name, reason = _rule(k, m, problem.flops, thresholds)
+        dims = {"1d": "2d", "2d": "1d"}[name[-2:]]
+        return f"{name[:-2]}{dims}", f"for A transposed, {reason}"
+    name, reason = _rule(m, n if problem.kind.scatters else k, problem.flops, thresholds)
     if problem.kind.scatters:
-        reason += ", by the paper's rule for the gather that this is the transpose of"
-    return taken, reason
+        reason += ", by the paper's rule for the transposed problem, a gather"
+    return name, reason
 
 
 def _rule(
@@ -53,8 +53,8 @@ def _rule(
     (tall, rows), (wide, columns) = height, width
     if rows <= columns:
         return COLUMNS, (
-            f"{tall}={rows} is not above {wide}={columns}, so that columns lose less than rows "
-            "when cut"
+            f"{tall}={rows} is not above {wide}={columns}, so that cutting columns loses less than "
+            "cutting rows"
         )
     low, high = thresholds.low, thresholds.high
     count = f"{tall}={rows} is above {wide}={columns}, and {flops:.2g} operations of a rank are"
@@ -67,54 +67,54 @@ def _rule(
 
 @dataclass(frozen=True)
 class Observation:
-    """What was measured for a problem: seconds by name of schedule, of the rule's four at least
-    the best one."""
+    """Measured seconds of a problem by name of schedule; at least those of the best of the rule's
+    four schedules."""
 
     problem: Problem
     seconds: Mapping[str, float]
 
     def loss(self, name: str) -> float:
-        """Share of the best time that a schedule takes longer."""
+        """Excess of a schedule's time over the best time, as a share of the best time."""
         if name not in self.seconds:
             return NOT_MEASURED
         return self.seconds[name] / min(self.seconds.values()) - 1.0
 
 
 def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
-    """The thresholds with which the rule loses least on what was measured.
+    """The thresholds with the smallest loss of the rule on measured problems.
 
-    Problems with m <= k do not depend on them and are left out, as are those of A transposed. Of
-    thresholds that lose alike, those whose ratio is nearest to the paper's are taken.
+    Problems with m <= k do not depend on the thresholds and are left out; so are problems with A
+    transposed. Of thresholds with equal loss, the pair with the ratio nearest to the paper's wins.
 
     Raises:
-        ValueError: nothing was measured that depends on them.
+        ValueError: no measured problem depends on the thresholds.
     """
-    observations = [one for one in observations if not one.problem.kind.inner]
-    seen = [one for one in observations if one.problem.m > one.problem.k]
+    observations = [o for o in observations if not o.problem.kind.inner]
+    seen = [o for o in observations if o.problem.m > o.problem.k]
     if not seen:
         raise ValueError("fit_thresholds: required a measured problem with m > k, got none")
-    flops = sorted({one.problem.flops for one in seen})
+    flops = sorted({o.problem.flops for o in seen})
     ends = [flops[0] / 2, *flops, flops[-1] * 2]
     marks = [sqrt(a * b) for a, b in pairwise(ends)]  # before, between and after the sizes
     by_row = (
         [sum(o.loss(name) for o in seen if o.problem.flops == size) for size in flops]
         for name in ROWS
     )
-    below, among, above = (list(accumulate(losses, initial=0.0)) for losses in by_row)
+    below, between, above = (list(accumulate(losses, initial=0.0)) for losses in by_row)
     # The first `i` sizes are below the lower mark, the first `j` not above the upper one.
-    lost = {
-        (marks[i], marks[j]): below[i] + among[j] - among[i] + above[-1] - above[j]
+    loss = {
+        (marks[i], marks[j]): below[i] + between[j] - between[i] + above[-1] - above[j]
         for i in range(len(marks))
         for j in range(i, len(marks))
     }
 
     def key(pair: tuple[float, float]) -> tuple[float, float, float]:
         low, high = pair
-        return round(lost[pair], 9), abs(high / low - RATIO), low
+        return round(loss[pair], 9), abs(high / low - RATIO), low
 
-    low, high = min(lost, key=key)
+    low, high = min(loss, key=key)
     note = (
-        f"to {len(seen)} problems, on which the rule loses {lost[low, high] / len(seen):.1%} "
+        f"to {len(seen)} problems, on which the rule loses {loss[low, high] / len(seen):.1%} "
         "of the best schedule's time"
     )
     return Thresholds(low, high, Provenance("fitted", note=note))

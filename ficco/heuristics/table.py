@@ -1,4 +1,4 @@
-"""What is predicted of the candidates, and what was measured of them, as a table of text."""
+"""Predictions and measurements of candidates, as a table of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ficco.plan.amounts import bytes_text, seconds_text
 #: Modes in the order of their columns.
 MODES = ("queued", "idle")
 
-#: Columns that a table that is too wide does without, the first one first.
+#: Columns that are dropped from a table that is too wide, in this order.
 OPTIONAL = ("DIL gemm", "DIL copies", "CIL", "of ideal", "memory")
 
 #: Seconds by schedule and mode.
@@ -20,14 +20,14 @@ Measured = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is predicted of one schedule.
+    """Predictions for one schedule.
 
     Attributes:
         schedule: its name.
-        queued, idle: seconds where the host runs ahead, and where the GPU waits for it; None
-            where the machine lacks the figures.
-        share: of the ideal time, queued.
-        losses: decomposition and contention loss; None where they are not known.
+        queued, idle: seconds if the host runs ahead, and if the GPU waits for it; None if the
+            machine lacks the figures.
+        share: ideal time over queued time.
+        losses: decomposition and contention loss; None if they are not known.
         extra_bytes: memory besides operands and result, on rank 0.
     """
 
@@ -42,8 +42,8 @@ class Candidate:
 def table(
     candidates: Sequence[Candidate], chosen: str, measured: Measured, width: int | None = None
 ) -> str:
-    """A line per candidate, the chosen one marked with a star, in at most ``width`` columns if the
-    columns that are not optional allow it; the last line names what was left out for that."""
+    """A line per candidate, the chosen one marked with a star, in at most ``width`` characters if
+    the required columns fit. The last line names the optional columns that were left out."""
     columns = {head: [head, *cells] for head, cells in _columns(candidates, chosen, measured)}
     optional, dropped = [head for head in OPTIONAL if head in columns], list[str]()
     while True:
@@ -68,17 +68,17 @@ def _columns(
     def times(values: Iterable[float | None]) -> list[str]:
         return ["" if seconds is None else seconds_text(seconds) for seconds in values]
 
-    names = [one.schedule for one in candidates]
+    names = [candidate.schedule for candidate in candidates]
     yield "  schedule", [f"{'*' if name == chosen else ' '} {name}" for name in names]
-    yield "queued", times(one.queued for one in candidates)
-    yield "idle", times(one.idle for one in candidates)
+    yield "queued", times(candidate.queued for candidate in candidates)
+    yield "idle", times(candidate.idle for candidate in candidates)
     for mode in MODES:
         seconds = [measured.get(name, {}).get(mode) for name in names]
         if any(seconds):
             yield f"measured {mode}", times(seconds)
-    yield "of ideal", [f"{one.share:.2f}" for one in candidates]
-    if losses := [one.losses for one in candidates if one.losses]:
-        yield "DIL gemm", [f"{one.gemm:.2f}" for one in losses]
-        yield "DIL copies", [f"{one.copies:.2f}" for one in losses]
-        yield "CIL", [f"{one.contention:.2f}" for one in losses]
-    yield "memory", [bytes_text(one.extra_bytes) for one in candidates]
+    yield "of ideal", [f"{candidate.share:.2f}" for candidate in candidates]
+    if losses := [candidate.losses for candidate in candidates if candidate.losses]:
+        yield "DIL gemm", [f"{loss.gemm:.2f}" for loss in losses]
+        yield "DIL copies", [f"{loss.copies:.2f}" for loss in losses]
+        yield "CIL", [f"{loss.contention:.2f}" for loss in losses]
+    yield "memory", [bytes_text(candidate.extra_bytes) for candidate in candidates]

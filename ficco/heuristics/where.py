@@ -1,5 +1,4 @@
-"""The machine, number of ranks and kind of call that something is decided or simulated for, and
-whether a call fits there."""
+"""The target of a decision or a simulation (machine, ranks, mode), and its memory limit."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ _KNOWN = "with --machine or FICCO_MACHINE"
 
 @dataclass(frozen=True)
 class Where:
-    """The machine, the ranks and the kind of call that something is decided or simulated for.
+    """The target of a decision or a simulation.
 
     Attributes:
-        machine: as in its file; None if nobody described it.
+        machine: the machine as in its file; None if no file describes it.
         world: number of ranks.
-        mode: as :func:`ficco.heuristics.decide` takes it.
+        mode: a mode of :func:`ficco.heuristics.decide`.
     """
 
     machine: Machine | None
@@ -31,10 +30,10 @@ class Where:
 
     @property
     def simulated(self) -> Machine:
-        """The machine as so many ranks see it.
+        """The machine described for the number of ranks.
 
         Raises:
-            ValueError: no machine is known, or its figures do not hold for so many ranks.
+            ValueError: no machine is known, or its figures do not hold for the number of ranks.
         """
         if self.machine is None:
             raise InvalidArgument("machine", f"required one to simulate, {_KNOWN}, got none")
@@ -56,17 +55,17 @@ def where(
     *,
     captured: bool = False,
 ) -> Where:
-    """Find the machine, and how calls are made on it.
+    """Find the machine, the number of ranks and the mode of calls.
 
     Args:
-        machine: one, or the name or path of one.
-        world: number of ranks; None for those of the machine.
-        here: what this host is known by, or the name of the machine to take in its place.
+        machine: a machine, or its name or path.
+        world: number of ranks; None: the ranks of the machine.
+        here: fingerprint of this host, or the name of a machine to use instead.
         captured: calls are captured in graphs.
 
     Raises:
         ValueError: an argument is wrong, or neither ranks nor a machine are known.
-        ConfigError: there is no such machine, or its file is damaged.
+        ConfigError: the machine does not exist, or its file is damaged.
     """
     if not (machine is None or isinstance(machine, (Machine, str, os.PathLike))):
         raise InvalidArgument(
@@ -79,8 +78,8 @@ def where(
         if isinstance(here, str):
             machine = find(name, None) or find(here, None)
         else:
-            asked = here if world is None else Fingerprint(here.accelerator, world)
-            machine = find(name, asked) or nearest(asked)
+            fingerprint = here if world is None else Fingerprint(here.accelerator, world)
+            machine = find(name, fingerprint) or nearest(fingerprint)
     accelerator = here if isinstance(here, str) else here.accelerator
     if world is None:
         if machine is None:
@@ -91,15 +90,15 @@ def where(
             )
         world = machine.ranks
     on_cpu = (accelerator if machine is None else machine.accelerator) == "cpu"
-    # A captured call does not wait for its host; on CPUs the caller carries the call out.
+    # A captured call does not wait for its host. On CPUs the caller executes the call.
     mode = "queued" if captured else "idle" if on_cpu else "eager"
     return Where(machine, world, mode)
 
 
 def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
-    """Bytes of a rank's operands and product, and of what its schedule adds to them in one slot."""
-    asked = problem.specification
-    return sum(one.nbytes(rank) for one in (*asked.operands, asked.results[0])) + extra_bytes
+    """Bytes of a rank's operands and product, plus the extra bytes of its schedule in one slot."""
+    buffers = *problem.specification.operands, problem.specification.results[0]
+    return sum(buffer.nbytes(rank) for buffer in buffers) + extra_bytes
 
 
 def too_large(problem: Problem, rank: int, extra_bytes: int, machine: Machine | None) -> str:

@@ -1,6 +1,6 @@
-"""Machines: what is known of a kind of host, as data and as files.
+"""Machines: the figures of one kind of host, as data and as files.
 
-``fit``, which needs numpy, is imported by who fits: ``from ficco.tools.fit import fit``.
+``fit`` needs numpy, so it is imported separately: ``from ficco.tools.fit import fit``.
 """
 
 from ficco.machine.files import digest, dumps, load, loads, save

@@ -1,4 +1,4 @@
-"""Files that are written entirely or not at all."""
+"""Atomic writing of files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, and the folders that it lies in: a reader sees the old text or the new one.
+    """Write a file atomically, and create its folders. A reader sees the old text or the new one.
 
-    The new text survives a loss of power from here on. A process that dies while it writes leaves a
-    hidden file in the folder.
+    Once the function has returned, the new text survives a loss of power. A process that dies
+    during the write leaves a hidden file in the folder.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full. The old file is as it was.
+        OSError: the folder cannot be written, or the disk is full. The old file is unchanged.
     """
     part = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -28,7 +28,7 @@ def write(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-    with suppress(OSError):  # the name, too, where folders can be synced
+    with suppress(OSError):  # sync the new name, too, where the system can sync folders
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

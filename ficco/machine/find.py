@@ -1,10 +1,10 @@
-"""Which machine this host is.
+"""Find the machine file that describes this host.
 
-Sources in this order, the first that has one:
+The first of these sources that has a machine:
 
 1. the argument, and 2. the environment variable ``FICCO_MACHINE``: a path, or the name of a user
    or shipped file without its ``.yaml``;
-3. the user's files, by fingerprint, and 4. those that ship with ficco, likewise.
+3. the user's files, by fingerprint, and 4. the files that ship with ficco, by fingerprint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ficco.machine.files import load
 from ficco.machine.model import Machine
 from ficco.warn import warn_once
 
-#: Names a machine: a path, or the name of a file.
+#: Environment variable that names a machine: a path, or the name of a file.
 VARIABLE = "FICCO_MACHINE"
 
-#: The folder of the user's files, in place of the usual one.
+#: Environment variable that replaces the default folder of the user's files.
 FOLDER_VARIABLE = "FICCO_CONFIG_DIR"
 
 _SUFFIX = ".yaml"
@@ -32,51 +32,51 @@ _SUFFIX = ".yaml"
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a host is known by: its devices' name, as the driver gives it, and how many ranks."""
+    """Identifies a kind of host: the driver's name of its devices, and the number of ranks."""
 
     accelerator: str
     ranks: int
 
     def matches(self, machine: Machine) -> bool:
-        """Whether a machine describes such a host; case does not matter."""
+        """Whether a machine has the same accelerator, ignoring case, and the same rank count."""
         return self.ranks == machine.ranks and self.resembles(machine)
 
     def resembles(self, machine: Machine) -> bool:
-        """Same accelerator, any rank count."""
+        """Whether a machine has the same accelerator, with any rank count."""
         names = {name.casefold() for name in (machine.accelerator, *machine.also)}
         return self.accelerator.casefold() in names
 
 
 def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine | None:
-    """The machine of this host; None if nobody described it.
+    """The machine of this host; None if no file describes it.
 
-    A file that is damaged and was not asked for is warned of, once, and passed over.
+    A damaged file that was not named is skipped with a warning, once.
 
     Raises:
         ConfigError: the argument or ``FICCO_MACHINE`` names no file, or a damaged one.
     """
-    for name, asker in ((name_or_path, "machine"), (os.environ.get(VARIABLE), VARIABLE)):
+    for name, origin in ((name_or_path, "machine"), (os.environ.get(VARIABLE), VARIABLE)):
         if name:
-            return load(_named(name, asker))
+            return load(_named_path(name, origin))
     return None if fingerprint is None else known(fingerprint)
 
 
 def known(fingerprint: Fingerprint) -> Machine | None:
-    """The machine whose file says that it is such a host, whatever the environment names."""
+    """The machine whose file matches a fingerprint; ``FICCO_MACHINE`` is ignored."""
     return next(filter(fingerprint.matches, _machines()), None)
 
 
 def nearest(fingerprint: Fingerprint) -> Machine | None:
-    """A machine of the same accelerator and the nearest number of ranks, by their ratio.
+    """The machine of the same accelerator with the nearest number of ranks, by their ratio.
 
     Its figures per rank hold for groups of other sizes, too; its tuned entries do not.
     """
     alike = filter(fingerprint.resembles, _machines())
-    return min(alike, key=lambda one: abs(log(one.ranks / fingerprint.ranks)), default=None)
+    return min(alike, key=lambda machine: abs(log(machine.ranks / fingerprint.ranks)), default=None)
 
 
 def _machines() -> Iterator[Machine]:
-    """The user's machines, then those that ship."""
+    """The user's machines, then the shipped ones."""
     for path in (*_files(user_dir()), *_files(configs())):
         try:
             yield load(path)
@@ -85,8 +85,8 @@ def _machines() -> Iterator[Machine]:
 
 
 def home() -> Path:
-    """The user's home; a path that does not exist where it is unknown, as in a container whose user
-    has no name."""
+    """The user's home. If it is unknown, as in a container whose user has no name, a path that does
+    not exist."""
     try:
         return Path.home()
     except RuntimeError:
@@ -94,23 +94,23 @@ def home() -> Path:
 
 
 def user_dir() -> Path:
-    """The folder of the user's machines; it need not exist."""
+    """The folder of the user's machine files; it may not exist."""
     if folder := os.environ.get(FOLDER_VARIABLE):
         return Path(folder)
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "ficco"
 
 
 def configs() -> Path:
-    """The folder of the files that ship with ficco: inside a wheel, next to the package in a
-    checkout."""
+    """The folder of the shipped machine files: in the package of a wheel, and next to the package
+    in a checkout."""
     package = Path(__file__).resolve().parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def _files(folder: Path) -> list[Path]:
-    """The machines of a folder in the order of their names; half-written ones are hidden files.
-    A folder that may not be looked into is warned of and passed over."""
+    """The machine files of a folder, sorted by name, without hidden files, which are half-written.
+    A folder that cannot be listed is skipped with a warning."""
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -121,17 +121,18 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names if name.endswith(_SUFFIX) and name[0] != "."]
 
 
-def _named(name: str, asker: str) -> Path:
-    given = Path(name)
-    with contextlib.suppress(RuntimeError):  # the ~ of nobody
-        given = given.expanduser()
-    for path in (given, *(folder / f"{name}{_SUFFIX}" for folder in (user_dir(), configs()))):
-        with contextlib.suppress(OSError, ValueError):  # no name for a file, or no way to it
+def _named_path(name: str, origin: str) -> Path:
+    """The file of a name or a path; ``origin`` says in errors which setting named it."""
+    literal, folders = Path(name), (user_dir(), configs())
+    with contextlib.suppress(RuntimeError):  # ~ of an unknown user
+        literal = literal.expanduser()
+    for path in (literal, *(folder / f"{name}{_SUFFIX}" for folder in folders)):
+        with contextlib.suppress(OSError, ValueError):  # an invalid name, or no access
             if path.is_file():
                 return path
-    stems = sorted({file.stem for folder in (user_dir(), configs()) for file in _files(folder)})
+    stems = sorted({file.stem for folder in folders for file in _files(folder)})
     raise ConfigError(
-        asker,
+        origin,
         name,
         f"required a file, or one of {', '.join(stems)} (of {user_dir()} and of those that ship)",
     )

@@ -1,4 +1,4 @@
-"""A machine of a few numbers: everything at one rate, nothing in the way of anything else."""
+"""A machine of a few numbers: one rate for each kind of work, and no contention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ficco.machine.model import (
     Topology,
 )
 
-#: Bytes at the ends of a curve of one rate; it is held beyond them.
+#: Bytes at the ends of a curve of one rate; the curve is constant beyond its ends.
 _LEAST, _MOST = 1.0, 1e15
 
 
@@ -33,23 +33,23 @@ def flat(
     Args:
         flops: floating-point operations per second of any product.
         link_bytes: bytes per second of a copy, and of a link or port.
-        memory_bytes: bytes per second that are read and written within a rank.
-        ranks: of the group; its collective brings the shards of all others one after the other.
+        memory_bytes: bytes per second of reads and writes within a rank.
+        ranks: number of ranks. The collective transfers the shards of all peers one by one.
         kind: topology, ``"switch"`` or ``"mesh"``.
         start: seconds before the first byte of a copy, or the first tile of a product.
         source: where the numbers come from.
     """
-    given = Provenance(source)
-    copies = Copies(64, start, start, ((_MOST, link_bytes),), given)
+    provenance = Provenance(source)
+    copies = Copies(64, start, start, ((_MOST, link_bytes),), provenance)
     return Machine(
         name="flat",
         accelerator="",
         ranks=ranks,
-        topology=Topology(kind, link_bytes, given),
+        topology=Topology(kind, link_bytes, provenance),
         copies=copies,
         kernel_copies=copies,
         all_gather=Collective(
-            tuple((size, (ranks - 1) * size / link_bytes) for size in (_LEAST, _MOST)), given
+            tuple((size, (ranks - 1) * size / link_bytes) for size in (_LEAST, _MOST)), provenance
         ),
         gemm=Gemm(
             peak=flops,
@@ -58,9 +58,9 @@ def flat(
             efficiency=1.0,
             start=start,
             bandwidth=float("inf"),
-            provenance=given,
+            provenance=provenance,
         ),
-        memory=Memory(float("inf"), memory_bytes, given, latency=start),
-        contention=Contention(1.0, 1.0, 1.0, 1.0, given),
-        host=Host(0.0, 0.0, 0.0, 0.0, 0.0, given),
+        memory=Memory(float("inf"), memory_bytes, provenance, latency=start),
+        contention=Contention(1.0, 1.0, 1.0, 1.0, provenance),
+        host=Host(0.0, 0.0, 0.0, 0.0, 0.0, provenance),
     )

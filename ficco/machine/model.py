@@ -1,8 +1,8 @@
-"""Machines as data: what a simulation needs to know of ranks, links, copy engines and GEMMs.
+"""Machines as data: the figures of ranks, links, copy engines and GEMMs for simulations.
 
-All quantities are SI: bytes, seconds, bytes per second, floating-point operations per second.
-Nothing here knows a device; files are read and written by :mod:`ficco.machine.files`, to which
-the annotations are the schema.
+All quantities are SI: bytes, seconds, bytes per second, floating-point operations per second. The
+module accesses no device. :mod:`ficco.machine.files` reads and writes files; the annotations here
+are its schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ficco.problems.specification import AnyProblem
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a number in a file must be: its unit, empty for a plain number, and its bounds."""
+    """The unit and the bounds of a number in a file; the unit of a plain number is empty."""
 
     unit: str = ""
     least: float | None = None
@@ -28,7 +28,7 @@ class Quantity:
     most: float | None = None
 
     def allows(self, value: float) -> bool:
-        """Whether a value lies within the bounds."""
+        """Whether a value is within the bounds."""
         return not (
             (self.least is not None and value < self.least)
             or (self.above is not None and value <= self.above)
@@ -36,7 +36,7 @@ class Quantity:
         )
 
     def show(self) -> str:
-        """In words."""
+        """The requirement in words."""
         words = [f"a quantity in {self.unit}" if self.unit else "a number"]
         words += [f"of at least {self.least:g}"] if self.least is not None else []
         words += [f"above {self.above:g}"] if self.above is not None else []
@@ -52,13 +52,13 @@ class Points:
     y: str
 
     def show(self) -> str:
-        """In words."""
+        """The units in words."""
         return f"{self.x or 'number'}, {self.y or 'number'}"
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """The texts that a field can hold."""
+    """The texts that a field may have."""
 
     texts: tuple[str, ...]
 
@@ -73,12 +73,12 @@ FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
 Bytes = Annotated[float, Quantity("B", above=0)]
 ByteRate = Annotated[float, Quantity("B/s", above=0)]
 
-#: (size, value) with rising sizes.
+#: Points (size, value) with rising sizes.
 Curve = tuple[tuple[float, float], ...]
 RateCurve = Annotated[Curve, Points("B", "B/s")]
 TimeCurve = Annotated[Curve, Points("B", "s")]
 
-#: The blocks of a machine that collectives have, by what libraries call them.
+#: The block of a machine for each collective of a library.
 COLLECTIVES = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
@@ -86,21 +86,21 @@ COLLECTIVES = {
     "all-reduce": "all_reduce",
 }
 
-#: The blocks of a machine that products of float8 operands have, by recipe.
+#: The block of a machine for products of float8 operands, by recipe.
 SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block"}
 
-#: The blocks of a machine that say what a device does by itself, whatever joins it to others.
+#: The blocks of a machine with figures of one device, which do not depend on its links.
 OF_DEVICE = ("gemm", *SCALED_PRODUCTS.values(), "experts", "tiled", "attention", "memory")
 
-#: How ranks can be joined.
+#: Kinds of topology.
 KINDS = ("mesh", "switch")
 
-#: Where figures come from.
+#: Sources of figures.
 SOURCES = ("measured", "fitted", "data sheet", "paper", "simulated", "assumed")
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """The value of a curve at a size: on straight lines in log-log space, the ends held."""
+    """The value of a curve at a size: linear in log-log space, and constant beyond the ends."""
     if size <= curve[0][0]:
         return curve[0][1]
     if size >= curve[-1][0]:
@@ -113,13 +113,13 @@ def interpolate(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the figures of a block come from.
+    """The origin of the figures of a block.
 
     Attributes:
         source: ``"measured"``, ``"fitted"`` (to measurements), ``"data sheet"``, ``"paper"``,
             ``"simulated"`` or ``"assumed"``.
-        date: ISO date, for what was measured or fitted.
-        command: what measured it.
+        date: ISO date of measured or fitted figures.
+        command: the command that measured them.
         driver, torch, commit: versions of the device's driver and of PyTorch, and ficco's commit.
         note: anything else a reader should know.
     """
@@ -135,13 +135,13 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Topology:
-    """How ranks are joined.
+    """The links between ranks.
 
     Attributes:
-        kind: ``"mesh"``, every pair by a link of its own, or ``"switch"``, every rank by a port.
+        kind: ``"mesh"``, a separate link for every pair, or ``"switch"``, one port for every rank.
         bandwidth: bytes per second one way, of a link (mesh) or of a port (switch).
-        sharing: share of it that is left, in total, once several copies use a link or port at the
-            same time.
+        sharing: share of the bandwidth that remains in total when several copies use a link or a
+            port at the same time.
     """
 
     kind: Annotated[str, OneOf(KINDS)]
@@ -152,12 +152,12 @@ class Topology:
 
 @dataclass(frozen=True)
 class Network:
-    """What joins hosts, as the collectives' library moves bytes from rank to rank: a message of s
-    bytes takes ``latency + s / bandwidth``, and is sent while another is received.
+    """The network between hosts, as used by the library of collectives: a message of s bytes takes
+    ``latency + s / bandwidth``, and one can be sent while another is received.
 
     Attributes:
         bandwidth: bytes per second one way of a network card.
-        latency: seconds until a message of no bytes is there.
+        latency: seconds until an empty message arrives.
         sharing: ranks of a host that share a card.
     """
 
@@ -169,18 +169,19 @@ class Network:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies between ranks by one kind of mover, as a queue of them behaves.
+    """Copies between ranks by one kind of mover, in a queue.
 
-    A copy of s bytes holds its queue for ``gap + s / rate(s)`` and is seen by the waiter of its
-    signal ``latency + s / rate(s)`` after it began.
+    A copy of s bytes occupies its queue for ``gap + s / rate(s)``. The waiter sees its signal
+    ``latency + s / rate(s)`` after the copy starts.
 
     Attributes:
         engines: copies that one rank can have in flight at once.
-        latency: seconds from a copy's begin to its signal being seen, beyond the bytes' time.
-        gap: seconds between two copies of a queue, signal included.
-        curve: (bytes, bytes per second) of one copy that has its link or port for itself.
-        in_front: the latency of one on a compute lane, where nothing is forked and joined, as
-            measured in front of a product; None: ``latency``.
+        latency: seconds from the start of a copy until its signal is seen, beyond the time of its
+            bytes.
+        gap: seconds between two copies of a queue, including the signal.
+        curve: (bytes, bytes per second) of one copy that does not share its link or port.
+        in_front: latency of a copy on a compute lane, which needs no fork and join, measured
+            before a product; None: ``latency``.
     """
 
     engines: Count
@@ -195,7 +196,7 @@ class Copies:
         return interpolate(self.curve, nbytes)
 
     def seen(self, in_front: bool) -> float:
-        """Seconds until the signal after a copy is seen, beyond the bytes' time."""
+        """Seconds until the signal of a copy is seen, beyond the time of its bytes."""
         return self.latency if self.in_front is None or not in_front else self.in_front
 
 
@@ -204,29 +205,29 @@ class Collective:
     """A collective of the vendor's library.
 
     Attributes:
-        curve: (bytes that a rank has for another, seconds). All-gather: bytes of a shard.
-            Reduce-scatter and all-reduce: of the part of the result that a rank sums. All-to-all:
-            of a block.
+        curve: (bytes that a rank sends to another, seconds). All-gather: bytes of a shard.
+            Reduce-scatter and all-reduce: bytes of the part of the result that a rank sums.
+            All-to-all: bytes of a block.
     """
 
     curve: TimeCurve
     provenance: Provenance
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of the collective; beyond the curve at the rate of its end."""
+        """Seconds of the collective. Beyond the curve, the rate of its last point is used."""
         size, last = self.curve[-1]
         return interpolate(self.curve, nbytes) if nbytes <= size else last * nbytes / size
 
 
 @dataclass(frozen=True)
 class Contention:
-    """Factors by which two things that run at the same time on a rank slow down (1: not at all).
+    """Slow-down factors of two operations that run at the same time on a rank (1: no slow-down).
 
     Attributes:
-        gemm_under_copies: of a GEMM beside copies by copy engines (or the paper's CIL).
-        copies_under_gemm: of these copies beside a GEMM.
-        gemm_under_collective: of a GEMM beside the vendor's collective.
-        collective_under_gemm: of that collective beside a GEMM.
+        gemm_under_copies: of a GEMM during copies by copy engines (or the paper's CIL).
+        copies_under_gemm: of copies by copy engines during a GEMM.
+        gemm_under_collective: of a GEMM during the vendor's collective.
+        collective_under_gemm: of the vendor's collective during a GEMM.
     """
 
     gemm_under_copies: Factor
@@ -238,14 +239,14 @@ class Contention:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of host time; they count where a GPU waits for its host ("idle").
+    """Seconds of host time. They count only if the GPU waits for its host ("idle").
 
     Attributes:
-        call: of a call, without what it enqueues, until an idle GPU begins.
-        collective_call: the same of a call that goes through the vendor's collective.
-        matmul: of each product that is enqueued.
-        copy: of each copy that is enqueued.
-        signal: of each batch of waits or posts that is enqueued.
+        call: per call, until an idle GPU begins, without enqueueing operations.
+        collective_call: the same for a call that uses the vendor's collective.
+        matmul: per product that is enqueued.
+        copy: per copy that is enqueued.
+        signal: per batch of waits or posts that is enqueued.
         skew: between the first and the last rank whose host begins a call.
     """
 
@@ -260,11 +261,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where the rule of FiCCO, section V-C, changes its mind, in FLOPs of one rank's product.
+    """Thresholds of the rule of FiCCO, section V-C, in FLOPs of one rank's product.
 
     Attributes:
-        low: below it uniform-fused-1d.
-        high: above it hetero-unfused-1d; hetero-fused-1d between (the paper: 5 times ``low``).
+        low: below it, the rule takes uniform-fused-1d.
+        high: above it, the rule takes hetero-unfused-1d; between the two, hetero-fused-1d. In the
+            paper it is 5 times ``low``.
     """
 
     low: Flops
@@ -285,12 +287,12 @@ class Tuned:
     Attributes:
         operator, n, k: of the Problem.
         rows: of the Problem on every rank.
-        dtype: of the Problem, what it calls its kind of operands.
+        dtype: ``kind_of_operands`` of the Problem.
         blocks: of the Problem, the table of an all-to-all.
         queued: name of the schedule to take in a captured or host-ahead call.
         idle: name of the schedule to take in a call whose GPU waits for the host.
         seconds: measured time of ``queued``, then of ``idle``.
-        serial: likewise of the faster serial composition.
+        serial: measured times of the faster serial composition, in the same order.
     """
 
     operator: str
@@ -305,11 +307,11 @@ class Tuned:
     provenance: Provenance
     blocks: tuple[tuple[Size, ...], ...] = ()
 
-    scaling = None  # whose name is that of the dtype
+    scaling = None  # the dtype names the scaling
 
 
 def tuned_key(one: Tuned | Problem) -> tuple[object, ...]:
-    """What an entry is looked up by."""
+    """The key by which entries are looked up."""
     kind = name_of(one.dtype, one.scaling)
     return one.operator, tuple(one.rows), one.n, one.k, kind, tuple(one.blocks)
 
@@ -321,7 +323,7 @@ class Memory:
     Attributes:
         capacity: bytes.
         bandwidth: bytes per second.
-        latency: seconds before a copy within it.
+        latency: seconds before a copy within the memory begins.
     """
 
     capacity: Bytes
@@ -334,31 +336,32 @@ class Memory:
 class Gemm:
     """Library GEMMs of one rank, as waves of tiles.
 
-    The result is cut into tiles, and into parts of k where there are fewer tiles than processors.
-    The processors work on one tile each, wave after wave, and the last wave takes as long as a
-    full one. A tile takes its prologue, its terms of k, and the writing of its result. The library
-    has tiles of many shapes and takes the one that ends first. Memory limits the whole.
+    The result is cut into tiles, and k into parts if there are fewer tiles than processors. Each
+    processor works on one tile, wave after wave, and the last wave takes as long as a full one. The
+    time of a tile is its prologue, its terms of k, and the writing of its result. The library has
+    tiles of many shapes and takes the one that finishes first. Memory limits the product as a
+    whole.
 
-    What a library does beyond that, such as a poor choice for an odd shape, is not modelled: on
-    shapes that the fit has not seen the errors that are left are no smooth function of the sizes,
-    so that curves over rows and tables of corrections were tried and did not help.
+    Other behaviour of a library, such as a poor choice for an odd shape, is not modelled. On shapes
+    that the fit has not seen, the remaining errors are no smooth function of the sizes. Curves over
+    rows and tables of corrections were tried and did not help.
 
     Attributes:
         peak: operations per second of the smallest dtype in ``shares``, from the data sheet.
-        units: processors (SMs, CUs, cores) that work on one tile each.
-        launch: seconds between two products of a lane, beyond their own time.
-        efficiency: share of the peak at which full waves run.
+        units: processors (SMs, CUs, cores); each works on one tile at a time.
+        launch: seconds between two products of a lane, beyond their times.
+        efficiency: share of the peak that full waves reach.
         start: seconds of a product before its first and after its last tile.
-        bandwidth: bytes per second at which operands and result are read and written at best.
-        tile_rows, tile_cols: sizes of tiles; every pair of both is a tile that the library has.
-        splits: numbers of parts that k can be cut into.
+        bandwidth: highest bytes per second of reading operands and writing the result.
+        tile_rows, tile_cols: sizes of tiles; the library has tiles of every pair of the two.
+        splits: numbers of parts into which k can be cut.
         prologue: seconds of a tile before its first term.
-        step: seconds that every 64 terms of k take beyond their operations.
-        write: bytes per second at which all processors together write results; None: at once.
+        step: seconds of every 64 terms of k beyond their operations.
+        write: bytes per second that all processors together write; None: writing takes no time.
         join: seconds before the parts of a split k are read back and summed.
         shares: (bytes per element, share of the peak) of the dtypes.
-        burst: seconds of products in a call after which the card is at its power limit.
-        sustained: share of its rate that is left then. See :meth:`heated`.
+        burst: seconds of products in a call after which the card reaches its power limit.
+        sustained: share of its rate that remains at the power limit. See :meth:`heated`.
     """
 
     peak: FlopRate
@@ -380,7 +383,7 @@ class Gemm:
     sustained: Share = 1.0
 
     def __hash__(self) -> int:
-        # Times are looked up by the machine they are of: its hash must not cost more than they do.
+        # Cached times are looked up by Gemm, so its hash must be cheaper than computing a time.
         return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
 
     def rate(self, itemsize: int) -> float:
@@ -399,20 +402,20 @@ class Gemm:
         adds: bool = False,
         rights: int = 1,
     ) -> tuple[float, float]:
-        """Seconds of a product, or of a strided batch of such, on an otherwise idle rank, and what
-        it costs one that others keep busy: they fill its start and last wave.
+        """Seconds of a product, or of a strided batch of products: on an otherwise idle rank, and
+        on a busy rank, where other products fill its start and its last wave.
 
-        ``wide``: the result is float32 and is added to. ``adds``: it is added to, and of the
-        operands' dtype. ``rights``: right operands of the batch; 1 if all share it.
+        ``wide``: the product is added to a float32 result. ``adds``: it is added to a result of the
+        operands' dtype. ``rights``: right operands of the batch; 1 if all products share one.
         """
         return _times(self, m, n, k, batch, itemsize, wide, adds, rights)[:2]
 
-    def seconds(self, m: int, n: int, k: int, **how: Any) -> float:
-        """The first of :meth:`times`."""
-        return self.times(m, n, k, **how)[0]
+    def seconds(self, m: int, n: int, k: int, **options: Any) -> float:
+        """Seconds on an otherwise idle rank: the first of :meth:`times`."""
+        return self.times(m, n, k, **options)[0]
 
     def tile(self, m: int, n: int, k: int, *, itemsize: int = 2) -> tuple[int, int, int]:
-        """Rows and columns of the tiles of a product, and the parts of k in which each is made."""
+        """Rows and columns of the tiles of a product, and the number of parts of k."""
         return _times(self, m, n, k, 1, itemsize, False, False)[2]
 
     def waves(self, rows: int, m: int, n: int, k: int, *, itemsize: int = 2) -> int:
@@ -421,10 +424,10 @@ class Gemm:
         return -(-(-(-rows // height) * -(-n // width) * split) // self.units)
 
     def heated(self, seconds: float) -> float:
-        """Seconds that all products of a call take, of so many seconds one by one.
+        """Seconds of all products of a call, if their times add up to ``seconds``.
 
-        Products of more than ``burst`` seconds in a row bring a card to its power limit. The other
-        methods are of one that is not there.
+        After ``burst`` seconds of products in a row, a card is at its power limit. The other
+        methods return times below the power limit.
         """
         return seconds + max(0.0, seconds - self.burst) * (1 / self.sustained - 1)
 
@@ -440,21 +443,22 @@ def tiles_seconds(
     rate: Any,
     adds: bool = False,
 ) -> tuple[Any, Any]:
-    """Seconds in which the processors work on parts, in whole waves and with the last one filled.
+    """Seconds of all tiles: in full waves, and if other work fills the last wave.
 
-    ``parts``: tiles times the parts of k, of ``terms`` each; ``rate``: operations per second of all
-    processors. Numbers, or arrays of them.
+    ``parts``: tiles times the parts of k, of ``terms`` terms each. ``rate``: operations per second
+    of all processors. Arguments are numbers or arrays.
     """
-    result = rows * cols * result_bytes(itemsize, wide, adds)
-    each = gemm.prologue + terms * (gemm.step / 64 + 2.0 * rows * cols * gemm.units / rate)
+    written = rows * cols * result_bytes(itemsize, wide, adds)
+    per_part = gemm.prologue + terms * (gemm.step / 64 + 2.0 * rows * cols * gemm.units / rate)
     if gemm.write:
-        each = each + result * gemm.units / gemm.write
-    return -(-parts // gemm.units) * each, parts / gemm.units * each
+        per_part = per_part + written * gemm.units / gemm.write
+    return -(-parts // gemm.units) * per_part, parts / gemm.units * per_part
 
 
 def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
-    """Bytes that an element of the result moves: what is added to is read, too; wide is float32.
-    The product of one-byte operands has two bytes, and is added to sums by a pass of its own."""
+    """Bytes read and written per element of the result. A result that is added to is read, too; a
+    wide result is float32. Results of one-byte operands have two bytes; a separate pass adds them
+    to wide sums."""
     narrow = itemsize == 1
     itemsize = itemsize + narrow
     return itemsize + (8 + 8 * narrow - itemsize) * wide + itemsize * adds
@@ -471,18 +475,18 @@ def memory_seconds(
     adds: bool = False,
     rights: Any = 1,
 ) -> Any:
-    """Seconds in which the operands are read and the result is written; numbers, or arrays."""
-    result = batch * m * n * result_bytes(itemsize, wide, adds)
-    return ((batch * m * k + rights * k * n) * itemsize + result) / gemm.bandwidth
+    """Seconds of reading the operands and writing the result. Arguments are numbers or arrays."""
+    written = batch * m * n * result_bytes(itemsize, wide, adds)
+    return ((batch * m * k + rights * k * n) * itemsize + written) / gemm.bandwidth
 
 
 def join_seconds(gemm: Gemm, m: Any, n: Any, batch: Any, split: int) -> Any:
-    """Seconds in which float32 sums of the parts of k are written, read and added."""
+    """Seconds of writing, reading and adding the float32 sums of the parts of k."""
     return gemm.join + batch * m * n * 8.0 * split / gemm.bandwidth if split > 1 else 0.0
 
 
 def both(busy: Any, memory: Any) -> Any:
-    """Seconds of what two limits slow: nearly the greater, more where they are about equal."""
+    """Seconds under two limits: about the greater one, and more if the two are about equal."""
     return (busy**3 + memory**3) ** (1 / 3)
 
 
@@ -498,8 +502,8 @@ def _times(
     adds: bool,
     rights: int = 1,
 ) -> tuple[float, float, tuple[int, int, int]]:
-    """Seconds on an otherwise idle rank, and on one that other products keep busy; rows and columns
-    of the tiles, and the parts of k."""
+    """Seconds on an otherwise idle rank, seconds on a rank that is busy with other products, and
+    (rows of tiles, columns of tiles, parts of k)."""
     tile = 1, 1, 1
     if not (m and n and k and batch):
         return 0.0, 0.0, tile
@@ -516,50 +520,50 @@ def _times(
                 busy, filled = tiles_seconds(
                     gemm, rows, cols, parts, k / split, itemsize, wide, rate, adds
                 )
-                joined = join_seconds(gemm, m, n, batch, split)
-                if busy + joined < best:
-                    best, best_filled = busy + joined, filled + joined
+                join = join_seconds(gemm, m, n, batch, split)
+                if busy + join < best:
+                    best, best_filled = busy + join, filled + join
                     tile = rows, cols, split
     memory = memory_seconds(gemm, m, n, k, batch, itemsize, wide, adds, rights)
     return gemm.start + both(best, memory), both(best_filled, memory), tile
 
 
-#: What attention that was never measured takes: the rate as a share of that of full waves of
-#: products, and the seconds of a block of queries beyond it. Of cuDNN on an H100, with 32 heads of
-#: size 128, a wave takes 5 us and 11.2 ns for each key, in whole rectangles of 1024 and 2048
-#: queries, 2048 and 4096 keys (2026-11-26). With h100-8's other figures, plans take 8 % less to 3 %
-#: more than what was measured for 16k positions, within 2 % for 64k and 3 to 13 % less for 128k
+#: Figures of attention that was never measured: its rate as a share of the rate of full waves of
+#: products, and additional seconds per block of queries. For cuDNN on an H100, with 32 heads of
+#: size 128, a wave takes 5 us plus 11.2 ns per key, in whole rectangles of 1024 and 2048 queries,
+#: 2048 and 4096 keys (2026-11-26). With the other figures of h100-8, predicted plans are 8 % below
+#: to 3 % above measurements for 16k positions, within 2 % for 64k and 3 to 13 % below for 128k
 #: (docs/results/attention-h100-1.csv).
 ATTENTION, BLOCK_S = 0.9, 5e-6
-#: Below this share of what they would be if all blocks were as large as the largest, operations are
-#: those of a mask. A call then has processors without work for LAST_BLOCK of the largest's time: of
-#: groups of heads on 2 H100 (16384 causal positions, 16 heads of a rank) calls took 0.12 ms longer
-#: than their share, where the largest block takes 0.22.
+#: If the operations are below the share ALIKE of blocks times the largest block, a mask made the
+#: blocks unequal. Processors then idle for LAST_BLOCK of the largest block's time at the end of a
+#: call: for groups of heads on 2 H100 (16384 causal positions, 16 heads of a rank) calls took
+#: 0.12 ms longer than their share, and the largest block takes 0.22 ms.
 ALIKE, LAST_BLOCK = 0.9, 0.5
 
 
 def attention_loads(
     units: int, blocks: int, flops: float, longest: float
 ) -> tuple[float, float, float]:
-    """What each of so many processors does in a call of attention: blocks of queries, operations,
-    and those for which it has no work before the last one is done."""
+    """Load of each processor in a call of attention, on average: blocks of queries, operations, and
+    idle time at the end, in operations."""
     waves = blocks / units
-    last = ceil(waves) - waves  # of blocks that are all alike
+    idle_blocks = ceil(waves) - waves  # if all blocks are alike
     if flops < ALIKE * blocks * longest:
-        last = LAST_BLOCK
-    return waves, flops / units, last * longest
+        idle_blocks = LAST_BLOCK
+    return waves, flops / units, idle_blocks * longest
 
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """Calls of a library's attention, as blocks of queries that processors share.
+    """Calls of a library's attention, as blocks of queries that are distributed to processors.
 
     Attributes:
         start: seconds of a call before its first and after its last block.
-        block: seconds that a block of queries takes beyond its operations.
-        shares: (size of a head, rate as a share of that of full waves of products).
-        backward: the same of backwards; None: ``shares``.
-        backward_start: seconds that a backward takes beyond ``start``, for its further kernels.
+        block: seconds of a block of queries beyond its operations.
+        shares: (head size, rate as a share of the rate of full waves of products).
+        backward: the same for the backward; None: ``shares``.
+        backward_start: seconds of a backward beyond ``start``, for its additional kernels.
     """
 
     start: Seconds
@@ -579,9 +583,9 @@ class AttentionCalls:
         size: int,
         back: bool,
     ) -> tuple[float, float]:
-        """Seconds of a call on an otherwise idle rank, and what it costs one that others keep busy:
-        they fill its start and the processors that are done before the last. The call is given as
-        ``ficco.problems.mask.LibraryCall`` has it."""
+        """Seconds of a call on an otherwise idle rank, and on a busy rank, where other work fills
+        its start and the processors that finish early. The arguments of a call are the fields of
+        ``ficco.problems.mask.LibraryCall``."""
         if not flops:
             return 0.0, 0.0
         waves, work, idle = attention_loads(gemm.units, blocks, flops, longest)
@@ -594,35 +598,34 @@ class AttentionCalls:
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of host. A block that is None was never measured.
+    """The figures of one kind of host. A block that is None was never measured.
 
     Attributes:
-        name: of the file, too.
-        topology: how ranks are joined.
-        copies: between ranks, by copy engines.
-        kernel_copies: between ranks, by ficco's copy kernel.
+        name: name of the machine and of its file.
+        topology: the links between ranks.
+        copies: copies between ranks by copy engines.
+        kernel_copies: copies between ranks by ficco's copy kernel.
         gemm: products of the library.
         tiled: the product whose tiles wait for signals.
-        experts: batches of products of the library with a right operand each; None: as of
-            ``gemm``.
-        fp8_tensor: products of the library of float8 operands, with a scale for each operand.
+        experts: batches of library products, each with a separate right operand; None: ``gemm``.
+        fp8_tensor: library products of float8 operands, with a scale for each operand.
         fp8_row: the same, with scales of rows.
         fp8_block: the same, with scales of blocks. See :meth:`products`.
         all_gather, reduce_scatter, all_to_all: the collective of the vendor's library.
-        all_reduce: the same. See :meth:`exchange` for one that was not measured.
-        accelerator: name of the device as its driver gives it; the fingerprint of a host is this
-            and ``ranks``.
+        all_reduce: the same. See :meth:`exchange` for a collective that was not measured.
+        accelerator: the driver's name of the device. The fingerprint of a host is this name and
+            ``ranks``.
         also: further names of the device.
-        ranks: of the group that it describes, or of each of its hosts.
-        network: what joins hosts; None where there is one only.
+        ranks: ranks of the group, or of each of its hosts.
+        network: the network between hosts; None for a single host.
         attention: calls of the library's attention. See :meth:`attends`.
-        memory: of one rank.
+        memory: memory of one rank.
         contention: how products and communication slow each other down.
-        host: what a call costs its host.
-        thresholds: of the rule of FiCCO, section V-C.
+        host: host time of calls.
+        thresholds: thresholds of the rule of FiCCO, section V-C.
         tuned: problems whose candidates were all measured, with the fastest.
         margin: predicted gain over serial below which serial is taken.
-        source: the file it was read from, for people; no part of what machines agree on.
+        source: the file it was read from, for human readers. Ranks need not agree on it.
     """
 
     name: str
@@ -653,42 +656,43 @@ class Machine:
     source: str = field(default="", compare=False)
 
     def products(self, problem: AnyProblem) -> Gemm | None:
-        """The library's products of a problem: those of its recipe of float8 or, if it was never
-        measured, all others at the rate of their narrowest dtype."""
+        """Figures of the library's products of a problem: those of its float8 recipe. If the recipe
+        was never measured, ``gemm``, at the rate of its narrowest dtype."""
         scaling = problem.scaling
-        own: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
-        return own or self.gemm
+        scaled: Gemm | None = getattr(self, SCALED_PRODUCTS[scaling.recipe]) if scaling else None
+        return scaled or self.gemm
 
     def with_devices_of(self, other: Machine) -> Machine:
-        """Ranks that are joined like these, and that work by themselves like those of another."""
+        """This machine with the device figures of another: same links, other devices."""
         return replace(self, **{block: getattr(other, block) for block in OF_DEVICE})
 
     def attends(self, gemm: Gemm) -> AttentionCalls:
-        """The library's attention beside these products; :data:`ATTENTION` where it was never
-        measured."""
+        """Figures of the library's attention; :data:`ATTENTION` of the rate of ``gemm`` if
+        attention was never measured."""
         assumed = AttentionCalls(gemm.start, BLOCK_S, ((128, ATTENTION),), Provenance("assumed"))
         return self.attention or assumed
 
     def unmeasured(self, problem: AnyProblem) -> str:
-        """The block that :meth:`products` would take and that was never measured, if any."""
+        """The block that :meth:`products` needs, if it was never measured; empty otherwise."""
         block = SCALED_PRODUCTS[problem.scaling.recipe] if problem.scaling else ""
         return block if block and getattr(self, block) is None else ""
 
     def exchange(self, collective: str, nbytes: float, hosts: int = 1) -> float:
-        """Seconds of a collective in which a rank has so many bytes for another.
+        """Seconds of a collective in which a rank sends ``nbytes`` to each other rank.
 
-        One without a block of its own takes as long as the all-gather that brings as many bytes to
-        every rank, and an all-reduce as a reduce-scatter and an all-gather. Over several hosts it
-        takes as long as the slower of two: what a host exchanges inside, and what a rank exchanges
-        with its rail, each byte once (assumed, never measured).
+        A collective that was not measured takes as long as the all-gather that sends as many bytes
+        to every rank, and an all-reduce as long as a reduce-scatter and an all-gather. Over several
+        hosts it takes the longer of two times: the exchange within a host, and the exchange of a
+        rank with its rail, each byte once (assumed, never measured).
 
         Args:
             collective: a key of :data:`COLLECTIVES`.
-            nbytes: as the curve of a :class:`Collective` counts them.
-            hosts: of so many ranks each as the machine has.
+            nbytes: bytes as in :attr:`Collective.curve`.
+            hosts: number of hosts, with ``ranks`` ranks each.
 
         Raises:
-            ValueError: neither it nor the all-gather was measured, or there is no network.
+            ValueError: neither the collective nor the all-gather was measured, or the machine has
+                no network.
         """
         if not nbytes:
             return 0.0
@@ -700,9 +704,9 @@ class Machine:
             sent = (hosts - 1) * nbytes * (self.ranks if direct else 1) * (1 + both_ways)
             card = self.network.bandwidth / self.network.sharing
             return self.network.latency + max(inside if self.ranks > 1 else 0.0, sent / card)
-        own: Collective | None = getattr(self, COLLECTIVES[collective])
-        if own is not None:
-            return own.seconds(nbytes)
+        measured: Collective | None = getattr(self, COLLECTIVES[collective])
+        if measured is not None:
+            return measured.seconds(nbytes)
         if self.all_gather is None:
             raise ValueError(
                 f"machine {self.name}: required the block 'all_gather' or "

@@ -1,4 +1,4 @@
-"""YAML as machine files use it: dates are texts, keys are given once, nothing is nested deeply."""
+"""The YAML of machine files: dates are texts, keys are unique, and nesting is shallow."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-#: Blocks and lists within each other; a machine has four.
+#: Deepest nesting of blocks and lists; a machine has four levels.
 _DEEPEST = 20
 
 
 class Refused(Exception):
-    """A text that is no YAML, or none that a machine is written in; ``where`` names the line."""
+    """Raised for a text that is not YAML or not allowed here; ``where`` names the line."""
 
-    def __init__(self, what: str, where: str = "file") -> None:
+    def __init__(self, problem: str, where: str = "file") -> None:
         self.where = where
-        super().__init__(what)
+        super().__init__(problem)
 
 
 def parse(text: str) -> Any:
-    """The data of a text.
+    """Parse a text.
 
     Raises:
-        Refused: what is wrong, and where.
+        Refused: the text is not YAML, nested too deeply, or has a key twice.
     """
     try:
-        depth = 0  # PyYAML ends the process where it is far too deep
+        depth = 0  # PyYAML crashes the process on very deep nesting
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -33,27 +33,27 @@ def parse(text: str) -> Any:
                 raise ValueError(f"nested more than {_DEEPEST} deep")
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a subclass of SafeLoader)
     except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or str(error)
-        raise Refused(what, f"line {where.line + 1}" if where else "file") from None
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        raise Refused(problem, f"line {mark.line + 1}" if mark else "file") from None
     except ValueError as error:
         raise Refused(str(error)) from None
 
 
 def dump(data: Any) -> str:
-    """The text of data."""
+    """Write data as text."""
     text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
 
 if TYPE_CHECKING:
     _FastLoader = yaml.SafeLoader
-else:  # eight times as fast, where PyYAML was built with it
+else:  # the C loader is eight times as fast, if PyYAML was built with it
     _FastLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_FastLoader):
-    """Refuses keys that are given twice: the first would be lost."""
+    """A loader that raises on duplicate keys, whose first value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -68,7 +68,7 @@ class _Loader(_FastLoader):
         return super().construct_mapping(node, deep)
 
 
-# A date is a text here, whether it is in quotes or not.
+# Dates are texts, with or without quotes.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -76,11 +76,11 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Mappings over lines, points of curves on one."""
+    """A dumper that writes mappings over several lines and points of curves on one line."""
 
 
 def _flow_if_flat(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    flat = all(isinstance(item, (int, float, str)) for item in data)
+    flat = all(isinstance(entry, (int, float, str)) for entry in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat)
 
 

@@ -1,7 +1,7 @@
-"""Quantities with their units, as files write them: ``64 GB/s``, ``15 us``, ``2 MiB``.
+"""Quantities with units, as files write them: ``64 GB/s``, ``15 us``, ``2 MiB``.
 
-Numbers go through :class:`decimal.Decimal`, so that a float that is printed and read again is the
-same float whatever the prefix.
+Numbers are converted by :class:`decimal.Decimal`, so a float that is written and read again is the
+same float, with any prefix.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _LARGE = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _SMALL = {"": 0, "m": -3, "u": -6, "n": -9, "p": -12}
 _BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
 
-#: Prefixes of each unit and the exponents of ten they stand for. Large units have no small
-#: prefixes and the other way round: ``mB`` is a slip of the hand.
+#: Exponents of ten of the prefixes of each unit. Large units have no small prefixes, and vice
+#: versa: ``mB`` is a typing error.
 PREFIXES: dict[str, dict[str, int]] = {
     "B": _LARGE,
     "B/s": _LARGE,
@@ -22,7 +22,7 @@ PREFIXES: dict[str, dict[str, int]] = {
     "s": _SMALL,
 }
 
-#: A quantity of each unit, for messages.
+#: Examples of quantities by unit, for messages.
 EXAMPLES = {
     "B": "'2 MiB'",
     "B/s": "'64 GB/s'",
@@ -33,10 +33,10 @@ EXAMPLES = {
 
 
 def parse(text: object, unit: str) -> float:
-    """The value in the SI unit ``unit`` of a quantity such as ``"64 GB/s"``.
+    """The value, in the SI unit ``unit``, of a quantity such as ``"64 GB/s"``.
 
     Raises:
-        ValueError: no number, no unit, or another unit.
+        ValueError: the number or the unit is missing or wrong.
     """
     number, _, suffix = str(text).strip().partition(" ")
     suffix = suffix.strip()

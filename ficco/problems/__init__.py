@@ -1,6 +1,6 @@
-"""What a call asks, equal on every rank of its group: products, attention, heads, experts.
+"""Problems: the operator and sizes of one call, equal on every rank of its group.
 
-Every problem is an :class:`~ficco.problems.specification.AnyProblem`. Its specification says what
-its operands and results are, what is multiplied, and which rows travel from which rank to which.
-The room is pure.
+There are problems of products, attention, heads and experts. Each is an
+:class:`~ficco.problems.specification.AnyProblem`. Its specification names the operands, the
+results, the products, and the rows that travel between ranks. The room is pure.
 """

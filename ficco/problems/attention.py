@@ -1,4 +1,4 @@
-"""What one call of attention asks, equal on every rank of the group."""
+"""Problems of attention: the sizes and the mask of one call, equal on every rank of the group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ficco.problems.specification import (
 
 @dataclass(frozen=True)
 class KeyGather(Problem):
-    """How rows of KV travel: an all-gather of which each rank gets only what it attends to.
+    """The all-gather of KV. Each rank receives only the rows that it attends to.
 
     Attributes:
-        spans: ``spans[i][j]``: first and last row, exclusive, of rank i's that rank j gets: for
-            its own host, if it gets them from another one.
+        spans: ``spans[i][j]``: first and last row, exclusive, of rank i that rank j receives. From
+            the rank of its rail on another host, it receives all rows that its host needs.
     """
 
     spans: tuple[tuple[Span, ...], ...] = ()
@@ -51,7 +51,7 @@ class KeyGather(Problem):
         return self._landings[dst][src]
 
     def number(self, rank: int, owner: int, row: int) -> int:
-        """The number where it lands at a rank of a row of another one's, or of its own."""
+        """The number that a row of ``owner`` has on the rank where it lands."""
         return self.lands(owner, rank) + row - self.leaves(owner, rank)
 
     def product_rows(self, rank: int) -> int:
@@ -70,21 +70,21 @@ class AttentionProblem(AnyProblem):
     Attributes:
         world: number of ranks.
         rows: positions that a rank holds.
-        batch, heads, size: of the queries, size of a head.
+        batch, heads, size: of the queries; ``size`` is the head size.
         kv_heads: heads of keys and values, a divisor of ``heads``.
-        dtype: its name.
+        dtype: name of the dtype.
         causal, window, cu_seqlens: see :class:`Mask`.
         placement: one of :data:`ficco.problems.mask.PLACEMENTS`.
-        scale: by what scores are multiplied; None: 1 / sqrt(size).
-        symmetric: keys and values lie in symmetric memory as they travel.
-        keeps: the rows of KV that a rank gets, its own among them, are a second result.
-        ring: rows go from each rank to the next one, so that every rank gets all.
-        hosts: how many hosts the ranks are on, each with as many, which follow each other.
+        scale: factor of the scores; None: 1 / sqrt(size).
+        symmetric: keys and values are in symmetric memory, in the layout of KV.
+        keeps: the rows of KV that land on a rank, its own included, are a second result.
+        ring: rows go from each rank to the next one, so that every rank gets all rows.
+        hosts: number of hosts. Each host has equally many ranks, numbered consecutively.
         backward: whether it is the gradient.
-        kept: of a gradient, the rows of KV that a rank has got are an operand.
+        kept: gradient only: the rows of KV that the forward kept are an operand.
 
     Raises:
-        ValueError: a value is wrong, or they do not fit together.
+        ValueError: a value is wrong, or two values contradict each other.
         NotImplementedError: the dtype is not served.
     """
 
@@ -150,7 +150,7 @@ class AttentionProblem(AnyProblem):
         return "all_gather_attention" + "_backward" * self.backward
 
     def gradient(self, kept: bool = False) -> AttentionProblem:
-        """The gradients of the call."""
+        """The problem of the gradients of the call."""
         return replace(self, backward=True, kept=kept)
 
     @property
@@ -174,7 +174,7 @@ class AttentionProblem(AnyProblem):
 
     @cached_property
     def segments(self) -> tuple[tuple[Segment, ...], ...]:
-        """By rank, its rows."""
+        """The segments of each rank."""
         return tuple(
             tuple(self.mask.segments(_chunks(rank, self.world, self.rows, self.placement)))
             for rank in range(self.world)
@@ -182,93 +182,94 @@ class AttentionProblem(AnyProblem):
 
     @cached_property
     def keys(self) -> KeyGather:
-        """How KV travels."""
+        """The all-gather of KV."""
         ranks = range(self.world)
         spans = tuple(tuple(self._span(src, dst) for dst in ranks) for src in ranks)
         rows = (self.rows,) * self.world
-        how = "all_gather_matmul", rows, self.q_cols, self.kv_cols, self.dtype
-        return KeyGather(*how, self.keeps, self.symmetric, hosts=self.hosts, spans=spans)
+        sizes = "all_gather_matmul", rows, self.q_cols, self.kv_cols, self.dtype
+        return KeyGather(*sizes, self.keeps, self.symmetric, hosts=self.hosts, spans=spans)
 
     def landing(self, memory: str) -> Buffer:
-        """The rows of KV that a rank gets."""
+        """The buffer of the rows of KV that land on a rank."""
         return self.keys.gathered(memory)._replace(holds="KV")
 
     def _span(self, src: int, dst: int) -> Span:
-        """From the first to the last row of a rank's that another gets: what some of its queries
-        attend to, or those of any rank for which it gets the rows from another host."""
+        """The rows of ``src`` that ``dst`` receives, from the first to the last that its queries
+        attend to. From its rail on another host, it receives for all queries of its host."""
         if self.ring:
             return 0, self.rows
         readers: Iterable[int] = [dst]
         if self.host(src) != self.host(dst) and self.on_host(self.host(dst), src) == dst:
             readers = self.ranks_of(self.host(dst))
-        queries = [one for rank in readers for one in self.segments[rank]]
+        queries = [segment for rank in readers for segment in self.segments[rank]]
         seen = self.seen(queries, self.segments[src])
         return (seen[0][0], seen[-1][1]) if seen else (0, 0)
 
     def seen(self, queries: Sequence[Segment], keys: Sequence[Segment]) -> list[Span]:
-        """The rows of keys that some of the queries attend to, in their order, as few spans."""
-        found: list[Span] = []
+        """The rows of keys that any of the queries attends to, as few rising spans."""
+        spans: list[Span] = []
         for key in keys:
             for query in queries:
-                at = query.position, query.position + query.length
-                first, last = self.mask.seen(at, key)
+                positions = query.position, query.position + query.length
+                first, last = self.mask.seen(positions, key)
                 if first < last:
-                    found.append((first, last))
-        return merged(found)
+                    spans.append((first, last))
+        return merged(spans)
 
     @cached_property
     def landed(self) -> tuple[tuple[Segment, ...], ...]:
-        """By rank, the rows of KV that it gets, its own among them, as they land."""
+        """The segments of KV that each rank has in the end, its own included, as they land."""
         return tuple(
             tuple(
-                one._replace(row=one.row - first + self.keys.lands(src, dst))
+                part._replace(row=part.row - first + self.keys.lands(src, dst))
                 for src in range(self.world)
                 for first, last in [self.keys.spans[src][dst]]
-                for part in self.segments[src]
-                if (one := part.clipped((first, last))).length
+                for segment in self.segments[src]
+                if (part := segment.clipped((first, last))).length
             )
             for dst in range(self.world)
         )
 
     def needs(self, rank: int, first: int, last: int) -> list[Span]:
-        """The rows of KV, as they land, that some of a rank's queries attend to."""
+        """The rows of KV, as they land, that the queries ``[first, last)`` of a rank attend to."""
         return self.seen(clipped(self.segments[rank], (first, last)), self.landed[rank])
 
     def rectangles(self, rank: int, queries: Span, keys: Span) -> tuple[Rectangle, ...]:
-        """What some rows of a rank's queries attend to of some rows of KV, as these land: in the
-        numbers of both."""
-        mine = clipped(self.segments[rank], queries)
-        return self.mask.rectangles(mine, clipped(self.landed[rank], keys))
+        """The rectangles of some queries of a rank and some rows of KV, both as they are numbered
+        on the rank."""
+        query_segments = clipped(self.segments[rank], queries)
+        return self.mask.rectangles(query_segments, clipped(self.landed[rank], keys))
 
     @property
     def score_scale(self) -> float:
-        """By what scores are multiplied."""
+        """Factor of the scores."""
         return self.size**-0.5 if self.scale is None else self.scale
 
     def senders(self, rank: int, first: int, last: int) -> int:
-        """The ranks whose queries may attend to all of a rank's rows of some numbers, rank r as bit
-        r; 0 if some attend to a part of them."""
+        """Bit mask of the ranks whose queries may attend to all rows ``[first, last)`` of a rank,
+        rank r as bit r; 0 if the queries of a rank may attend to a part of the rows."""
         own = self.keys.lands(rank, rank)
-        first, last, found = first - own, last - own, 0
+        first, last, mask = first - own, last - own, 0
         for other in range(self.world):
             begin, end = self.keys.spans[rank][other]
             if begin <= first and last <= end:
-                found |= 1 << other
+                mask |= 1 << other
             elif begin < last and first < end:
                 return 0
-        return found
+        return mask
 
     @cached_property
     def specification(self) -> Specification:
-        """Of the gradient, what comes back has a place for each rank that may attend to it."""
+        """The matrices that its Plans must compute. Every rank that may attend to a row of KV
+        contributes a term to its gradient."""
         shapes = ((self.rows, self.kv_cols),) * self.world
-        wide = ((self.rows, self.q_cols),) * self.world
+        q_shapes = ((self.rows, self.q_cols),) * self.world
         kv = Buffer("kv", "KV", self.dtype, shapes, "operand", self.symmetric, leaves=True)
         exchange = Exchange(self.keys.block, self.keys.leaves, self.keys.lands)
         landed = tuple(map(self.keys.product_rows, range(self.world)))
-        q, out = (Buffer(name, name.upper(), self.dtype, wide, "operand") for name in ("q", "o"))
+        q, out = (Buffer(x, x.upper(), self.dtype, q_shapes, "operand") for x in ("q", "o"))
         heads = self.batch, self.kv_heads, self.size
-        how = landed, self.needs, self.rectangles, heads, self.score_scale
+        masked = landed, self.needs, self.rectangles, heads, self.score_scale
         if not self.backward:
             out = out._replace(name="out", memory="result")
             return Specification(
@@ -277,7 +278,7 @@ class AttentionProblem(AnyProblem):
                 contractions=(),
                 exchanges={"KV": exchange},
                 functions={(MERGE, "parts of O"): "O"},
-                attentions=(Attention("Q", "KV", "parts of O", *how),),
+                attentions=(Attention("Q", "KV", "parts of O", *masked),),
             )
         keys = self.keys
         first = tuple(keys.lands(rank, rank) for rank in range(self.world))
@@ -300,7 +301,7 @@ class AttentionProblem(AnyProblem):
             ),
             contractions=(),
             exchanges={"dKV": back} if self.kept else {"KV": exchange, "dKV": back},
-            attentions=(Attention("Q", "KV", "dQ", *how, back="dKV"),),
+            attentions=(Attention("Q", "KV", "dQ", *masked, back="dKV"),),
         )
 
     def __str__(self) -> str:
@@ -320,14 +321,14 @@ class AttentionProblem(AnyProblem):
 
 
 def _brief(bounds: tuple[int, ...]) -> str:
-    """Bounds in words, with a fingerprint where there are many."""
+    """Bounds as text; long lists are abbreviated and identified by a fingerprint."""
     if len(bounds) <= 8:
         return str(list(bounds))
     return f"[{bounds[0]}, ..., {bounds[-1]}] ({len(bounds)}, {digest(repr(bounds)):010x})"
 
 
 def _chunks(rank: int, world: int, rows: int, placement: str) -> tuple[Segment, ...]:
-    """The rows of a rank, before documents cut them."""
+    """The segments of a rank, before they are cut at documents."""
     if placement == "ranks":
         return (Segment(0, rank * rows, rows),)
     half = rows // 2
@@ -336,6 +337,6 @@ def _chunks(rank: int, world: int, rows: int, placement: str) -> tuple[Segment, 
 
 
 def clipped(segments: Sequence[Segment], rows: Span) -> list[Segment]:
-    """Those segments, or parts of them, that are in some rows."""
-    parts = [one.clipped(rows) for one in segments]
-    return [one for one in parts if one.length]
+    """The parts of segments within a range of rows, without empty ones."""
+    parts = [segment.clipped(rows) for segment in segments]
+    return [part for part in parts if part.length]

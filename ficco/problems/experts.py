@@ -1,4 +1,4 @@
-"""What a layer of experts asks, equal on every rank of the group."""
+"""Problems of mixture-of-experts layers, equal on every rank of the group."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ficco.problems.specification import (
 if TYPE_CHECKING:
     import numpy as np
 
-#: By operator, whether tokens are dispatched to a first product, and whether those of a last one
-#: are brought back.
+#: By operator: whether it dispatches tokens to the first product, and whether it returns the rows
+#: of the second product.
 EXPERT_OPERATORS = {
     "experts": (True, True),
     "dispatch_matmul": (True, False),
@@ -36,14 +36,14 @@ class ExpertLayer(AnyProblem):
         hidden[e] = a[e] @ b[e];  out[e] = function(hidden[e]) @ c[e]    for each expert e
 
     ==========  ==================================================================
-    ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert; if all ranks
-                get the same, [experts * capacity, k]
-    ``b``       [experts, k, h], or [experts, k, 2h] if the function is gated: those of this rank's
-                experts
+    ``a``       [world * experts * capacity, k]: this rank's tokens, expert by expert; with
+                ``gathers``, [experts * capacity, k]
+    ``b``       [experts, k, h], or [experts, k, 2h] if the function is gated: matrices of this
+                rank's experts
     ``hidden``  [experts * world * capacity, h or 2h]: expert by expert, source by source
-    ``active``  the same after the function, [..., h]
+    ``active``  ``function(hidden)``, [..., h]
     ``c``       [experts, h, n]
-    ``out``     [world * experts * capacity, n]: rank by rank, what each made of this one's tokens
+    ``out``     [world * experts * capacity, n]: results for this rank's tokens, rank by rank
     ==========  ==================================================================
 
     Attributes:
@@ -52,18 +52,18 @@ class ExpertLayer(AnyProblem):
         world: number of ranks.
         experts: number of experts of each rank.
         capacity: rows that each rank has for each expert.
-        k, h, n: columns of ``a``, ``active`` and ``c``; of ``dispatch_matmul``, h is that of
-            ``hidden``, and n is 0; of ``matmul_combine``, k is 0.
+        k, h, n: columns of ``a``, ``active`` and ``c``. In ``dispatch_matmul``, h is the columns of
+            ``hidden``, and n is 0. In ``matmul_combine``, k is 0.
         dtype: name of the dtype.
-        function: what is between the products; empty for a half.
+        function: the function between the products; empty for an operator with one product.
         keeps: the rows that arrive, and ``hidden``, are results, too.
-        gathers: every rank has a part of the columns of the same experts, so that all get all
-            tokens (an all-gather), and what comes back are terms of sums over the ranks.
+        gathers: every rank has a part of the columns of the same experts. All ranks then get all
+            tokens (an all-gather), and the rows that return are terms of sums over the ranks.
         exact: a call has only some of the rows of each block, see :func:`block_starts`.
-        indexed: ``a`` is given as tokens, and which of them each row is.
-        room: of an exact layer, the most rows that any rank multiplies, and that any gets back, if
-            these are known. No Plan depends on them but for the memory that it asks for.
-        hosts: how many hosts the ranks are on, each with as many, which follow each other.
+        indexed: ``a`` is passed as tokens, and the index of a token for each row.
+        room: of an exact layer, the most rows that any rank multiplies, and the most rows that
+            return to any rank; 0 if unknown. They only affect the memory that a Plan asks for.
+        hosts: number of hosts. Each host has equally many ranks, numbered consecutively.
 
     Raises:
         ValueError: a value is wrong.
@@ -97,7 +97,7 @@ class ExpertLayer(AnyProblem):
 
     @property
     def gated(self) -> bool:
-        """Whether the function multiplies the two halves of its rows."""
+        """Whether the function multiplies the two halves of each row."""
         return bool(self.function) and FUNCTIONS[self.function][1]
 
     @property
@@ -115,29 +115,29 @@ class ExpertLayer(AnyProblem):
 
     @property
     def rows(self) -> int:
-        """Rows that a rank multiplies, and that it gets back."""
+        """Rows that a rank multiplies, and rows that return to it."""
         return self.world * self.experts * self.capacity
 
     @property
     def apart(self) -> int:
-        """Rows of an expert where they are multiplied."""
+        """Rows that one expert multiplies: the distance between experts in ``hidden``."""
         return self.world * self.capacity
 
     def home(self, rank: int, expert: int = 0) -> int:
-        """At every rank, the first row that comes back from an expert of a rank."""
+        """The first row, on every rank, that returns from an expert of ``rank``."""
         return (rank * self.experts + expert) * self.capacity
 
     def leaving(self, rank: int, expert: int = 0) -> int:
-        """At every rank, the first row for an expert of a rank."""
+        """The first row, on every rank, that is sent to an expert of ``rank``."""
         return self.home(0 if self.gathers else rank, expert)
 
     def landing(self, source: int, expert: int = 0) -> int:
-        """At the rank of an expert, the first row of a source for it."""
+        """The first row from ``source``, on the rank of the expert."""
         return (expert * self.world + source) * self.capacity
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
-        """Those of the caller, and what lies between the products."""
+        """The buffers of the caller and those between the products, by name."""
 
         def buffer(name: str, holds: str, rows: int, cols: int, memory: str) -> Buffer:
             shapes = ((rows, cols),) * self.world
@@ -145,31 +145,31 @@ class ExpertLayer(AnyProblem):
             block = self.capacity * (self.exact and not matrices)
             return Buffer(name, holds, self.dtype, shapes, memory, matrices=matrices, block=block)
 
-        sent = self.rows // self.world if self.gathers else self.rows
-        kept = "result" if self.keeps or not self.combines else "local"
-        made = "local" if self.dispatches else "operand"
-        arrived = "result" if self.keeps else "local"
-        found = (
-            buffer("a", "A", sent, self.k, "operand")._replace(leaves=True, indexed=self.indexed),
+        a_rows = self.rows // self.world if self.gathers else self.rows
+        gathered = "result" if self.keeps else "local"
+        hidden = "result" if self.keeps or not self.combines else "local"
+        active = "local" if self.dispatches else "operand"
+        buffers = (
+            buffer("a", "A", a_rows, self.k, "operand")._replace(leaves=True, indexed=self.indexed),
             buffer("b", "B", self.experts * self.k, self.wide, "operand"),
-            buffer("gathered", "A", self.rows, self.k, arrived),
-            buffer("hidden", "A @ B", self.rows, self.wide, kept),
-            buffer("active", "H", self.rows, self.h, made),
+            buffer("gathered", "A", self.rows, self.k, gathered),
+            buffer("hidden", "A @ B", self.rows, self.wide, hidden),
+            buffer("active", "H", self.rows, self.h, active),
             buffer("c", "C", self.experts * self.h, self.n, "operand"),
             buffer("out", "H @ C", self.rows, self.n, "result"),
         )
-        return {one.name: one for one in found}
+        return {one.name: one for one in buffers}
 
     @cached_property
     def specification(self) -> Specification:
-        """What its Plans have to compute."""
-        buffers, world = self.buffers, self.world
+        """The matrices that its Plans must compute."""
+        world = self.world
         names = (("a", "b", "gathered", "hidden") if self.dispatches else ()) + (
             ("active", "c", "out") if self.combines else ()
         )
-        own = [buffers[name] for name in names]
+        buffers = [self.buffers[name] for name in names]
         contractions, exchanges = [], {}
-        parts = self.experts if world > 1 else 1  # that land as they leave
+        parts = self.experts if world > 1 else 1  # of one rank, a block is contiguous at both ends
         rows = self.experts * self.capacity // parts
         exchange = partial(Exchange, lambda src, dst: rows, parts=parts)
         if self.dispatches:
@@ -185,8 +185,8 @@ class ExpertLayer(AnyProblem):
             )
             contractions.append(Contraction("H", "C", "H @ C", (self.h,) * world, share=self.apart))
         return Specification(
-            operands=tuple(one for one in own if one.memory == "operand"),
-            results=tuple(one for one in own if one.memory == "result"),
+            operands=tuple(one for one in buffers if one.memory == "operand"),
+            results=tuple(one for one in buffers if one.memory == "result"),
             contractions=tuple(contractions),
             exchanges=exchanges,
             functions={(self.function, "A @ B"): "H"} if self.function else {},
@@ -204,7 +204,7 @@ class ExpertLayer(AnyProblem):
         )
 
 
-#: Buffers from which rows leave, where they are multiplied, and where they come back.
+#: Buffers by the order of their rows: of sending, of multiplying, and of returning.
 LEAVING = ("a", "leaving")
 LANDING = ("gathered", "staging", "hidden", "active", "partial")
 HOME = ("out", "staging out")
@@ -213,9 +213,9 @@ HOME = ("out", "staging out")
 def block_starts(
     layer: ExpertLayer, counts: np.ndarray[Any, Any]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """For each buffer, [rank, blocks + 1]: how many rows a call has before each block, and in all.
+    """For each buffer, [rank, blocks + 1]: the first row of each block of a call, then the total.
     ``counts``: [rank, expert], the rows that ranks have for experts."""
-    import numpy as np  # not above: the command line lists activations without it
+    import numpy as np  # late, since the command line lists activations without it
 
     world = layer.world
     if layer.gathers:
@@ -223,9 +223,9 @@ def block_starts(
     else:  # [rank, expert, source]
         landing = counts.reshape(world, world, -1).transpose(1, 2, 0).reshape(world, -1)
         home = counts
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    by_buffer: dict[str, np.ndarray[Any, Any]] = {}
     for names, rows in ((LEAVING, counts), (LANDING, landing), (HOME, home)):
         starts = np.zeros((world, rows.shape[1] + 1), np.int64)
         rows.cumsum(1, out=starts[:, 1:])
-        found |= dict.fromkeys(names, starts)
-    return found
+        by_buffer |= dict.fromkeys(names, starts)
+    return by_buffer

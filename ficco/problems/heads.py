@@ -1,9 +1,9 @@
 """Attention by heads of a sequence that ranks share (DeepSpeed-Ulysses), as data.
 
-Each rank holds some positions of all heads. An all-to-all brings it all positions of some heads,
-attention runs on these, and another all-to-all brings its results back. Rows of the matrices are
-heads; columns are elements [position, batch, size], so that heads from all ranks land side by side
-as a library reads them. The gradient is the same chain with other matrices.
+Each rank holds some positions of all heads. An all-to-all gives it all positions of some heads,
+attention runs on those heads, and another all-to-all returns the results. Rows of the matrices are
+heads. Columns are elements [position, batch, size], so that the parts of a head from all ranks land
+in the layout that a library reads. The gradient is the same chain with other matrices.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from ficco.problems.specification import (
     Specification,
 )
 
-#: What a forward keeps for its gradient, apart from the log-sum-exp: nothing, since there is none;
-#: the heads that have arrived; or the shards, which travel again.
+#: Data that a forward saves for its gradient: ``""``, nothing, since there is no gradient; or the
+#: log-sum-exp with the ``"heads"`` that arrived, or with the ``"shards"``, which travel again.
 SAVES = ("", "heads", "shards")
 
-#: Matrices that have a row for each head of keys; the others have one for each head of queries.
+#: Matrices with a row for each head of keys; the other matrices have one for each head of queries.
 OF_KEYS = ("k", "v", "dk", "dv")
 
 
 def keys_of(rank: int, world: int, heads: int, kv_heads: int) -> list[int]:
-    """The heads of keys that a rank's heads of queries attend to, in order: each once, or, where
-    they do not serve equally many, one for each head of queries."""
-    each, shared = heads // world, heads // kv_heads
-    owners = [head // shared for head in range(rank * each, (rank + 1) * each)]
+    """The heads of keys that a rank's heads of queries attend to, in order. Each is listed once if
+    all serve equally many heads of queries; otherwise there is one entry per head of queries."""
+    own, shared = heads // world, heads // kv_heads
+    owners = [head // shared for head in range(rank * own, (rank + 1) * own)]
     distinct = sorted(set(owners))
-    return distinct if len({owners.count(one) for one in distinct}) == 1 else owners
+    return distinct if len({owners.count(head) for head in distinct}) == 1 else owners
 
 
 @dataclass(frozen=True)
 class HeadsProblem(AnyProblem):
-    """What one call asks, equal on every rank of the group.
+    """Attention by heads: the sizes of one call, equal on every rank of the group.
 
     Attributes:
-        attention: of all heads; every rank holds its part of the sequence, in the order of ranks.
+        attention: the attention over all heads. Ranks hold parts of the sequence in rank order.
         backward: whether it is the gradient.
         saves: one of :data:`SAVES`.
 
@@ -92,7 +92,7 @@ class HeadsProblem(AnyProblem):
 
     @property
     def shared(self) -> int:
-        """Heads of queries that share one of keys."""
+        """Heads of queries that share a head of keys."""
         return self.attention.heads // self.attention.kv_heads
 
     @property
@@ -101,12 +101,12 @@ class HeadsProblem(AnyProblem):
         return self.attention.rows * self.attention.batch * self.attention.size
 
     def keys(self, rank: int) -> tuple[int, int]:
-        """The first and the last head of keys, exclusive, of a rank's queries."""
+        """The heads of keys of a rank's queries, as first and last, exclusive."""
         first = rank * self.heads
         return first // self.shared, -(-(first + self.heads) // self.shared)
 
     def rows(self, matrix: str, rank: int, first: int, last: int) -> tuple[int, int]:
-        """The rows of a matrix on a rank that some of its heads of queries have to do with."""
+        """The rows of a matrix on a rank that belong to its heads of queries ``[first, last)``."""
         if matrix not in OF_KEYS:
             return first, last
         begin = rank * self.heads
@@ -118,41 +118,39 @@ class HeadsProblem(AnyProblem):
         return self.rows(matrix, rank, 0, self.heads)[1]
 
     def alike(self, rank: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Heads of queries of a rank in runs in which all heads of keys serve equally many."""
+        """Runs of a rank's heads of queries. In a run, all heads of keys serve equally many."""
         begin = rank * self.heads
         bounds = [
-            at - begin
-            for at in range(begin + first, begin + last + 1)
-            if at in (begin + first, begin + last) or at % self.shared == 0
+            head - begin
+            for head in range(begin + first, begin + last + 1)
+            if head in (begin + first, begin + last) or head % self.shared == 0
         ]
         run, size = bounds[0], 0
-        for one, two in zip(bounds, bounds[1:], strict=False):
-            if size and two - one != size:
-                yield run, one
-                run = one
-            size = two - one
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            if size and stop - start != size:
+                yield run, start
+                run = start
+            size = stop - start
         if run < last:
             yield run, last
 
     @cached_property
     def rectangles(self) -> tuple[Rectangle, ...]:
-        """What a head's queries attend to: all that there are of each document in one."""
-        asked = self.attention
-        return asked.mask.rectangles(
-            *(tuple(asked.mask.segments([Segment(0, 0, asked.length)])),) * 2
-        )
+        """The rectangles of one head over the whole sequence, cut into documents."""
+        segments = [*self.attention.mask.segments([Segment(0, 0, self.attention.length)])]
+        return self.attention.mask.rectangles(segments, segments)
 
     def calls(self, first: int, last: int) -> tuple[LibraryCall, ...]:
-        """Those of a library for some heads of queries."""
-        asked, products = self.attention, BACKWARD_PRODUCTS if self.backward else FORWARD_PRODUCTS
-        heads = (last - first) * asked.batch
-        return tuple(one.call(heads, asked.size, products) for one in self.rectangles)
+        """The library calls for the heads of queries ``[first, last)``."""
+        products = BACKWARD_PRODUCTS if self.backward else FORWARD_PRODUCTS
+        heads, size = (last - first) * self.attention.batch, self.attention.size
+        return tuple(rectangle.call(heads, size, products) for rectangle in self.rectangles)
 
     # Matrices.
 
     @property
     def function(self) -> str:
-        """What is computed of heads."""
+        """Name of the function of heads."""
         return "attention backward" if self.backward else "attention"
 
     @property
@@ -169,27 +167,27 @@ class HeadsProblem(AnyProblem):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What the function takes, in its order."""
+        """The inputs of the function, in its order."""
         return ("q", "k", "v", "out", "lse", "grad") if self.backward else ("q", "k", "v")
 
     @property
     def outs(self) -> tuple[str, ...]:
-        """What the function makes, in its order."""
+        """The results of the function, in its order."""
         return self.returns + (("lse",) if self.saves and not self.backward else ())
 
     @property
     def keeps(self) -> bool:
-        """Whether heads that have arrived are kept. Those of one rank are what it has."""
+        """Whether the forward keeps the heads that arrived. On one rank, they are the shards."""
         return self.saves == "heads" and self.world > 1
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The matrices whose heads a forward hands to its gradient."""
+        """The matrices whose heads a forward keeps for its gradient."""
         return ("q", "k", "v", "out") if self.keeps else ()
 
     def shard(self, matrix: str) -> Buffer:
-        """What the caller has or gets of a matrix. A gradient of keys has a row for each rank that
-        has attended to the head."""
+        """The caller's shard of a matrix: an operand or a result. A gradient of keys has a row for
+        each rank that attended to the head."""
         travels = matrix in self.arrives
         rows = self.attention.kv_heads if matrix in OF_KEYS else self.attention.heads
         if matrix in self.returns:
@@ -202,7 +200,7 @@ class HeadsProblem(AnyProblem):
         )
 
     def whole(self, matrix: str, memory: str) -> Buffer:
-        """The heads of a rank; of results as they leave it."""
+        """The buffer of a rank's heads over the sequence; results are numbered as they leave."""
         dtype, cols = self.attention.dtype, self.cols * self.world
         if matrix == "lse":
             dtype, cols = SUMS[dtype], cols // self.attention.size
@@ -210,31 +208,31 @@ class HeadsProblem(AnyProblem):
         leaves = matrix in self.returns
         return Buffer(f"{matrix} heads", matrix, dtype, shapes, memory, leaves=leaves)
 
-    def _kept(self, matrix: str, memory: str) -> Buffer:
+    def _saved(self, matrix: str, memory: str) -> Buffer:
         return self.whole(matrix, memory)._replace(name=f"kept {matrix}")
 
     @cached_property
     def specification(self) -> Specification:
-        held = [*self.kept, "lse"] if self.saves else []
+        saved = [*self.kept, "lse"] if self.saves else []
         operands = [self.shard(matrix) for matrix in self.arrives]
         results = [self.shard(matrix) for matrix in self.returns]
         if self.backward:
-            operands += [self._kept(matrix, "operand") for matrix in held]
+            operands += [self._saved(matrix, "operand") for matrix in saved]
         else:
-            results += [self._kept(matrix, "result") for matrix in held]
+            results += [self._saved(matrix, "result") for matrix in saved]
         return Specification(
             operands=tuple(operands),
             results=tuple(results),
             contractions=(),
             exchanges={
-                **{matrix: self._gathered(matrix) for matrix in self.arrives},
-                **{matrix: self._scattered(matrix) for matrix in self.returns},
+                **{matrix: self._arrival(matrix) for matrix in self.arrives},
+                **{matrix: self._return(matrix) for matrix in self.returns},
             },
             applications=(
                 Application(
                     self.function,
-                    tuple(map(self._applied, self.inputs)),
-                    tuple(map(self._applied, self.outs)),
+                    tuple(map(self._rows_of, self.inputs)),
+                    tuple(map(self._rows_of, self.outs)),
                     self.rectangles,
                     (self.attention.batch, self.attention.size),
                     self.attention.score_scale,
@@ -243,22 +241,24 @@ class HeadsProblem(AnyProblem):
             ),
         )
 
-    def _applied(self, matrix: str) -> Rows:
+    def _rows_of(self, matrix: str) -> Rows:
         return Rows(matrix, self.whole(matrix, "").shapes[0][1], partial(self.rows, matrix))
 
     def leaves(self, matrix: str, src: int, dst: int) -> int:
-        """The first row of a rank's shard that another gets."""
+        """The first row of a shard of ``src`` that ``dst`` receives."""
         return self.keys(dst)[0] if matrix in OF_KEYS else dst * self.heads
 
     def lands(self, matrix: str, src: int, dst: int) -> int:
-        """The first row of a result that comes from a rank."""
+        """The first row of a result that comes from ``src``."""
         return sum(self.count(matrix, rank) for rank in range(src))
 
-    def _gathered(self, matrix: str) -> Exchange:
-        return Exchange(lambda src, dst: self.count(matrix, dst), partial(self.leaves, matrix), _0)
+    def _arrival(self, matrix: str) -> Exchange:
+        leaves = partial(self.leaves, matrix)
+        return Exchange(lambda src, dst: self.count(matrix, dst), leaves, _zero)
 
-    def _scattered(self, matrix: str) -> Exchange:
-        return Exchange(lambda src, dst: self.count(matrix, src), _0, partial(self.lands, matrix))
+    def _return(self, matrix: str) -> Exchange:
+        lands = partial(self.lands, matrix)
+        return Exchange(lambda src, dst: self.count(matrix, src), _zero, lands)
 
     def __str__(self) -> str:
         sizes = str(self.attention).partition("(")[2].removesuffix(")")
@@ -266,5 +266,5 @@ class HeadsProblem(AnyProblem):
         return f"{self.operator}({', '.join([sizes, *flags])})"
 
 
-def _0(src: int, dst: int) -> int:
+def _zero(src: int, dst: int) -> int:
     return 0

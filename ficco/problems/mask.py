@@ -1,7 +1,7 @@
-"""Which keys each query attends to, as rectangles of rows that libraries' calls have.
+"""Attention masks: the keys that each query attends to, as rectangles for the calls of a library.
 
-Ranks hold rows of the sequence in segments, whose positions follow each other. A segment ends where
-a document of a packed sequence ends.
+A rank holds rows of the sequence in segments of consecutive positions. A segment ends where a
+document of a packed sequence ends.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-#: Queries that one processor of a GPU attends with, in libraries' attention.
+#: Queries that one processor of a GPU handles at a time, in libraries' attention.
 BLOCK = 128
 
-#: How many products of each pair of a query and a key: for the scores and the result; for the
-#: scores, the gradients of these and of the weights, and those of q, k and v.
+#: Products per pair of a query and a key. Forward: scores and result. Backward: scores, and the
+#: gradients of weights, q, k and v.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 
-#: Which positions a rank holds. ``"ranks"``: the sequence in the order of the ranks.
-#: ``"head-tail"``: of 2 W chunks, rank r the chunks r and 2 W - 1 - r, so that under a causal mask
-#: all ranks attend to equally many keys.
+#: Placements of positions on ranks. ``"ranks"``: the sequence in the order of the ranks.
+#: ``"head-tail"``: rank r holds the chunks r and 2 W - 1 - r of 2 W chunks. Under a causal mask all
+#: ranks then attend to equally many keys.
 PLACEMENTS = ("ranks", "head-tail")
 
 #: First and last row or position, exclusive.
@@ -29,12 +29,13 @@ Span = tuple[int, int]
 
 
 class LibraryCall(NamedTuple):
-    """A call of a library's attention, as processors share it.
+    """The work of one call of a library's attention, in blocks of queries.
 
     Attributes:
-        blocks: how many blocks of queries, each of which one processor attends with.
-        flops: floating-point operations of all, and ``longest`` those of the largest.
-        size: of a head.
+        blocks: number of blocks of queries. One processor handles one block.
+        flops: floating-point operations of all blocks.
+        longest: floating-point operations of the largest block.
+        size: head size.
         back: whether it is the backward.
     """
 
@@ -46,12 +47,12 @@ class LibraryCall(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Rows whose positions in the sequence follow each other, of one document.
+    """Rows at consecutive positions of the sequence, of one document.
 
     Attributes:
-        row: number of the first row, where they are.
-        position: its position in the sequence.
-        length: how many rows.
+        row: number of the first row in the matrix that holds the rows.
+        position: position of the first row in the sequence.
+        length: number of rows.
     """
 
     row: int
@@ -59,20 +60,20 @@ class Segment(NamedTuple):
     length: int
 
     def clipped(self, rows: Span) -> Segment:
-        """Those of some rows; perhaps none."""
+        """The part of the segment within a range of rows; its length may be 0."""
         first, last = max(rows[0], self.row), min(rows[1], self.row + self.length)
         return Segment(first, self.position + first - self.row, max(last - first, 0))
 
 
 class Rectangle(NamedTuple):
-    """One call of a library: rows of queries by rows of keys, with a band along the diagonal that
-    ends in the last row of both.
+    """One call of a library: rows of queries by rows of keys, masked by a band along the diagonal
+    that ends in the last row of both.
 
     Attributes:
         q, q_stop, k, k_stop: first and last rows, exclusive.
-        left, right: how many keys before and after its place on that diagonal a query attends to;
-            None: all. There are no more queries than keys where one is given: for more, flash
-            attention takes ``right=None`` for as many as there are keys, which are too few.
+        left, right: number of keys before and after its place on the diagonal that a query attends
+            to; None: all keys. If either is set there are no more queries than keys: for more
+            queries, flash attention reads ``right=None`` as the number of keys, which is too small.
     """
 
     q: int
@@ -89,124 +90,123 @@ class Rectangle(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether it is masked as by a causal mask that ends in the last row of both."""
+        """Whether the mask is a causal one that ends in the last row of queries and keys."""
         return self.left is None and self.right == 0
 
     def moved(self, down: int, across: int) -> Rectangle:
-        """The same of rows of queries and of keys that are so many further."""
+        """The rectangle moved by ``down`` rows of queries and ``across`` rows of keys."""
         q, q_stop, k, k_stop, *band = self
         return Rectangle(q + down, q_stop + down, k + across, k_stop + across, *band)
 
     @property
     def squared(self) -> tuple[Rectangle, ...]:
-        """The same as calls that all libraries have: a causal mask for as many queries as keys."""
+        """Calls that every library serves: causal masks cover as many queries as keys."""
         middle = self.k_stop - (self.q_stop - self.q)
         if not self.causal or middle == self.k:
             return (self,)
         return self._replace(k_stop=middle, right=None), self._replace(k=middle)
 
     def call(self, heads: int, size: int, products: int) -> LibraryCall:
-        """The call for heads of a size, each of so many products for every pair."""
+        """The work of the call for heads of a size, with ``products`` products per pair."""
         queries, keys = self.q_stop - self.q, self.k_stop - self.k
-        each = 2.0 * products * size
-        if self.left is not None:  # and those that the block's other queries reach
+        per_pair = 2.0 * products * size
+        if self.left is not None:  # the bands of all queries of a block span BLOCK more keys
             keys = min(keys, self.left + (self.right or 0) + BLOCK)
-        blocks, most = heads * -(-queries // BLOCK), min(queries, BLOCK) * keys
+        blocks, most_pairs = heads * -(-queries // BLOCK), min(queries, BLOCK) * keys
         back = products == BACKWARD_PRODUCTS
-        return LibraryCall(blocks, each * heads * self.pairs, each * most, size, back)
+        return LibraryCall(blocks, per_pair * heads * self.pairs, per_pair * most_pairs, size, back)
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key it has."""
+        """Number of pairs of a query and a key in the band."""
         queries, keys = self.q_stop - self.q, self.k_stop - self.k
-        # From the first query to the last, keys that are too far back rise one by one, and those
-        # that are too far ahead fall to none.
-        ahead = 0 if self.right is None else _sum(1, queries - 1 - self.right)
+        # From each query to the next, the keys before the band grow by one, and the keys after the
+        # band shrink by one, to 0.
+        ahead = 0 if self.right is None else _sum_of_range(1, queries - 1 - self.right)
         last = 0 if self.left is None else keys - 1 - self.left
-        return queries * keys - ahead - _sum(max(last - queries + 1, 1), last)
+        return queries * keys - ahead - _sum_of_range(max(last - queries + 1, 1), last)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Rectangles of one band, of documents that follow each other, as one call for variable
-    lengths.
+    """Rectangles of successive documents with the same band, as one variable-length call.
 
     Attributes:
-        rectangles: whose rows of queries rise, and those of keys.
+        rectangles: in rising order of their rows of queries and of keys.
     """
 
     rectangles: tuple[Rectangle, ...]
 
     @cached_property
     def band(self) -> Rectangle:
-        """All rows from the first to the last, with the band of each document."""
+        """All rows from the first to the last, with the band of the documents."""
         first, last = self.rectangles[0], self.rectangles[-1]
         return first._replace(q_stop=last.q_stop, k_stop=last.k_stop)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where sequences of queries and of keys begin, and their ends, from the first row on. Rows
-        that no rectangle has are sequences without keys, or without queries."""
+        """Bounds of the sequences of queries and of keys, counted from the first row of each. Rows
+        outside all rectangles become sequences without keys, or without queries."""
         queries, keys = [0], [0]
-        for one in self.rectangles:
-            q, k = one.q - self.band.q, one.k - self.band.k
-            for begin, end in (
+        for rectangle in self.rectangles:
+            q, k = rectangle.q - self.band.q, rectangle.k - self.band.k
+            for q_bound, k_bound in (
                 (q, keys[-1]),
                 (q, k),
-                (one.q_stop - self.band.q, one.k_stop - self.band.k),
+                (rectangle.q_stop - self.band.q, rectangle.k_stop - self.band.k),
             ):
-                if (begin, end) != (queries[-1], keys[-1]):
-                    queries.append(begin)
-                    keys.append(end)
+                if (q_bound, k_bound) != (queries[-1], keys[-1]):
+                    queries.append(q_bound)
+                    keys.append(k_bound)
         return tuple(queries), tuple(keys)
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The most queries and keys of a document, and of queries at least two: for one each, flash
-        attention takes them to be as many as sequences."""
-        queries = max(one.q_stop - one.q for one in self.rectangles)
-        return max(queries, 2), max(one.k_stop - one.k for one in self.rectangles)
+        """The most queries and the most keys of a document. At least two queries are returned: with
+        one, flash attention assumes as many queries as sequences."""
+        queries = max(q_stop - q for q, q_stop, *_ in self.rectangles)
+        return max(queries, 2), max(k_stop - k for _, _, k, k_stop, *_ in self.rectangles)
 
     @cached_property
     def runs(self) -> list[Rectangle]:
-        """The rows of rectangles that follow each other without a gap."""
-        found: list[Rectangle] = []
-        for one in self.rectangles:
-            if found and (found[-1].q_stop, found[-1].k_stop) == (one.q, one.k):
-                found[-1] = found[-1]._replace(q_stop=one.q_stop, k_stop=one.k_stop)
+        """The rectangles, those without a gap between them joined into one."""
+        joined: list[Rectangle] = []
+        for rectangle in self.rectangles:
+            if joined and (joined[-1].q_stop, joined[-1].k_stop) == (rectangle.q, rectangle.k):
+                joined[-1] = joined[-1]._replace(q_stop=rectangle.q_stop, k_stop=rectangle.k_stop)
             else:
-                found.append(one)
-        return found
+                joined.append(rectangle)
+        return joined
 
 
 def packed(rectangles: Iterable[Rectangle]) -> list[Documents]:
-    """The same rectangles in few calls for variable lengths."""
-    found: list[list[Rectangle]] = []
-    for one in rectangles:
-        for some in found:
-            last = some[-1]
-            follows = last.q_stop <= one.q and last.k_stop <= one.k
-            if follows and (last.left, last.right) == (one.left, one.right):
-                some.append(one)
+    """Pack rectangles into few variable-length calls."""
+    calls: list[list[Rectangle]] = []
+    for rectangle in rectangles:
+        for call in calls:
+            last = call[-1]
+            follows = last.q_stop <= rectangle.q and last.k_stop <= rectangle.k
+            if follows and (last.left, last.right) == (rectangle.left, rectangle.right):
+                call.append(rectangle)
                 break
         else:
-            found.append([one])
-    return [Documents(tuple(some)) for some in found]
+            calls.append([rectangle])
+    return [Documents(tuple(call)) for call in calls]
 
 
-def _sum(first: int, last: int) -> int:
-    """The sum of the integers from first to last, if there are any."""
+def _sum_of_range(first: int, last: int) -> int:
+    """The sum of the integers from first to last; 0 if last is below first."""
     return (first + last) * (last - first + 1) // 2 if first <= last else 0
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What queries at a position attend to.
+    """The keys that a query attends to, by its position.
 
     Attributes:
-        causal: nothing after it.
-        window: with causal, at most so many positions before it; None: all.
-        bounds: where documents of a packed sequence begin, and its end; empty: it is one.
+        causal: no keys after the query.
+        window: with causal, at most this many positions before the query; None: all.
+        bounds: where documents of a packed sequence begin, and its end; empty: one document.
     """
 
     causal: bool = False
@@ -214,21 +214,21 @@ class Mask:
     bounds: tuple[int, ...] = ()
 
     def segments(self, segments: Iterable[Segment]) -> Iterator[Segment]:
-        """Segments cut where documents end."""
+        """Cut segments where documents end."""
         for row, position, length in segments:
-            stop, here = position + length, position
-            inner = self.bounds[bisect_right(self.bounds, position) :]
-            for bound in inner[: bisect_left(inner, stop)]:
-                yield Segment(row + here - position, here, bound - here)
-                here = bound
-            if here < stop:
-                yield Segment(row + here - position, here, stop - here)
+            stop, start = position + length, position
+            later = self.bounds[bisect_right(self.bounds, position) :]
+            for bound in later[: bisect_left(later, stop)]:
+                yield Segment(row + start - position, start, bound - start)
+                start = bound
+            if start < stop:
+                yield Segment(row + start - position, start, stop - start)
 
     def seen(self, queries: Span, keys: Segment) -> Span:
-        """The rows of a segment of keys that some query at these positions attends to; the
-        positions are of one document, as the keys are."""
+        """The rows of a segment of keys that any query of a range of positions attends to. The
+        queries are of one document, and so are the keys."""
         first, last = keys.position, keys.position + keys.length
-        if self.bounds and self._document(queries[0]) != self._document(first):
+        if self.bounds and self._document_at(queries[0]) != self._document_at(first):
             return keys.row, keys.row
         if self.window is not None:
             first = max(first, queries[0] - self.window)
@@ -237,28 +237,28 @@ class Mask:
         last = max(first, last)
         return keys.row + first - keys.position, keys.row + last - keys.position
 
-    def _document(self, position: int) -> int:
+    def _document_at(self, position: int) -> int:
         return bisect_right(self.bounds, position)
 
     def rectangles(
         self, queries: Sequence[Segment], keys: Sequence[Segment]
     ) -> tuple[Rectangle, ...]:
-        """What queries attend to of keys, each pair once; segments as :meth:`segments` cuts them,
-        in the order of their rows."""
-        found: list[Rectangle] = []
+        """Rectangles that cover every pair of a query and a key that it attends to, once. Segments
+        must be cut by :meth:`segments`, and in the order of their rows."""
+        rectangles: list[Rectangle] = []
         for query in queries:
-            found += _joined([one for key in keys for one in self._of(query, key)], _beside)
-        apart = (part for one in _joined(found, _below) for part in one.squared)
-        return tuple(apart)
+            by_key = [part for key in keys for part in self._rectangles(query, key)]
+            rectangles += _join(by_key, _join_keys)
+        return tuple(part for joined in _join(rectangles, _join_queries) for part in joined.squared)
 
-    def _of(self, query: Segment, key: Segment) -> Iterator[Rectangle]:
-        """The rectangles of two segments."""
+    def _rectangles(self, query: Segment, key: Segment) -> Iterator[Rectangle]:
+        """The rectangles of a segment of queries and a segment of keys."""
         if not query.length or not key.length:
             return
         first, last = self.seen((query.position, query.position + query.length), key)
         if first == last:
             return
-        begin = key.position + first - key.row  # positions of the keys that are seen
+        begin = key.position + first - key.row  # positions of the keys that are attended to
         end = begin + last - first
         q, q_stop = query.position, query.position + query.length
         if self.causal:
@@ -270,59 +270,60 @@ class Mask:
             row = query.row - query.position
             return Rectangle(row + a, row + b, first, last, left, right)
 
-        ahead = min(q_stop, end) if self.causal and end - 1 > q else q
-        if ahead > q:  # queries among the keys: a diagonal that ends in the last of both
-            reaches = self.window is None or ahead - 1 - self.window <= begin
-            yield rectangle(q, ahead, None if reaches else self.window, 0)
-        far = q_stop if self.window is None else min(q_stop, begin + self.window + 1)
-        if ahead < far:
-            yield rectangle(ahead, far, None, None)
-        if self.window is not None and max(ahead, far) < q_stop:  # the first keys are out of reach
-            yield rectangle(max(ahead, far), q_stop, end - q_stop + self.window, None)
+        causal_stop = min(q_stop, end) if self.causal and end - 1 > q else q
+        if causal_stop > q:  # queries at the positions of keys: a diagonal up to the last of both
+            reaches = self.window is None or causal_stop - 1 - self.window <= begin
+            yield rectangle(q, causal_stop, None if reaches else self.window, 0)
+        whole_stop = q_stop if self.window is None else min(q_stop, begin + self.window + 1)
+        if causal_stop < whole_stop:
+            yield rectangle(causal_stop, whole_stop, None, None)
+        start = max(causal_stop, whole_stop)
+        if self.window is not None and start < q_stop:  # the window excludes the first keys
+            yield rectangle(start, q_stop, end - q_stop + self.window, None)
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same rows as few spans, in rising order."""
-    found: list[Span] = []
+    """Merge overlapping and adjacent spans; the result is in rising order."""
+    disjoint: list[Span] = []
     for first, last in sorted(spans):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if disjoint and first <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(last, disjoint[-1][1])
         else:
-            found.append((first, last))
-    return found
+            disjoint.append((first, last))
+    return disjoint
 
 
-def _joined(
-    rectangles: list[Rectangle], join: Callable[[Rectangle, Rectangle], Rectangle | None]
+def _join(
+    rectangles: list[Rectangle], pair: Callable[[Rectangle, Rectangle], Rectangle | None]
 ) -> list[Rectangle]:
-    """Fewer rectangles with the same pairs: neighbours become one where they can."""
-    found: list[Rectangle] = []
-    for one in rectangles:
-        last = found[-1] if found else None
-        joined = None
-        if last is not None and last.left is None and one.left is None:
-            joined = join(last, one)
-        if joined is None:
-            found.append(one)
+    """Join neighbouring rectangles where ``pair`` can; the covered pairs stay the same."""
+    joined: list[Rectangle] = []
+    for rectangle in rectangles:
+        last = joined[-1] if joined else None
+        both = None
+        if last is not None and last.left is None and rectangle.left is None:
+            both = pair(last, rectangle)
+        if both is None:
+            joined.append(rectangle)
         else:
-            found[-1] = joined
-    return found
+            joined[-1] = both
+    return joined
 
 
-def _beside(one: Rectangle, two: Rectangle) -> Rectangle | None:
-    """Keys that follow keys, of the same queries: the first must be seen by all."""
-    if one.whole and one[:2] == two[:2] and one.k_stop == two.k:
-        return two._replace(k=one.k)
+def _join_keys(first: Rectangle, second: Rectangle) -> Rectangle | None:
+    """Join adjacent keys of the same queries, if every query attends to all of the first keys."""
+    if first.whole and first[:2] == second[:2] and first.k_stop == second.k:
+        return second._replace(k=first.k)
     return None
 
 
-def _below(one: Rectangle, two: Rectangle) -> Rectangle | None:
-    """Queries that follow queries: of the same keys, or along the diagonal."""
-    if one.q_stop != two.q or one.k != two.k:
+def _join_queries(first: Rectangle, second: Rectangle) -> Rectangle | None:
+    """Join adjacent queries: of the same keys, or along the diagonal."""
+    if first.q_stop != second.q or first.k != second.k:
         return None
-    if one.whole and two.whole and one.k_stop == two.k_stop:
-        return one._replace(q_stop=two.q_stop)
-    down, across = two.q_stop - two.q, two.k_stop - one.k_stop
-    if one.causal and two.causal and down == across:
-        return one._replace(q_stop=two.q_stop, k_stop=two.k_stop)
+    if first.whole and second.whole and first.k_stop == second.k_stop:
+        return first._replace(q_stop=second.q_stop)
+    down, across = second.q_stop - second.q, second.k_stop - first.k_stop
+    if first.causal and second.causal and down == across:
+        return first._replace(q_stop=second.q_stop, k_stop=second.k_stop)
     return None

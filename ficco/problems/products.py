@@ -38,15 +38,15 @@ ITEMSIZE = {name: ITEMSIZES[name] for name in SUMS}
 
 
 class Operator(NamedTuple):
-    """The properties in which operators differ.
+    """The properties that distinguish operators.
 
     Attributes:
         collective: name of the collective that it overlaps, in words.
         scatters: the product travels (a scattering operator); otherwise A does (gathering).
         sums: the products of all ranks are added up.
-        blocks: every pair of ranks has a block of its own; otherwise rows belong to one rank.
+        blocks: every pair of ranks has a separate block; otherwise rows belong to one rank.
         returns: the sums travel back to all ranks.
-        inner: the product sums over the rows of A that travel: it multiplies A transposed.
+        inner: the product is ``A.T @ B``: it sums over the rows of A that travel.
     """
 
     collective: str
@@ -78,19 +78,19 @@ class Problem(AnyProblem):
             Reduce-scatter and all-reduce: the rows of the result that it sums. All-to-all: the
             rows that it multiplies.
         n: columns of the local B.
-        k: columns of A. They are the rows of B or, if A is transposed, of the result.
+        k: columns of A. B has k rows or, if A is transposed, the result has.
         dtype: name of the dtype of A and, without scales, of B and the product.
         blocks: all-to-all: rows that rank i sends to rank j, as ``blocks[i][j]``; else empty.
         return_gathered: the gathered A is a second result.
         symmetric: A is in symmetric memory, so that peers can read it in place.
-        scaling: how float8 operands are scaled; None for any other.
-        hosts: how many hosts the ranks are on, each with as many, which follow each other.
-        transposed: all-to-all: what travels, A or the product, lies transposed, so that rows that
-            travel are columns in memory. On the rank that passes A, or gets the product, blocks are
-            equal and lie so one by one: [W, rows, columns], with contiguous rows.
+        scaling: how float8 operands are scaled; None for other dtypes.
+        hosts: number of hosts. Each host has equally many ranks, numbered consecutively.
+        transposed: all-to-all: the matrix that travels, A or the product, is stored transposed, so
+            its rows are columns in memory. The rank that passes A, or gets the product, has equal
+            blocks, each stored transposed: [W, rows, columns] with stride 1 along the rows.
 
     Raises:
-        ValueError: a value is wrong, or they do not fit together.
+        ValueError: a value is wrong, or two values contradict each other.
         NotImplementedError: the dtype or the recipe is not supported.
     """
 
@@ -119,7 +119,7 @@ class Problem(AnyProblem):
         sizes = *(("rows", rows) for rows in self.rows), ("n", self.n), ("k", self.k)
         self._check(self.dtype, 0, sizes)
         square = all(len(row) == self.world for row in (self.blocks, *self.blocks))
-        if self.kind.blocks and not (square and self.rows == _summed(self.kind, self.blocks)):
+        if self.kind.blocks and not (square and self.rows == _row_sums(self.kind, self.blocks)):
             raise ValueError("blocks: required a W x W table that adds up to the rows of each rank")
         if self.transposed:
             self._check_transposed()
@@ -127,12 +127,12 @@ class Problem(AnyProblem):
     def _check_transposed(self) -> None:
         if not self.kind.blocks or self.scaling is not None:
             raise NotImplementedError(
-                f"{self.operator}: what lies transposed is served for all-to-alls without scales"
+                f"{self.operator}: transposed rows are served only in all-to-alls without scales"
             )
         by_holder = zip(*self.blocks, strict=True) if self.kind.scatters else self.blocks
         if any(len(set(sizes)) > 1 for sizes in by_holder):
             raise ValueError(
-                "blocks: required equal blocks of a rank where they lie transposed, got "
+                "blocks: required blocks of equal size on each rank for transposed rows, got "
                 f"{[list(row) for row in self.blocks]}"
             )
 
@@ -162,8 +162,8 @@ class Problem(AnyProblem):
                 "the result"
             )
         if self.kind.inner or scaling.replicated and self.kind.collective != "all-gather":
-            what = "factors of all ranks' rows on each" if scaling.replicated else "float8 operands"
-            raise NotImplementedError(f"{self.operator} does not take {what}")
+            unserved = "replicated factors of A" if scaling.replicated else "float8 operands"
+            raise NotImplementedError(f"{self.operator} does not take {unserved}")
         if scaling.source:
             self._check_cast(scaling)
         for name, size in (("n", self.n), ("k", self.k)):
@@ -183,9 +183,9 @@ class Problem(AnyProblem):
                 "scale_a"
             )
         if scaling.replicated or self.return_gathered or self.symmetric:
-            what = "return_gathered" if self.return_gathered else "rows that are float8 already"
+            unserved = "return_gathered" if self.return_gathered else "rows that are float8 already"
             raise NotImplementedError(
-                f"{self.operator}: quantize does not serve {what}; cast them yourself and pass "
+                f"{self.operator}: quantize does not serve {unserved}; cast them yourself and pass "
                 "scale_a"
             )
 
@@ -193,18 +193,18 @@ class Problem(AnyProblem):
     def of_blocks(
         cls, operator: str, blocks: Sequence[Sequence[int]], n: int, k: int, dtype: str, **rest: Any
     ) -> Problem:
-        """The Problem of an all-to-all, whose ``rows`` follow from its table.
+        """The Problem of an all-to-all; ``rows`` follow from the table of blocks.
 
         >>> str(Problem.of_blocks("all_to_all_matmul", [[1, 2], [3, 4]], 8, 8, "float32"))
         'all_to_all_matmul(m=6 (rows=[[1, 2], [3, 4]]), n=8, k=8, float32)'
         """
         table = tuple(tuple(row) for row in blocks)
-        rows = _summed(OPERATORS[operator], table)
+        rows = _row_sums(OPERATORS[operator], table)
         return cls(operator, rows, n, k, dtype, blocks=table, **rest)
 
     @cached_property
     def kind(self) -> Operator:
-        """The properties of its operator."""
+        """The properties of the operator."""
         return OPERATORS[self.operator]
 
     @cached_property
@@ -214,7 +214,7 @@ class Problem(AnyProblem):
 
     @cached_property
     def m(self) -> int:
-        """Rows that a rank multiplies; all-to-all: those of the rank that multiplies most."""
+        """Rows that a rank multiplies; all-to-all: the most rows that any rank multiplies."""
         return max(self.rows) if self.kind.blocks else sum(self.rows)
 
     @cached_property
@@ -222,7 +222,7 @@ class Problem(AnyProblem):
         """First row that belongs to each rank, and m at the end. Not for an all-to-all."""
         return (0, *accumulate(self.rows))
 
-    # The blocks that travel: the rows that rank `src` has for rank `dst`.
+    # Blocks: the rows that rank `src` sends to rank `dst`.
 
     def block(self, src: int, dst: int) -> int:
         """Rows of a block."""
@@ -237,8 +237,8 @@ class Problem(AnyProblem):
         return self.offsets[dst] if self.kind.scatters else 0
 
     def lands(self, src: int, dst: int) -> int:
-        """First row of a block at its receiver: in the gathered A, in the result of an all-to-all,
-        or, if blocks are summed, in the product that all ranks share."""
+        """First row of a block at its receiver: in the gathered A, in the result of an all-to-all
+        or, if blocks are summed, in the full product."""
         if self.kind.blocks:
             return self._lands[dst][src]
         return self.offsets[dst if self.kind.scatters else src]
@@ -252,7 +252,7 @@ class Problem(AnyProblem):
         return [[0, *accumulate(column)] for column in zip(*self.blocks, strict=True)]
 
     def left_rows(self, rank: int) -> int:
-        """Rows of a rank's left operand, as its caller passes it."""
+        """Rows of the left operand that the caller passes on a rank."""
         if self.kind.scatters:
             return self.product_rows(rank)
         return sum(self.blocks[rank]) if self.kind.blocks else self.rows[rank]
@@ -262,7 +262,7 @@ class Problem(AnyProblem):
         return self.rows[rank] if self.kind.blocks else self.m
 
     def b_rows(self, rank: int) -> int:
-        """Rows of a rank's local B, which its products sum over."""
+        """Rows of a rank's local B: the length of the dimension that its products sum over."""
         return self.product_rows(rank) if self.kind.inner else self.k
 
     def out_rows(self, rank: int) -> int:
@@ -281,32 +281,32 @@ class Problem(AnyProblem):
 
     @property
     def same_blocks(self) -> bool:
-        """Whether the blocks of all pairs of ranks are known to have as many rows."""
+        """Whether the blocks of all pairs of ranks are known to have the same number of rows."""
         return self.equal
 
     @property
     def masked(self) -> bool:
-        """Whether a mask says which rows travel between two ranks."""
+        """Whether a mask selects the rows that travel between two ranks."""
         return False
 
     @cached_property
     def evened(self) -> Problem:
-        """The same with as many rows in all, rounded up, that every rank, or pair, shares equally.
+        """The problem with the same total of rows, rounded up, shared equally by ranks or pairs.
 
         >>> str(Problem("all_gather_matmul", (3, 6), 8, 8, "float32").evened)
         'all_gather_matmul(m=10 (5 x 2 ranks), n=8, k=8, float32)'
         """
         if self.equal:
             return self
-        each = -(-sum(self.rows) // (self.world ** (1 + self.kind.blocks)))
+        equal = -(-sum(self.rows) // (self.world ** (1 + self.kind.blocks)))
         if not self.kind.blocks:
-            return replace(self, rows=(each,) * self.world)
-        row = (each,) * self.world
+            return replace(self, rows=(equal,) * self.world)
+        row = (equal,) * self.world
         return replace(self, rows=(sum(row),) * self.world, blocks=(row,) * self.world)
 
     @cached_property
     def specification(self) -> Specification:
-        """What its Plans have to compute."""
+        """The matrices that its Plans must compute."""
         kind, ranks = self.kind, range(self.world)
         product = "A.T @ B" if kind.inner else "A @ B"
 
@@ -320,31 +320,31 @@ class Problem(AnyProblem):
         shape = shapes(self.out_rows, self.n)
         out = Buffer("out", product, self.out_dtype, shape, "result", first=first)
         if self.transposed:
-            lies: dict[str, Any] = {"layout": self.layout, "matrices": self.world}
-            a, out = (a, out._replace(**lies)) if kind.scatters else (a._replace(**lies), out)
+            blocks: dict[str, Any] = {"layout": self.layout, "matrices": self.world}
+            a, out = (a, out._replace(**blocks)) if kind.scatters else (a._replace(**blocks), out)
         results = [out]
         if self.return_gathered:
             results.append(self.gathered("result"))
         exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
-        if kind.sums:  # each rank has the whole product
+        if kind.sums:  # every rank has a term of every row of the product
             sums: dict[str, Any] = {"sums": True, "terms": True, "added": self.block}
-            exchange = Exchange(self._whole, self._start, self._start, **sums)
+            exchange = Exchange(self._all_rows, self._zero, self._zero, **sums)
         contraction = Contraction("A", "B", product, tuple(map(self.b_rows, ranks)), kind.inner)
-        asked = Specification(
+        unscaled = Specification(
             operands=(a, b),
             results=tuple(results),
             contractions=(contraction,),
             exchanges={product if kind.scatters else "A": exchange},
         )
-        return self._scaled(asked, self.scaling) if self.scaling else asked
+        return self._scaled(unscaled, self.scaling) if self.scaling else unscaled
 
-    def _scaled(self, asked: Specification, scaling: Scaling) -> Specification:
-        """The same with the factors of A and of B, and the bias."""
-        (a, b), (contraction,), rules = asked.operands, asked.contractions, scaling.rules
+    def _scaled(self, unscaled: Specification, scaling: Scaling) -> Specification:
+        """Add the factors of A and of B, and the bias, to a specification."""
+        (a, b), (contraction,), rules = unscaled.operands, unscaled.contractions, scaling.rules
         names = ("factors of A", "factors of B")
-        held, travels = a.shapes, self.sends_factors
+        scaled_shapes, travels = a.shapes, self.sends_factors
         if scaling.replicated:
-            held = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
+            scaled_shapes = tuple((self.product_rows(rank), self.k) for rank in range(self.world))
 
         def buffer(name: str, holds: str, shapes: Sequence[tuple[int, int]], share: Any) -> Buffer:
             counts = tuple(
@@ -352,7 +352,7 @@ class Problem(AnyProblem):
             )
             return Buffer(name, holds, "float32", counts, "operand")
 
-        factors_of_a = buffer("scale_a", names[0], held, rules.a)._replace(leaves=travels)
+        factors_of_a = buffer("scale_a", names[0], scaled_shapes, rules.a)._replace(leaves=travels)
         operands = [a, b, factors_of_a, buffer("scale_b", names[1], b.shapes, rules.b)]
         functions = {}
         if scaling.source:
@@ -363,27 +363,27 @@ class Problem(AnyProblem):
             operands.append(
                 Buffer("bias", "bias", scaling.out, ((1, self.n),) * self.world, "operand")
             )
-        exchanges = dict(asked.exchanges)
+        exchanges = dict(unscaled.exchanges)
         if travels:
-            by_rank = Exchange(self._one, self._start, self._sender)
+            by_rank = Exchange(self._one_row, self._zero, self._sender)
             exchanges[names[0]] = by_rank if scaling.by_rank else exchanges["A"]
-        factors = tuple(Factors(*each) for each in zip(names, (rules.a, rules.b), strict=True))
+        factors = tuple(map(Factors, names, (rules.a, rules.b)))
         bias = "bias" if scaling.bias else ""
         return replace(
-            asked,
+            unscaled,
             operands=tuple(operands),
             functions=functions,
             contractions=(contraction._replace(factors=factors, bias=bias),),
             exchanges=exchanges,
         )
 
-    def _whole(self, src: int, dst: int) -> int:
+    def _all_rows(self, src: int, dst: int) -> int:
         return self.m
 
-    def _start(self, src: int, dst: int) -> int:
+    def _zero(self, src: int, dst: int) -> int:
         return 0
 
-    def _one(self, src: int, dst: int) -> int:
+    def _one_row(self, src: int, dst: int) -> int:
         return 1
 
     def _sender(self, src: int, dst: int) -> int:
@@ -391,22 +391,22 @@ class Problem(AnyProblem):
 
     @cached_property
     def given(self) -> Problem:
-        """The same where the caller has cast A, or need not."""
+        """The same problem without a cast in the call: the caller passes A as it travels."""
         if not (self.scaling and self.scaling.source):
             return self
         return replace(self, scaling=replace(self.scaling, source=""))
 
     @cached_property
     def left(self) -> Buffer:
-        """A as it travels, or is multiplied: an operand, or what the call casts."""
-        return self._made(self.given.specification.operands[0])
+        """A as it travels or is multiplied: an operand, or the result of the call's cast."""
+        return self._after_cast(self.given.specification.operands[0])
 
     @cached_property
     def factors(self) -> Buffer:
         """The factors of :attr:`left`."""
-        return self._made(self.given.specification.operands[2])
+        return self._after_cast(self.given.specification.operands[2])
 
-    def _made(self, buffer: Buffer) -> Buffer:
+    def _after_cast(self, buffer: Buffer) -> Buffer:
         return buffer if self.given is self else buffer._replace(memory="local")
 
     def gathered(self, memory: str) -> Buffer:
@@ -416,7 +416,7 @@ class Problem(AnyProblem):
 
     @cached_property
     def heights(self) -> tuple[int, ...]:
-        """Rows of the blocks of all pairs of ranks, those that are cut into pieces."""
+        """Rows of the blocks of all pairs of ranks. Schedules cut the blocks into pieces."""
         ranks = range(self.world)
         return tuple(self.block(src, dst) for src in ranks for dst in ranks)
 
@@ -426,7 +426,7 @@ class Problem(AnyProblem):
         return self.scaling is not None and not (self.kind.scatters or self.scaling.replicated)
 
     def gathered_factors(self, name: str, memory: str) -> Buffer:
-        """A buffer of the factors of the gathered A: of its rows, or of each rank's."""
+        """A buffer of the factors of the gathered A, by row or by rank."""
         factors, by_rank = self.factors, self.scaling and self.scaling.by_rank
         rows = (self.world if by_rank else self.product_rows(rank) for rank in range(self.world))
         shapes = tuple((count, factors.shapes[0][1]) for count in rows)
@@ -434,7 +434,7 @@ class Problem(AnyProblem):
 
     @property
     def layout(self) -> str:
-        """How what travels lies in memory."""
+        """Memory layout of the matrix that travels."""
         return "transposed" if self.transposed else "rows"
 
     @property
@@ -449,19 +449,19 @@ class Problem(AnyProblem):
 
     @property
     def kind_of_operands(self) -> str:
-        """Dtype and scales of the operands, by the name that files have for them."""
+        """Name of the dtype and the scaling of the operands, as files write it."""
         return name_of(self.dtype, self.scaling)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of a row of what travels: of A, without factors, or of the product."""
+        """Bytes of a row that travels: of A without its factors, or of the product."""
         if self.kind.scatters:
             return self.n * ITEMSIZES[self.out_dtype]
         return self.k * self.itemsize
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """Multiples of rows and of columns at which pieces may begin."""
+        """Alignment of pieces: they begin at multiples of these numbers of rows and columns."""
         return self.scaling.rules[2:4] if self.scaling else (1, 1)
 
     @property
@@ -481,8 +481,8 @@ class Problem(AnyProblem):
         return f"{self.operator}({sizes}, {dtype}{hosts}{flags})"
 
 
-def _summed(kind: Operator, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """The rows that each rank of an all-to-all multiplies."""
+def _row_sums(kind: Operator, blocks: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Rows that each rank of an all-to-all multiplies."""
     return tuple(map(sum, blocks if kind.scatters else zip(*blocks, strict=True)))
 
 

@@ -1,7 +1,7 @@
-"""How float8 operands are scaled, as data: the recipes, and what a call asks for.
+"""Scaling of float8 operands, as data: the recipes, and the scaling of one call.
 
 Factors dequantize: a product is ``(A * factors) @ (B * factors)``, as in ``torch._scaled_mm``. They
-travel with the rows of A; results are of a wider dtype.
+travel with the rows of A. Results have a wider dtype.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-#: Dtypes of scaled operands, by family. An e4m3fn and an e4m3fnuz of the same bits differ by two.
+#: Families of dtypes of scaled operands. For equal bits, an e4m3fn is twice an e4m3fnuz.
 FAMILIES = {
     "float8_e4m3fn": "OCP",
     "float8_e5m2": "OCP",
@@ -18,14 +18,14 @@ FAMILIES = {
 #: Dtypes of the product of scaled operands.
 RESULTS = ("bfloat16", "float16", "float32")
 
-#: The function of a Plan by which A is cast to float8, and the recipes that it serves, whose
-#: factors are known before all rows of a rank have been read.
+#: The function of a Plan that casts A to float8, and the recipes that it serves. Their factors are
+#: known before all rows of a rank have been read.
 CAST, CASTS = "cast", ("row", "block")
 
-#: n and k are multiples of this: 16 bytes of a row, as the libraries ask for.
+#: n and k must be multiples of this: libraries require rows of multiples of 16 bytes.
 MULTIPLE = 16
 
-#: A number of rows or columns that share a factor: all.
+#: As the number of rows or columns that share a factor: all of them.
 ALL = 0
 
 #: First and last row or column, exclusive.
@@ -33,14 +33,14 @@ Span = tuple[int, int]
 
 
 class Recipe(NamedTuple):
-    """How fine factors are.
+    """The granularity of factors.
 
     Attributes:
-        a, b: how many rows and columns of A and of B share a factor. ``ALL`` rows of A are those
-            that one rank has.
-        rows: pieces of rows begin at multiples of this, so that their factors do at 16 bytes.
+        a, b: how many rows and columns of A and of B share a factor. ``ALL`` rows of A are all
+            rows of one rank.
+        rows: pieces of rows begin at multiples of this, which aligns their factors to 16 bytes.
         cols: pieces of columns of A or B begin at multiples of this.
-        needs: devices that no engine has yet; empty if the recipe is served.
+        needs: devices that no engine serves yet; empty if the recipe is served.
     """
 
     a: tuple[int, int]
@@ -51,8 +51,8 @@ class Recipe(NamedTuple):
 
 
 #: The recipes, by name. ``block`` is DeepSeek's: 1 x 128 of A by 128 x 128 of B. Factors of the
-#: last three lie in tiles of 128 rows by 4 columns, so that pieces are whole tiles; nvfp4 has one
-#: further factor for each matrix.
+#: last three are stored in tiles of 128 rows by 4 columns, so pieces are whole tiles. nvfp4 has
+#: one more factor for each matrix.
 RECIPES = {
     "tensor": Recipe((ALL, ALL), (ALL, ALL), rows=1, cols=MULTIPLE),
     "row": Recipe((1, ALL), (ALL, 1), rows=4, cols=MULTIPLE),
@@ -71,11 +71,11 @@ class Scaling:
         recipe: one of :data:`RECIPES`.
         right: name of the dtype of B; A's may be another of the same family.
         out: name of the dtype of the product.
-        bias: a row is added to every product, on the rank that makes it.
-        fast_accum: the library may add up in less than float32, where it offers that.
-        replicated: every rank has the factors of all rows of A, which do not travel.
-        source: name of the dtype in which the caller has A, where the call itself casts it and
-            makes its factors; empty: the caller has A in float8.
+        bias: a row is added to every product, on the rank that computes it.
+        fast_accum: the library may accumulate in less than float32, where it offers that.
+        replicated: every rank has the factors of all rows of A, and the factors do not travel.
+        source: name of the dtype of the caller's A, if the call casts A and computes its factors;
+            empty: the caller's A is float8.
     """
 
     recipe: str
@@ -88,7 +88,7 @@ class Scaling:
 
     @property
     def rules(self) -> Recipe:
-        """What its recipe is made of."""
+        """The parameters of the recipe."""
         return RECIPES[self.recipe]
 
     @property
@@ -102,8 +102,8 @@ class Scaling:
         return " ".join([f"x {self.right} by {self.recipe}, {self.out}", *flags])
 
 
-#: Kinds of operands by the names that commands and files have for them: their dtype and how they
-#: are scaled. Results are bfloat16.
+#: Dtype and scaling of kinds of operands, by the names used in commands and files. Results are
+#: bfloat16.
 SCALED = {
     f"{name}-{recipe}": (dtype, Scaling(recipe, dtype))
     for name, dtype in (("fp8", "float8_e4m3fn"), ("fp8fnuz", "float8_e4m3fnuz"))
@@ -112,7 +112,7 @@ SCALED = {
 }
 
 
-#: The same for plans and predictions of calls that cast A themselves, from bfloat16.
+#: The same for plans and predictions of calls that cast A from bfloat16.
 CAST_KINDS = {
     f"{name}-cast": (dtype, replace(scaling, source="bfloat16"))
     for name, (dtype, scaling) in SCALED.items()
@@ -121,7 +121,7 @@ CAST_KINDS = {
 
 
 def operands_of(name: str) -> tuple[str, Scaling | None]:
-    """The dtype of a kind of operands, and how they are scaled.
+    """The dtype and the scaling of a kind of operands.
 
     >>> operands_of("bfloat16"), operands_of("fp8-row")[0], str(operands_of("fp8-row-cast")[1])
     (('bfloat16', None), 'float8_e4m3fn', 'x float8_e4m3fn by row, bfloat16 cast from bfloat16')
@@ -130,7 +130,7 @@ def operands_of(name: str) -> tuple[str, Scaling | None]:
 
 
 def name_of(dtype: str, scaling: Scaling | None) -> str:
-    """The name of a kind of operands: of :data:`SCALED`, whoever casts A, or else in words.
+    """The name of a kind of operands in :data:`SCALED`, whoever casts A; a description otherwise.
 
     >>> name_of(*operands_of("fp8-row")), name_of(*operands_of("fp8-row-cast"))
     ('fp8-row', 'fp8-row')
@@ -142,7 +142,7 @@ def name_of(dtype: str, scaling: Scaling | None) -> str:
 
 
 def factors_of(span: Span, share: int) -> Span:
-    """The factors of some rows or columns, of which so many share one.
+    """The factors of a span of rows or columns, if ``share`` rows or columns have one factor.
 
     >>> factors_of((128, 200), 128), factors_of((8, 24), 1), factors_of((8, 24), ALL)
     ((1, 2), (8, 24), (0, 1))
@@ -152,5 +152,5 @@ def factors_of(span: Span, share: int) -> Span:
 
 
 def factor_count(length: int, share: int) -> int:
-    """How many factors so many rows or columns have."""
+    """Number of factors of ``length`` rows or columns."""
     return factors_of((0, length), share)[1]

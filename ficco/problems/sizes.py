@@ -1,6 +1,6 @@
-"""The sizes by which calls are described without their operands, and the problems of such calls.
+"""Sizes that describe a call without its operands, and the problems of calls with given sizes.
 
-The command line lists the sizes in its help before anything that plans is imported.
+The command line lists the sizes in its help before it imports a planner.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MODES = ("queued", "idle")
 
 
 class Size(NamedTuple):
-    """A number, a switch or a name that a problem is asked by.
+    """A number, a switch or a name that describes a problem.
 
     Attributes:
-        text: what it is.
-        default: without it; ``REQUIRED`` if there is none.
+        text: description, for help texts.
+        default: value if it is not set; ``REQUIRED`` if it must be set.
         kind: its type.
-        names: those that it can be, if it is a name.
+        names: the allowed names, if it is a name.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Size(NamedTuple):
     names: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is none of these."""
+        """Raise on a value that is not allowed."""
         if self.names:
             check_name(name, value, self.names)
         elif self.kind is bool:
@@ -60,25 +60,25 @@ OF_HEADS = {
     "sequence": Size("positions of the whole sequence", REQUIRED),
     "heads": Size("heads of queries", REQUIRED),
     "head_size": Size("size of a head", REQUIRED),
-    "kv_heads": Size("heads of keys and values (default: as many)"),
+    "kv_heads": Size("heads of keys and values (default: as many as heads)"),
     "batch": Size("sequences (default: 1)", 1),
     "causal": Size("a query attends to no later position", False, bool),
-    "window": Size("and to so many positions before its own"),
+    "window": Size("a query attends to at most this many positions before its own"),
 }
 OF_ATTENTION = OF_HEADS | {
     "placement": Size(
-        "which positions a rank has, not of ulysses_attention", PLACEMENTS[0], str, PLACEMENTS
+        "positions of each rank; not for ulysses_attention", PLACEMENTS[0], str, PLACEMENTS
     )
 }
 OF_EXPERTS = {
     "experts": Size("experts of all ranks", REQUIRED),
     "capacity": Size("rows of each rank for each expert", REQUIRED),
     "k": Size("columns of tokens", REQUIRED),
-    "h": Size("columns of what the second product multiplies", REQUIRED),
+    "h": Size("columns of the second product's left operand", REQUIRED),
     "n": Size("columns of the result", REQUIRED),
     "activation": Size("the function between the products", "silu", str, ACTIVATIONS),
-    "gated": Size("it is multiplied by the other half of 2h columns", True, bool),
-    "split": Size("what of the experts a rank has", "experts", str, ("experts", "columns")),
+    "gated": Size("multiply it by the other half of 2h columns", True, bool),
+    "split": Size("how ranks share the experts", "experts", str, ("experts", "columns")),
 }
 
 
@@ -92,20 +92,20 @@ def problem_of_sizes(
     rows: Sequence[int] | Sequence[Sequence[int]] | None = None,
     hosts: int = 1,
 ) -> Problem:
-    """The Problem of a call on so many ranks.
+    """The Problem of a product with given sizes.
 
     Args:
         operator: name of the public operator.
-        m: rows that a rank multiplies; where they differ, those of the rank with most.
-        n, k: as :class:`Problem` has them.
-        dtype: likewise, or a name of :data:`ficco.problems.scaling.SCALED`.
+        m: rows that a rank multiplies; if ranks differ, the most rows of a rank.
+        n, k: see :class:`Problem`.
+        dtype: a dtype, or a name of :data:`ficco.problems.scaling.SCALED`.
         world: number of ranks.
-        rows: as the operators take it: rows of each rank, or the table of an all-to-all; None for
-            as equal ones as there are.
-        hosts: how many hosts the ranks are on.
+        rows: rows of each rank, or the table of an all-to-all; None: rows are spread as equally as
+            possible.
+        hosts: number of hosts.
 
     Raises:
-        ValueError: an argument is wrong, or they do not fit together.
+        ValueError: an argument is wrong, or two arguments contradict each other.
     """
     check_name("operator", operator, OPERATORS)
     if m < 0:
@@ -114,45 +114,45 @@ def problem_of_sizes(
         raise InvalidArgument("world", f"required at most {MOST_RANKS} ranks, got {world}")
     kind, ranks = OPERATORS[operator], range(world)
     dtype, scaling = operands_of(dtype)
-    more: Any = {"scaling": scaling, "hosts": hosts}
+    options: Any = {"scaling": scaling, "hosts": hosts}
     if rows is None:
         equal = tuple(m // world + (rank < m % world) for rank in ranks)
         if not kind.blocks:
-            return Problem(operator, equal, n, k, dtype, **more)
-        table = [equal] * world  # as many rows for each peer
+            return Problem(operator, equal, n, k, dtype, **options)
+        table = [equal] * world
         if not kind.scatters:
             table = list(zip(*table, strict=True))
-        return Problem.of_blocks(operator, table, n, k, dtype, **more)
+        return Problem.of_blocks(operator, table, n, k, dtype, **options)
     if kind.returns:
         raise InvalidArgument(
             "rows", f"required none for {operator}, whose result is the same everywhere"
         )
-    given = [list(one) if isinstance(one, Sequence) else one for one in rows]
+    counts = [list(count) if isinstance(count, Sequence) else count for count in rows]
     width = world if kind.blocks else None
-    widths = [len(one) if isinstance(one, list) else None for one in given]
+    widths = [len(count) if isinstance(count, list) else None for count in counts]
     if widths != [width] * world:
         numbers = f"a table of {world} x {world}" if kind.blocks else world
         raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
-    make: Any = Problem.of_blocks if kind.blocks else Problem
-    sizes = given if kind.blocks else tuple(given), n, k, dtype
-    problem: Problem = make(operator, *sizes, **more)
+    build: Any = Problem.of_blocks if kind.blocks else Problem
+    sizes = counts if kind.blocks else tuple(counts), n, k, dtype
+    problem: Problem = build(operator, *sizes, **options)
     if problem.m != m:
-        most = "the largest sum" if kind.blocks else "the sum"
-        raise InvalidArgument("rows", f"required {most} {m}, which is m, got {problem.m}")
+        total = "the largest sum" if kind.blocks else "the sum"
+        raise InvalidArgument("rows", f"required {total} {m}, which is m, got {problem.m}")
     return problem
 
 
 def _attention(
-    operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **more: Any
+    operator: str, world: int, dtype: str, sequence: int, heads: int, head_size: int, **options: Any
 ) -> AttentionProblem | HeadsProblem:
     if sequence % world:
         raise InvalidArgument("sequence", f"required a multiple of {world} ranks, got {sequence}")
-    kv_heads = heads if more["kv_heads"] is None else more["kv_heads"]
+    kv_heads = heads if options["kv_heads"] is None else options["kv_heads"]
     if kv_heads < 1 or heads % kv_heads:
         raise InvalidArgument("kv_heads", f"required a divisor of {heads} heads, got {kv_heads}")
-    del more["kv_heads"]
-    shape = more.pop("batch"), heads, kv_heads, head_size
-    problem = AttentionProblem(world, sequence // world, *shape, dtype, **more)
+    del options["kv_heads"]
+    shape = options.pop("batch"), heads, kv_heads, head_size
+    problem = AttentionProblem(world, sequence // world, *shape, dtype, **options)
     return problem if operator == problem.operator else HeadsProblem(problem)
 
 
@@ -168,23 +168,23 @@ def _experts(
     activation: str,
     gated: bool,
     split: str,
-    **more: Any,
+    **options: Any,
 ) -> ExpertLayer:
     gathers = split == "columns"
     if not gathers and experts % world:
         raise InvalidArgument("experts", f"required a multiple of {world} ranks, got {experts}")
     sizes = experts if gathers else experts // world, capacity, k, h, n
     function = named_gated(activation) if gated else activation
-    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **more)
+    return ExpertLayer(operator, world, *sizes, dtype, function, gathers=gathers, **options)
 
 
 class Askable(NamedTuple):
-    """An operator that sizes describe.
+    """Operators whose calls are described by sizes.
 
     Attributes:
-        whose: name of all operators with these sizes.
-        sizes: by name.
-        make: the problem of an operator, ranks, a dtype and all sizes, by keyword.
+        whose: common name of the operators.
+        sizes: the sizes, by name.
+        make: returns the problem; takes operator, world, dtype and all sizes as keywords.
         spread: options that spread rows over ranks, and ranks over hosts.
     """
 
@@ -199,11 +199,11 @@ class Askable(NamedTuple):
         return [name for name, size in self.sizes.items() if size.default is REQUIRED]
 
 
-_OF_PRODUCTS = Askable("products", OF_PRODUCTS, problem_of_sizes, ("rows", "hosts"))
+_PRODUCTS = Askable("products", OF_PRODUCTS, problem_of_sizes, ("rows", "hosts"))
 
-#: The operators of which a call can be described without its operands.
+#: The operators whose calls can be described without operands.
 ASKABLE: dict[str, Askable] = {
-    **dict.fromkeys(OPERATORS, _OF_PRODUCTS),
+    **dict.fromkeys(OPERATORS, _PRODUCTS),
     "all_gather_attention": Askable("attention", OF_ATTENTION, _attention),
     "ulysses_attention": Askable("attention", OF_HEADS, _attention),
     "experts": Askable("experts", OF_EXPERTS, _experts),
@@ -213,10 +213,10 @@ ASKABLE: dict[str, Askable] = {
 def problem_of(
     operator: str, world: int, dtype: str, sizes: Mapping[str, Any], **spread: Any
 ) -> AnyProblem:
-    """The problem of a call on so many ranks.
+    """The problem of a call with given sizes.
 
     Args:
-        sizes: by name, as :data:`ASKABLE` has them; those with a default may be missing.
+        sizes: by name, see :data:`ASKABLE`; sizes with a default may be missing.
         spread: ``hosts``, and for products ``rows``.
 
     Raises:
@@ -224,18 +224,18 @@ def problem_of(
         NotImplementedError: the dtype is not served.
     """
     check_name("operator", operator, ASKABLE)
-    asked = ASKABLE[operator]
+    askable = ASKABLE[operator]
     spread = {name: value for name, value in spread.items() if value not in (None, 1)}
     for name in (*sizes, *spread):
-        if name not in (asked.sizes if name in sizes else asked.spread):
-            known = ", ".join(asked.sizes)
+        if name not in (askable.sizes if name in sizes else askable.spread):
+            known = ", ".join(askable.sizes)
             raise InvalidArgument(name, f"required none for {operator}, which has {known}")
-    if missing := [name for name in asked.required if name not in sizes]:
-        needed = ", ".join(asked.required)
+    if missing := [name for name in askable.required if name not in sizes]:
+        needed = ", ".join(askable.required)
         raise InvalidArgument(missing[0], f"required, since {operator} needs {needed}; got none")
     if world < 1:
         raise InvalidArgument("world", f"required at least 1, got {world}")
-    values = {name: size.default for name, size in asked.sizes.items()} | dict(sizes)
+    values = {name: size.default for name, size in askable.sizes.items()} | dict(sizes)
     for name, value in values.items():
-        asked.sizes[name].check(name, value)
-    return asked.make(operator=operator, world=world, dtype=dtype, **values, **spread)
+        askable.sizes[name].check(name, value)
+    return askable.make(operator=operator, world=world, dtype=dtype, **values, **spread)

@@ -1,8 +1,8 @@
-"""What a call asks and its Plans have to compute, independent of any schedule.
+"""Specifications: the matrices that the Plans of a call must compute, under any schedule.
 
-A specification names matrices such as ``"A"`` and ``"A @ B"``, and says which buffers of the caller
-hold them, how their rows travel between ranks, and what is multiplied to what. Builders of Plans
-add buffers of their own; :func:`ficco.plan.check` proves the Plans against the specification.
+A specification names matrices such as ``"A"`` and ``"A @ B"``. It lists the buffers of the caller
+that hold them, the exchanges of their rows between ranks, and the products. Builders of Plans add
+further buffers. :func:`ficco.plan.check` proves the Plans against the specification.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ITEMSIZES = {
 #: Dtypes of operands without factors, with the dtype of their sums.
 SUMS = dict.fromkeys(("bfloat16", "float16", "float32"), "float32") | {"float64": "float64"}
 
-#: Largest size of a dimension, and most ranks of a group: more than any host has. Beyond them
-#: mistyped numbers would overflow, or keep a planner busy for hours.
+#: Largest size of a dimension, and most ranks of a group: more than any host has. Larger, mistyped
+#: numbers would overflow, or keep a planner busy for hours.
 MOST, MOST_RANKS = 1 << 40, 1024
 
 #: The functions between the products of experts. ``ficco/compute/products.py`` computes them.
@@ -39,21 +39,21 @@ ACTIVATIONS = ("relu", "silu", "gelu")
 
 
 def gated(activation: str) -> str:
-    """The name of the function of rows that applies an activation to the first half of the columns,
-    and multiplies the result by the second half (SwiGLU and its kind)."""
+    """The name of the gated form of an activation (SwiGLU and similar): the activation of the first
+    half of the columns, times the second half."""
     return f"{activation} gated"
 
 
-#: By the name of a function of rows, its activation, and whether that is gated.
+#: Functions of rows by name: the activation, and whether it is gated.
 FUNCTIONS = {
     **{name: (name, False) for name in ACTIVATIONS},
     **{gated(name): (name, True) for name in ACTIVATIONS},
 }
 
-#: The function that makes the result of what the steps of attention give.
+#: The function that merges the partial results of the steps of attention.
 MERGE = "merge"
 
-#: The functions that a place may apply.
+#: The functions that a copy within a rank may apply.
 PLACED = (*FUNCTIONS, CAST, MERGE)
 
 #: Slot buffers begin at multiples of these bytes.
@@ -67,8 +67,8 @@ class Buffer(NamedTuple):
     """A matrix on every rank that steps read and write.
 
     Attributes:
-        name: what a Region calls it.
-        holds: the matrix of the specification whose rows are in it.
+        name: its name, used by Regions.
+        holds: the matrix of the specification whose rows the buffer holds.
         dtype: name of the dtype of its elements.
         shapes: rows and columns by rank.
         memory: ``"operand"``, the caller's; ``"result"``, returned to the caller; ``"local"``,
@@ -77,19 +77,18 @@ class Buffer(NamedTuple):
         leaves: rows are numbered as they leave a rank, otherwise as they land.
         first: by rank, the number of the first row; empty: 0 everywhere.
         left: by rank, the number of the first column; empty: 0 everywhere.
-        layout: ``"rows"``, row by row; ``"columns"``, what one copy brings is contiguous: columns
+        layout: ``"rows"``, row by row; ``"columns"``, each copy writes contiguous memory: columns
             ``[c, d)`` of all rows begin at element ``c * rows``, with a row pitch of ``d - c``;
             ``"transposed"``, column by column.
-        matrices: of what the caller has as [matrices, rows, columns], how many these are; here one
-            is below the other. Transposed ones lie so one by one. 0: it is one matrix.
-        block: if not 0, rows are in blocks of so many, of which a call may have only the first
-            ones. What it has then lies without gaps, one block right after the other, and a step
-            is about what its call has of the rows that it names. Every row that a call has it has
-            wherever that row travels, so that what is proven of all rows is true of these.
-        room: of a buffer in blocks, the most rows that calls have of them in all; 0: as many as
-            there are.
-        indexed: of an operand that the caller passes as another matrix and, for each row, which of
-            the rows of that it is; only a place within the rank reads it.
+        matrices: number of matrices of a 3-D operand or result [matrices, rows, columns]. The
+            buffer stacks them by rows. Each transposed matrix is stored by itself. 0: it is 2-D.
+        block: if not 0, rows come in blocks of this size, and a call may have only a prefix of each
+            block. The prefixes are packed without gaps. A step processes the present rows among
+            the rows that it names. Sender and receiver hold the same prefix of a block, so a proof
+            over full blocks covers every prefix.
+        room: of a buffer in blocks, the most rows that a call has in all blocks; 0: all rows.
+        indexed: the caller passes this operand as another matrix, and an index into the rows of
+            that matrix for each row. Only a copy within the rank reads it.
     """
 
     name: str
@@ -119,38 +118,38 @@ class Buffer(NamedTuple):
 
     @property
     def placed(self) -> bool:
-        """Whether a row has a fixed place. Where rows land in a slot, each step says what they are,
-        and others may take their place later in the call."""
+        """Whether each row has a fixed place. In a slot where rows land they have no fixed place:
+        each step names its rows, and other rows may overwrite them later in the call."""
         return self.memory != "slot" or self.leaves
 
     @property
     def rows(self) -> int:
-        """Rows on the rank that has most."""
+        """Rows on the rank with the most rows."""
         return max(rows for rows, _ in self.shapes)
 
     def nbytes(self, rank: int) -> int:
-        """Bytes on a rank. Symmetric memory has the same size everywhere: that of the largest."""
+        """Bytes on a rank. Symmetric memory has the largest rank's size on every rank."""
         shapes = self.shapes if self.memory == "slot" else self.shapes[rank : rank + 1]
         return max((self.room or rows) * cols for rows, cols in shapes) * self.itemsize
 
 
 class Exchange(NamedTuple):
-    """How the rows of a matrix travel: rank ``src`` has a block of them for rank ``dst``.
+    """The transfers of the rows of a matrix: rank ``src`` sends a block to rank ``dst``.
 
     Attributes:
-        block: rows of a block; of each of its parts, if it has several.
+        block: rows of a block, or of each part if a block has several parts.
         leaves: number of its first row at the sender.
         lands: number of its first row at the receiver.
-        sums: the blocks of all ranks are added up; a row has one number on a rank, whether it lands
-            there or leaves.
-        added: of blocks that are added up, the rows that the receiver adds up; None: all.
-        terms: what travels are products, and steps say whose are in it.
-        parts: how many parts a block has.
-        leaves_apart, lands_apart: rows from the beginning of a part to that of the next one, where
-            they leave and where they land.
-        senders: of a rank and the first and last of some of its rows, exclusive, the ranks that
-            have a block with each of these rows, rank r as bit r, or 0 if rows differ in that;
-            None: all ranks have one with all rows.
+        sums: the blocks of all ranks are added up. On one rank, a row has the same number whether
+            it lands or leaves.
+        added: rows of a summed block that the receiver adds up; None: all rows.
+        terms: rows of products travel, and steps list the ranks whose products a row contains.
+        parts: number of parts of a block.
+        leaves_apart, lands_apart: distance in rows between the beginnings of consecutive parts, at
+            the sender and at the receiver.
+        senders: function of a rank and its rows ``[first, last)``: a bit mask of the ranks that
+            send all of these rows, rank r as bit r; 0 if the ranks differ between rows. None: every
+            rank sends all rows.
     """
 
     block: OfPair
@@ -165,17 +164,18 @@ class Exchange(NamedTuple):
     added: OfPair | None = None
 
     def by_collective(self, src: int, dst: int) -> int:
-        """Rows that a library's collective brings from one rank to another."""
+        """Rows that a library's collective moves from one rank to another."""
         return (self.added or self.block)(src, dst)
 
 
 class Factors(NamedTuple):
-    """By what the elements of an operand are multiplied.
+    """The factors that scale the elements of an operand.
 
     Attributes:
         matrix: name of the matrix of factors.
-        share: how many rows and columns of the operand share a factor. 0: all of them, or all rows
-            of one block where the operand's rows travel; factors are then numbered by its sender.
+        share: how many rows and columns of the operand share a factor. 0: all of them. If the
+            operand's rows travel, 0 rows means all rows of one sender, and factors are numbered by
+            sender.
     """
 
     matrix: str
@@ -190,9 +190,9 @@ class Contraction(NamedTuple):
         summed: by rank, the length of the dimension that is summed over.
         transposed: a is transposed.
         factors: the factors of ``a`` and ``b``, empty if neither is scaled.
-        bias: name of a row that is added once; empty for none.
-        share: if not 0, ``b`` is several matrices, one below the other: the first is for so many
-            rows of ``a``, by their numbers where they land, the second for as many that follow.
+        bias: name of a row that is added once; empty: no bias.
+        share: if not 0, ``b`` stacks several matrices by rows. Each matrix multiplies the next
+            ``share`` rows of ``a``, as numbered where they land.
     """
 
     a: str
@@ -206,20 +206,22 @@ class Contraction(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Rows of ``out`` that are made of the same rows of ``q`` and of those rows of ``kv`` that a
-    mask lets them attend to.
+    """Attention under a mask: each row of ``out`` is computed from the same row of ``q`` and the
+    rows of ``kv`` that it attends to.
 
     Attributes:
         q, kv, out: names of matrices.
-        landed: by rank, how many rows of ``kv`` it has in the end.
-        needs: of a rank and the first and last of some rows of ``q``, exclusive, the rows of ``kv``
-            that any of them attends to, as disjoint ranges of their numbers where they land.
-        rectangles: of a rank, some rows of ``q`` and some of ``kv``, what a library's calls have.
-        heads: batch, heads of keys and size of a head: of ``kv``, after keys or values.
-        scale: by what scores are multiplied.
-        back: name of a matrix like ``kv`` that is made, too: of its rows that are attended to.
-            ``out`` is then a sum; without, what steps give of it stays side by side until a
-            function merges that.
+        landed: by rank, the number of rows of ``kv`` that the rank has in the end.
+        needs: function of a rank and rows ``[first, last)`` of ``q``: the rows of ``kv`` that any
+            of them attends to, as disjoint ranges, numbered as they land.
+        rectangles: function of a rank, rows of ``q`` and rows of ``kv``: the rectangles of the
+            library's calls.
+        heads: batch, heads of keys and head size: the dimensions of a row of ``kv`` after
+            (keys, values).
+        scale: factor of the scores.
+        back: name of a second result, a matrix like ``kv``, with a term for each row that is
+            attended to. ``out`` is then a sum. Without ``back``, the partial results of ``out``
+            are stored separately until a function merges them.
     """
 
     q: str
@@ -234,12 +236,13 @@ class Attention(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Whole rows of a matrix that a function reads or makes.
+    """Full rows of a matrix that a function reads or writes.
 
     Attributes:
         matrix: its name.
-        cols: how many columns it has.
-        of: of a rank and bounds of rows of the function's first input, the bounds of the rows.
+        cols: its number of columns.
+        of: function of a rank and rows ``[first, last)`` of the function's first input: the
+            bounds of the rows of this matrix.
     """
 
     matrix: str
@@ -248,15 +251,16 @@ class Rows(NamedTuple):
 
 
 class Application(NamedTuple):
-    """A function of a library that makes rows of some matrices of rows of others: attention by
+    """A library function that computes rows of matrices from rows of other matrices: attention by
     heads, or its gradient. A row is a head, [positions, batch, size].
 
     Attributes:
         function: its name.
-        inputs, outs: what it reads and makes, rows as they land.
-        rectangles, scale: as :class:`Attention` has them, of all positions.
-        heads: batch and size of a head.
-        runs: of a rank and bounds of rows of the first input, those that a library's call can have.
+        inputs, outs: the matrices that it reads and writes, with rows numbered as they land.
+        rectangles, scale: see :class:`Attention`; for all positions.
+        heads: batch and head size.
+        runs: function of a rank and rows ``[first, last)`` of the first input: these rows, cut into
+            runs that one library call can process.
     """
 
     function: str
@@ -270,17 +274,17 @@ class Application(NamedTuple):
 
 @dataclass(frozen=True)
 class Specification:
-    """See the module's docstring.
+    """The matrices of a call, their exchanges between ranks, and the operations that compute them.
 
     Attributes:
         operands, results: buffers of the caller.
-        contractions: the products that make one matrix of others.
-        exchanges: by matrix, how its rows travel; the others stay on their rank.
-        functions: ``functions[name, x]`` is the matrix that a function makes of x: elementwise;
-            row by row, if it has another number of columns; or, where it is a scaled operand, by
-            casting: it then makes the factors, too.
-        attentions: what attends to which rows of what.
-        applications: the functions of libraries that make matrices.
+        contractions: the matrix products.
+        exchanges: transfers of rows, by matrix. Matrices that are not listed stay on their rank.
+        functions: ``functions[name, x]`` is the matrix that function ``name`` makes from x. The
+            function is elementwise, or row by row if the number of columns changes. If the matrix
+            is a scaled operand, the function casts x and computes the factors, too.
+        attentions: attention of queries to keys and values that travel.
+        applications: library functions of full rows.
     """
 
     operands: tuple[Buffer, ...]
@@ -293,25 +297,25 @@ class Specification:
 
     @property
     def exchange(self) -> Exchange:
-        """The first exchange: of a product that of its rows, by which their factors travel, too."""
+        """The first exchange. The rows of a product travel by it, and so do their factors."""
         return next(iter(self.exchanges.values()))
 
 
 def check_name(what: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that is not known."""
+    """Raise unless a name is one of the known names."""
     if name not in known:
         raise InvalidArgument(what, f"required one of {', '.join(known)}, got {name!r}")
 
 
 class AnyProblem:
-    """What one call asks, equal on every rank of its group.
+    """Base of all problems: the operator and sizes of one call, equal on every rank of its group.
 
     Attributes:
-        operator: what is called.
+        operator: name of the operator.
         world: number of ranks.
-        specification: what its Plans have to compute.
-        hosts: how many hosts the ranks are on, each with as many, which follow each other.
-        scaling: how float8 operands are scaled; None for any other.
+        specification: the matrices that its Plans must compute.
+        hosts: number of hosts. Each host has equally many ranks, numbered consecutively.
+        scaling: how float8 operands are scaled; None for other dtypes.
     """
 
     scaling: Scaling | None = None
@@ -331,7 +335,7 @@ class AnyProblem:
         def specification(self) -> Specification: ...
 
     def _check(self, dtype: str, least: int, sizes: Iterable[tuple[str, int]]) -> None:
-        """Refuse a dtype, sizes under a least one, and ranks or hosts that no problem has."""
+        """Raise on an unsupported dtype, a size below ``least``, or impossible ranks or hosts."""
         if self.scaling is None and dtype not in SUMS:
             raise NotImplementedError(f"dtype {dtype} is not served; use one of {', '.join(SUMS)}")
         if self.world > MOST_RANKS:
@@ -359,10 +363,10 @@ class AnyProblem:
         return range(host * self.local_world, (host + 1) * self.local_world)
 
     def hosts_ahead(self, rank: int, other: int) -> int:
-        """How many hosts further another rank is, counted modulo their number."""
+        """Distance in hosts from one rank to another, modulo the number of hosts."""
         return (self.host(other) - self.host(rank)) % self.hosts
 
     def on_host(self, host: int, rank: int) -> int:
-        """The rank with another's place on a host, counted modulo their number. These ranks are a
-        rail: of each host the one that exchanges with those of the others."""
+        """The rank on a host, modulo the number of hosts, that has the same place as ``rank`` on
+        its own host. Such ranks form a rail: ranks exchange data between hosts along their rail."""
         return host % self.hosts * self.local_world + rank % self.local_world

@@ -146,13 +146,13 @@ def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operato
         ("whirling:pieces=2", "required one of"),
         ("growing:kernel", "kernel"),
         ("ring:pieces=3", "ring is for operators that sum"),
-        ("tiled:pieces=2", "no product whose tiles wait is here"),
+        ("tiled:pieces=2", "the engine has no product whose tiles wait"),
     ],
 )
-def test_a_tuned_entry_that_is_no_more_is_passed_over(name: str, why: str) -> None:
+def test_a_tuned_entry_that_is_no_more_is_skipped(name: str, why: str) -> None:
     machine = replace(MACHINE, tuned=(replace(TUNED, queued=name),))
     here: dict[str, Any] = {"machine": machine, "offers": ("dma",)}
-    with pytest.warns(UserWarning, match=f"(?s)passed over: .*{why}.*ficco tune") as warned:
+    with pytest.warns(UserWarning, match=f"(?s)is skipped: .*{why}.*ficco tune") as warned:
         decision = decide(PROBLEM, mode="queued", **here)
     assert decision.source == "model" and "toy" in str(warned[0].message)
     with warnings.catch_warnings():  # it was said once
