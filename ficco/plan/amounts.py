@@ -22,7 +22,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def _text(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """In the largest unit of which it is at least one, as far as three digits tell."""
+    """Three digits, in the largest unit in which the rounded value is at least 1."""
     size, unit = next((one for one in units if value >= 0.9995 * one[0]), units[-1])
     number = value / size
     return f"{number:.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"

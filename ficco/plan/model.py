@@ -1,26 +1,26 @@
 """Plans as data.
 
-A Plan is what one rank does for one Problem under one Schedule: Steps in the order in which they
-are enqueued, each on a lane. Lanes of the same rank run concurrently. Steps of one lane run one
-after the other, except for copies that one launch may carry out (:func:`ficco.plan.together`).
-Engines execute Plans, :func:`ficco.plan.check` proves them, :func:`ficco.plan.render` draws them.
-Nothing here depends on a device.
+A Plan is the work of one rank for one Problem under one Schedule: Steps in enqueue order, each on a
+lane. The lanes of a rank run concurrently. The steps of a lane run one after the other, except for
+copies that one launch may carry out (:func:`ficco.plan.together`). Engines execute Plans,
+:func:`ficco.plan.check` proves them, :func:`ficco.plan.render` draws them. This module depends on
+no device.
 
-A Plan lists its buffers (:class:`Buffer`). The caller's own are ``a``, ``b``, ``out`` and, if asked
-for, ``gathered``. Builders add those that a schedule needs:
+A Plan lists its buffers (:class:`Buffer`). The caller's buffers are ``a``, ``b``, ``out`` and, on
+request, ``gathered``. Builders add the buffers of a schedule:
 
 =========  ==========================================================================
-buffer     what it is
+buffer     contents
 =========  ==========================================================================
-publish    copy of A for peers to read (pull); for scattering operators the product
-staging    where pieces of peers land
+publish    copy of A for peers to read (pull); for scattering operators, copy of the product
+staging    pieces that arrive from peers
 sum        float32 sums of pieces, if the dtype is narrower
-parts      of attention: what each step gives, a mean of values and the weight of all these keys.
-           An engine keeps one beside the other, whenever they come, until they are merged
+parts      results of attention steps, each a mean of values and the weight of its keys; kept
+           separately until they are merged
 partial    the product before it travels (scattering operators)
-q heads    of attention by heads: all positions of a rank's heads; and so for other matrices
-gathered   the gathered A that a collective makes
-a, scale_a A in float8 and its factors, where the caller's A, ``wide``, is cast by the call
+q heads    in attention by heads, all positions of a rank's heads; likewise for other matrices
+gathered   A, gathered by a collective
+a, scale_a A in float8 and its factors, if the call casts the caller's A (``wide``)
 =========  ==========================================================================
 """
 
@@ -33,14 +33,14 @@ from typing import NamedTuple
 from ficco.problems.mask import LibraryCall
 from ficco.problems.specification import ALIGNMENT, AnyProblem, Buffer
 
-#: What a step can be. Whoever reads Plans refuses any other by name (:func:`unknown`).
+#: Operations of steps. Readers of Plans refuse any other operation (:func:`unknown`).
 OPS = (
     *("copy", "place", "network", "collective"),
     *("matmul", "attend", "apply", "call", "reduce", "sync"),
 )
 
-#: Makes a named tuple from all its fields, ``new(Region, (...))``, in half the time that a call of
-#: the class takes. It checks nothing. Only for the few classes with millions of instances.
+#: Creates a named tuple from all its fields, ``new(Region, (...))``, without checks, in half the
+#: time of a call of the class. Only for the few classes with millions of instances.
 new = tuple.__new__
 
 
@@ -56,31 +56,31 @@ class Region(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return self.row_stop - self.row
 
     @property
     def cols(self) -> int:
-        """How many columns it has."""
+        """Number of columns."""
         return self.col_stop - self.col
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return self.rows * self.cols
 
 
 class Signal(NamedTuple):
     """One word with one poster and one waiter, in the memory of the waiter.
 
-    A word rests at 0, is posted once, waited for once and cleared before the call ends. The words
-    with which a rank hands its workspace slot to its peers (kind ``"released"``) rest at 1 instead:
-    they are waited for first and posted last, which orders a call after the previous one.
+    A word rests at 0. In a call it is posted once, waited for once and cleared. Words of the kind
+    ``"released"``, with which a rank hands its workspace slot to its peers, rest at 1: they are
+    waited for first and posted last, which orders a call after the previous one.
 
     Attributes:
         slot: distinguishes signals of a kind between the same ranks.
-        first, last: bounds of the rows that the signal is about: of those that its waiter receives
-            (:meth:`Problem.lands`) or, of a product that it may fetch or send, of those.
+        first, last: bounds of the signal's rows, numbered as its waiter receives them
+            (:meth:`Problem.lands`) or, for a product to fetch or send, as rows of the product.
     """
 
     kind: str
@@ -93,7 +93,7 @@ class Signal(NamedTuple):
 
     @property
     def released(self) -> bool:
-        """Whether it hands a slot on, and so rests at 1."""
+        """Whether the signal hands over a slot, and rests at 1."""
         return self.kind == "released"
 
     @property
@@ -104,16 +104,16 @@ class Signal(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of a region to a region of the same size, here or at a peer; or a strided batch of
-    such copies.
+    """A copy of a region to a region of the same size, local or at a peer; or a strided batch of
+    copies.
 
     Copy ``i`` of the batch reads ``src`` moved down by ``i * src_stride`` rows and writes ``dst``
     moved down by ``i * dst_stride`` rows.
 
     Attributes:
-        terms: the ranks whose products are summed in it, rank r as bit r; 0 if it moves operands.
-        function: name of a function to apply, empty for none; for a place only.
-        factors: where a place that casts to float8 writes the factors of what it casts.
+        terms: ranks whose products are summed in the moved rows, rank r as bit r; 0 for operands.
+        function: name of a function that a place applies; empty for none.
+        factors: destination of the factors, if a place casts to float8.
     """
 
     src: Region
@@ -127,7 +127,7 @@ class Transfer(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """How many elements move."""
+        """Number of moved elements."""
         return self.batch * self.src.elements
 
 
@@ -143,14 +143,14 @@ class Product(NamedTuple):
     ``i * b_stride`` rows.
 
     Attributes:
-        terms: the ranks whose products are in the sum that it adds to, see :class:`Transfer`.
-        addend: the region of that sum if it is not in ``out``: ``out = addend + a @ b``, and
-            ``accumulate`` is not set.
+        terms: ranks whose products are in the sum that the product adds to, see :class:`Transfer`.
+        addend: region of that sum if it is not ``out``: ``out = addend + a @ b``, without
+            ``accumulate``.
         transposed: ``a.T`` is multiplied; never a batch.
-        factors: the factors of ``a`` and of ``b``, as regions of float32
-            (:class:`ficco.problems.specification.Factors`); none for operands without factors.
-            ``a``'s move down with ``a`` if they are as many as its rows.
-        bias: a row that is added to each row.
+        factors: factors of ``a`` and of ``b``, as regions of float32
+            (:class:`ficco.problems.specification.Factors`); empty for operands without factors.
+            The factors of ``a`` move down with ``a`` if each row has its own.
+        bias: row that is added to each row.
     """
 
     a: Region
@@ -176,7 +176,7 @@ class Product(NamedTuple):
 class Reduction(NamedTuple):
     """``out = sum of parts``, added in float32 in their order and rounded once.
 
-    ``terms``: for each part, the ranks whose products are in it. Parts may be those of peers.
+    ``terms``: for each part, the ranks whose products are in it. Parts may be in peers' memory.
     """
 
     parts: tuple[Region, ...]
@@ -185,17 +185,15 @@ class Reduction(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """Rows of queries attend to rows of keys and values, as far as the mask of the problem lets
-    them.
+    """Attention of rows of queries to rows of keys and values, under the mask of the problem.
 
     Attributes:
         q, kv, out: regions of whole rows. Rows of ``q`` and ``out`` have the same numbers.
         first: number of the first row of ``kv`` where it lands.
-        pairs: how many pairs of a query and a key, for one head.
-        accumulate: ``out`` is a sum that holds what earlier keys gave, and this is added; parts are
-            not summed.
-        back: of a backward, the gradient of ``kv``; ``out`` is then that of ``q``.
-        calls: those of a library that it is.
+        pairs: number of pairs of a query and a key, for one head.
+        accumulate: add to ``out``, a sum over earlier keys; not for parts.
+        back: in a backward, the gradient of ``kv``; ``out`` is then the gradient of ``q``.
+        calls: the calls of a library.
     """
 
     q: Region
@@ -213,11 +211,11 @@ class Applied(NamedTuple):
     :class:`ficco.problems.specification.Application`.
 
     Attributes:
-        function: its name.
-        first, last: bounds of the rows of its first input.
-        inputs, outs: what it reads and writes.
+        function: name of the function.
+        first, last: bounds of the rows of the first input.
+        inputs, outs: regions that the function reads and writes.
         flops: floating-point operations.
-        calls: those of a library that it is.
+        calls: the calls of a library.
     """
 
     function: str
@@ -230,36 +228,35 @@ class Applied(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One thing enqueued on a lane: ``waits``, then the operation, then ``posts``.
+    """An operation on a lane: ``waits``, then the operation, then ``posts``.
 
     Attributes:
         op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
             hosts, ``"matmul"``, ``"attend"``, ``"apply"``, ``"reduce"``, ``"sync"``,
-            ``"collective"``, the library's, which does the whole exchange, or ``"call"``, what the
-            caller does with rows as they arrive (:func:`ficco.arriving`).
+            ``"collective"`` (the library's, for the whole exchange), or ``"call"`` (the caller's
+            own work on rows as they arrive, :func:`ficco.arriving`).
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
-        label: what the step does, for human readers; of a collective its name.
+        label: description for human readers; the name of a collective.
         waits: signals waited for before the operation.
         posts: signals posted once the operation is complete.
         clears: words reset to 0 after the waits.
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
-        gates: signals that each hold back a part of a matmul or a call: the rows ``first`` to
-            ``last`` of the product. The parts run in this order, rows that no signal holds back
-            first.
-        announces: signals that are posted as soon as those rows of the product are complete, in
-            this order; rows that none is about are multiplied last.
-        transfer: what a copy or place moves; a place may change the dtype, or cast to float8.
-        products: what a matmul computes. Of a call they stand for what the caller computes: a
-            column of which each row is made of one row of A, once.
-        reduction: what a reduce adds up.
-        attends: what an attend computes.
-        applied: the function that an apply computes.
+        gates: signals that each gate rows ``first`` to ``last`` of a matmul or a call. The parts
+            run in this order, after the rows without a gate.
+        announces: signals posted once their rows of the product are complete, in this order. Rows
+            without an announcement are multiplied last.
+        transfer: transfer of a copy or place. A place may change the dtype, or cast to float8.
+        products: products of a matmul. In a call they represent the caller's work: a column with
+            one element for each row of A.
+        reduction: sum of a reduce.
+        attends: attention of an attend.
+        applied: function of an apply.
         mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
-        moves: what this rank sends and receives in a network step, all at once. What one rank sends
-            to another is received in the same order, and a step is over when both sides have
+        moves: concurrent sends and receives of this rank in a network step. The moves between two
+            ranks are sent and received in the same order. The step ends when both sides have
             reached each of its moves.
-        part: of a step that was taken apart (:func:`ficco.plan.in_parts`), which part it is, from 1
-            on; 0 for a step that is whole.
+        part: number of the part of a split step (:func:`ficco.plan.in_parts`), from 1; 0 for a
+            whole step.
     """
 
     op: str
@@ -282,12 +279,12 @@ class Step(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether signals are waited for and posted for the step as a whole."""
+        """Whether no signal gates or announces only some rows."""
         return not (self.gates or self.announces)
 
 
 def unknown(step: Step, reader: str) -> NotImplementedError:
-    """The error that a reader of Plans raises for an operation that it does not know."""
+    """Error of a reader of Plans about an unknown operation."""
     return NotImplementedError(
         f"{reader} does not know the operation {step.op!r} of step {step.label!r} on {step.lane}; "
         f"required one of {', '.join(OPS)}"
@@ -296,15 +293,13 @@ def unknown(step: Step, reader: str) -> NotImplementedError:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does.
+    """The steps of one rank.
 
     Attributes:
-        problem, schedule, rank: what it is a plan for.
-        steps: in enqueue order.
-        buffers: all that the steps of any rank use; the same on every rank.
-        words: number of signal words that each rank keeps.
-        stages: steps that fit in staging at once if it is a ring; 0 if every step has its own
-            place.
+        steps: steps in enqueue order.
+        buffers: buffers of all ranks' steps; the same on every rank.
+        words: number of signal words of each rank.
+        stages: steps that fit in a ring of staging; 0 if each step has a separate place.
     """
 
     problem: AnyProblem
@@ -327,7 +322,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The byte at which each slot buffer begins in a slot's data, the same on all ranks."""
+        """Offset in bytes of each slot buffer in a slot's data, the same on all ranks."""
         offsets, end = {}, 0
         for buffer in self.buffers:
             if buffer.memory == "slot":
@@ -358,8 +353,8 @@ class Plan:
         return a.itemsize < 4 <= out.itemsize
 
     def apart(self, product: Product) -> bool:
-        """Whether a batch is one product after the other: of rows in blocks, of which calls have
-        only some, a library multiplies groups at once that follow each other without gaps."""
+        """Whether a batch must run product by product. A library multiplies ragged blocks together
+        only if their groups are contiguous."""
         a, out = product.a, product.out
         if product.batch == 1 or not (block := self.buffer[a.buffer].block):
             return False
@@ -373,7 +368,7 @@ class Plan:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes apart from operands and results."""
+        """Bytes besides operands and results."""
         return sum(
             buffer.nbytes(self.rank)
             for buffer in self.buffers
@@ -382,5 +377,5 @@ class Plan:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes, rounded up to where the next slot buffer may begin."""
+    """Bytes, rounded up to the alignment of slot buffers."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
-"""Writes what goes between hosts as steps that the proof knows.
+"""Expresses moves between hosts as copies and signals, for the proof and the simulator.
 
-A network step becomes a signal to each receiver that the data are there, a copy of what each sender
-has, once that has said so, and a signal back, without which a sender does not go on. No library
-asks for more. Sends follow each other, and so do receives, but a step may send before an earlier
-one has received, and receive before its turn: an engine may say at once what it expects.
+A network step becomes a signal to each receiver that the data are ready, a copy from each sender
+after that sender's signal, and a signal back, for which the sender waits. No library is stricter.
+Sends run in order, and so do receives. A step may send before an earlier step has received, and
+receive before its turn, because an engine may post all its receives at once.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from ficco.plan.model import Plan, Signal, Step, Transfer
 
-#: The mover of the copies that stand for moves.
+#: The mover of copies that replace moves.
 MOVER = "network"
 
-#: By sender and receiver, what goes from one to the other, in order.
+#: Moves by sender and receiver, in order.
 Moves = dict[tuple[int, int], list[Transfer]]
 
 
 def networked(plans: Sequence[Plan]) -> list[Plan]:
-    """The Plans of all ranks without network steps.
+    """Replace the network steps in the Plans of all ranks.
 
     Raises:
-        ValueError: what one rank sends is not what another receives, or a move has a wrong end.
+        ValueError: the moves of a sender and a receiver differ, or a move has a wrong end.
     """
     sent, received = _moves(plans)
     if sent != received:
@@ -39,7 +39,7 @@ def networked(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
-    """What ranks send and receive, by sender and receiver."""
+    """Sent and received moves of all ranks, by sender and receiver."""
     sent: Moves = {}
     received: Moves = {}
     for plan in plans:
@@ -58,8 +58,8 @@ def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
 
 
 class _Words:
-    """The signals of all moves: that one is there, and that it was taken. By receiver and sender
-    of a signal, they have numbers after those of the Plan."""
+    """The signals of all moves: the data are ready, the data were taken. Their words follow the
+    words of the Plan."""
 
     def __init__(self, words: Sequence[int], sent: Moves) -> None:
         self.next = dict(enumerate(words))
@@ -93,7 +93,7 @@ def _without(plan: Plan, words: _Words) -> Plan:
 def _written(
     rank: int, at: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]
 ) -> list[Step]:
-    """The steps that stand for one, of which the first has the number ``at``."""
+    """The steps that replace a network step; the first has the number ``at``."""
     there, taken, copies, thanks = [], [], [], []
     bare = Step("sync", step.lane, step.label)
     inward, over = (bare._replace(lane=f"{step.lane}/{name}") for name in ("in", "over"))

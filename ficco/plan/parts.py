@@ -1,4 +1,4 @@
-"""Takes apart the steps whose signals gate or announce only some of their rows."""
+"""Splits steps whose signals gate or announce only some of their rows."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ficco.plan.model import Plan, Product, Region, Signal, Step
 
 
 class _Part(NamedTuple):
-    """A step of its own, and the parts of the same step that it comes after."""
+    """A part as a step, and the numbers of the parts that it comes after."""
 
     step: Step
     after: tuple[int, ...] = ()
 
 
 def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
-    """The same Plan, whose signals are waited for and posted by whole steps.
+    """An equivalent Plan in which whole steps wait for and post signals.
 
     A step with ``gates`` or ``announces`` becomes a product for each range of rows between the
-    bounds of its signals. They follow each other on the step's lane: rows that nothing gates, then
-    those that each gate lets through, each in the order of the announcements. With ``concurrent``
-    each product, gate and announcement has a lane of its own, such as ``compute0/1``, and comes
-    only after what it depends on. A kernel whose tiles wait one by one guarantees no more.
+    bounds of its signals. The products run in order on the step's lane: rows without a gate, then
+    the rows of each gate, and within these in the order of the announcements. With ``concurrent``
+    each product, gate and announcement gets a separate lane, such as ``compute0/1``, and waits only
+    for its dependencies: a kernel whose tiles wait guarantees no other order.
 
     Raises:
-        NotImplementedError: such a step is no matmul or call, a batch, or transposed.
-        KeyError: a step comes after one that is not there, or names no buffer.
+        NotImplementedError: the step is neither a matmul nor a call, or is a batch or transposed.
+        KeyError: a step comes after a step or names a buffer that does not exist.
     """
     if all(step.whole for step in plan.steps):
         return plan
@@ -55,7 +55,7 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
 
 
 def _parts(plan: Plan, step: Step) -> list[_Part]:
-    """The parts of a step, in the order in which they run one after the other."""
+    """The parts of a step, in a sequential order."""
     if (
         step.op not in ("matmul", "call")
         or step.transfer
@@ -67,8 +67,8 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
             "neither a batch nor transposed"
         )
     parts: list[_Part] = []
-    opened: dict[Signal, int] = {}  # gate -> its part
-    made: list[tuple[int, int, int]] = []  # rows, and the part that makes them
+    opened: dict[Signal, int] = {}  # part that waits for each gate
+    made: list[tuple[int, int, int]] = []  # first and end row, and the part that computes them
     bare = Step("sync", step.lane, step.label)
     if step.waits or step.clears:
         parts.append(_Part(bare._replace(waits=step.waits, clears=step.clears)))
@@ -84,7 +84,7 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
         label = f"{step.label} {row}:{row_stop}"
         some = bare._replace(op=step.op, label=label, products=(product,))
         parts.append(_Part(some, (*first, *(opened[gate] for gate in gates))))
-    for gate in step.gates:  # also those that let no row through are waited for
+    for gate in step.gates:  # gates without rows are waited for, too
         if gate not in opened:
             parts.append(_Part(bare._replace(waits=(gate,)), first))
     for signal in step.announces:
@@ -96,8 +96,8 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
 
 
 def _in_turn(parts: list[_Part]) -> list[Step]:
-    """The parts one after the other. Products wait for the gates, and post the announcements, that
-    are next to them."""
+    """The parts as sequential steps. A product waits for the gates before it and posts the
+    announcements after it."""
     steps: list[Step] = []
     gates: tuple[Signal, ...] = ()
     for step, _ in parts:
@@ -168,7 +168,7 @@ def _rows(product: Product, first: int, last: int) -> Product:
 
 
 def _turn(step: Step, row: int, row_stop: int) -> tuple[int, int]:
-    """Sort key of rows: after how many gates they are multiplied, and for which announcement."""
+    """Sort key of rows: number of their last gate, then number of their first announcement."""
     gates = [i for i, gate in enumerate(step.gates, 1) if _meet(gate, row, row_stop)]
     told = [i for i, one in enumerate(step.announces) if _meet(one, row, row_stop)]
     return max(gates, default=0), min(told, default=len(step.announces))

@@ -49,10 +49,10 @@ def render(plan: Plan, width: int = 100) -> str:
 
 
 def _ticks(plan: Plan) -> list[int]:
-    """The tick at which every step begins."""
+    """Tick of the begin of each step."""
     begin: list[int] = []
-    free: dict[str, int] = {}  # lane -> when its latest step is over
-    sent: list[int] = []  # when this rank's copies are over, in their order
+    free: dict[str, int] = {}  # by lane, end of its latest step
+    sent: list[int] = []  # ends of this rank's copies, in order
     awaited = 0
     for step in plan.steps:
         ready = [free.get(step.lane, 0), *(begin[i] + 1 for i in step.after)]
@@ -67,7 +67,7 @@ def _ticks(plan: Plan) -> list[int]:
 
 
 def _fit(ticks: list[int], widths: dict[int, int], room: int) -> tuple[list[int], int | None]:
-    """The ticks that fit, and the one before which others are left out, or None."""
+    """The ticks that fit, and the first tick after a gap; None without a gap."""
     if sum(widths[t] + 3 for t in ticks) <= room:
         return ticks, None
     room -= len(" | ..")
