@@ -1,6 +1,6 @@
-"""The GPU as PyTorch has it, whatever its vendor: ``torch.cuda`` for NVIDIA's and AMD's.
+"""PyTorch's module for GPUs of any vendor: ``torch.cuda`` serves NVIDIA's and AMD's.
 
-Whatever is neither an engine nor a kernel uses a GPU by this name, so that another one is met here.
+All code but engines and kernels uses GPUs by this name, so that another module is added only here.
 """
 
 from torch import cuda as gpu

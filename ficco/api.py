@@ -34,11 +34,11 @@ def empty(
     group: ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor in memory that every rank of a group can read.
+    """Return an uninitialised tensor in memory that every rank of a group can read.
 
-    Pull schedules read an ``a_shard`` in such memory in place; any other they copy first.
-    Collective: all ranks of the group call it in the same order with the same shape and dtype.
-    In one call of an operator the shards lie in such memory on all ranks, or on none.
+    Pull schedules read an ``a_shard`` in this memory in place, and copy any other ``a_shard``
+    first. Collective: all ranks of the group call it in the same order with the same shape and
+    dtype. In one call of an operator, all ranks or no rank have their shard in this memory.
 
     Args:
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.
@@ -54,7 +54,7 @@ def empty(
     group = process_group(group)
     if device is None:
         device = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
-    # First of all: in the workspace the peers are told of a refusal.
+    # Before the checks: the workspace reports refusals to the peers.
     workspace = workspace_of(group, _device(device), "empty")
     workspace.raise_error()
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
@@ -67,16 +67,16 @@ def empty(
 
 
 def addresses(tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
-    """Where the same element of every rank's memory is mapped in this process, for kernels that
-    store to their peers (:func:`ficco.tile.push`).
+    """Return the addresses of the same element in every rank's memory, as mapped in this process,
+    for kernels that store to their peers (:func:`ficco.tile.push`).
 
     Args:
         tensor: from :func:`empty`, or a view of such a tensor.
         group: the ranks that it was allocated for; default WORLD.
 
     Returns:
-        int64 [W] on the tensor's device: by rank, the address that belongs to the first element of
-        ``tensor``, 0 for ranks of other hosts. Valid until the group is closed. Make it before a
+        int64 [W] on the tensor's device: by rank, the address of the first element of ``tensor``,
+        0 for ranks of other hosts. Valid until the group is closed. Call the function before a
         graph is captured.
 
     Raises:
@@ -85,8 +85,8 @@ def addresses(tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = No
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor: required a torch.Tensor, got {type(tensor).__name__}")
     for workspace in workspaces(process_group(group)):
-        if (found := workspace.addresses(tensor)) is not None:
-            return torch.tensor(found, dtype=torch.int64, device=tensor.device)
+        if (by_rank := workspace.addresses(tensor)) is not None:
+            return torch.tensor(by_rank, dtype=torch.int64, device=tensor.device)
     raise ValueError(
         "tensor: required one from ficco.empty of this group, or a view of one, got memory that "
         "peers cannot reach"
@@ -105,12 +105,11 @@ def explain(
     machine: str | PathLike[str] | Machine | None = None,
     **sizes: Any,
 ) -> Decision:
-    """The schedule that a call would take, and why. Needs no device and no process group, and
-    assumes that ficco's kernels can be compiled.
+    """Return the schedule that a call would take, and why. Needs no device and no process group,
+    and assumes that ficco's kernels can be compiled.
 
-    The result's ``candidates`` and ``table()`` give the predictions for each schedule that was
-    compared: seconds, share of the ideal, memory; of products also decomposition and contention
-    loss.
+    The result's ``candidates`` and ``table()`` give the predictions for each compared schedule:
+    seconds, share of the ideal, memory; for products also decomposition and contention loss.
 
     =================================  ============================================================
     operator                           sizes
@@ -132,11 +131,11 @@ def explain(
         world: number of ranks.
         dtype: of the operands, or its name.
         rows: as for operators of products; None for rows as equal as their number allows.
-        hosts: how many hosts the ranks are on, with as many each.
+        hosts: number of hosts, each with the same number of ranks.
         schedule: as for the operator; any other than ``"auto"`` is compared with the candidates.
         captured: the call is captured in a graph, so that the host's cost does not count.
         machine: a Machine, or the name or path of one; None for this host's.
-        sizes: those of the operator.
+        sizes: the sizes of the operator, see the table.
 
     Raises:
         ValueError: an argument is wrong.
@@ -151,23 +150,23 @@ def explain(
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
     sizes |= {name: int(number) for name, number in numbers.items() if name in sizes}
     world, hosts = int(world), int(hosts)
-    each = world // max(hosts, 1)
-    here = fingerprint("cuda" if gpu.is_available() else "cpu", each)
-    setting = where(machine, each, here, captured=captured)
+    per_host = world // max(hosts, 1)
+    this_host = fingerprint("cuda" if gpu.is_available() else "cpu", per_host)
+    setting = where(machine, per_host, this_host, captured=captured)
     name = str(dtype).removeprefix("torch.")
     problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
     return decide(problem, schedule, machine=setting.machine, mode=setting.mode)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
-    """Bytes of symmetric memory that ficco's calls hold for a group (default: for all groups).
+    """Return the bytes of symmetric memory that calls hold for a group (default: for all groups).
 
     Tensors from :func:`empty` are not counted.
 
     Raises:
         ValueError: ``group`` is not a group that this rank is in.
     """
-    return sum(workspace.nbytes for workspace in workspaces(_given(group)))
+    return sum(workspace.nbytes for workspace in workspaces(_group_or_all(group)))
 
 
 def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
@@ -178,7 +177,7 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
             ``options(on_timeout="raise")``.
         ValueError: ``group`` is not a group that this rank is in.
     """
-    for workspace in workspaces(_given(group)):
+    for workspace in workspaces(_group_or_all(group)):
         try:
             workspace.engine.synchronize()
             workspace.raise_error()
@@ -189,33 +188,33 @@ def synchronize(group: ProcessGroup | DeviceMesh | None = None) -> None:
 
 
 def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
-    """Free what ficco holds for a group, or for all groups: symmetric memory, including that of
+    """Free the resources of a group, or of all groups: symmetric memory, including tensors from
     :func:`empty`, threads and descriptors.
 
-    Each rank calls it on its own, after its last call in the group and before
-    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, and for peers
-    that map its memory at most 3 seconds. Groups still open when the process ends are closed then.
+    Each rank calls it independently, after its last call in the group and before
+    ``destroy_process_group``. It waits for this rank's calls, unless one has failed, and at most 3
+    seconds for peers that map its memory. Groups still open when the process ends are closed then.
 
-    Graphs that captured calls of the group must not be replayed afterwards. A later call makes a
+    Graphs that captured calls of the group must not be replayed afterwards. A later call creates a
     new workspace, which is collective: all ranks must have closed the old one.
 
-    Does not report calls that failed in the meantime; use :func:`synchronize` for that.
+    The function does not report calls that failed in the meantime; use :func:`synchronize`.
 
     Raises:
         ValueError: ``group`` is not a group that this rank is in.
         RuntimeError: the device has failed (a BackendError is one case). Everything that can be
             freed is freed nevertheless.
     """
-    close_workspaces(_given(group))
+    close_workspaces(_group_or_all(group))
 
 
-def _given(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The group of an argument. None stands for all groups here, not for WORLD."""
+def _group_or_all(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """Return the group of an argument. None stands for all groups here, not for WORLD."""
     return None if group is None else process_group(group)
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """A device as tensors name it: "cuda" gets the number of the current GPU."""
+    """Return a device as tensors name it: "cuda" gets the number of the current GPU."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):

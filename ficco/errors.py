@@ -1,8 +1,8 @@
 """Exceptions raised by ficco.
 
-Built-in exceptions have their usual meaning: ``ValueError`` for a wrong argument (the text says
-what is required, what was given and what to do; an ``InvalidArgument`` also has its name),
-``NotImplementedError`` for a valid request that is not supported here. All others are::
+Built-in exceptions have their usual meaning. ``ValueError``: a wrong argument; the text states the
+requirement, the value and the remedy, and an ``InvalidArgument`` also has the argument's name.
+``NotImplementedError``: a valid request that is not supported here. All others are::
 
     FiccoError (RuntimeError)
       +-- RankMismatch    ranks disagree on problem, schedule, options or machine file
@@ -12,10 +12,10 @@ what is required, what was given and what to do; an ``InvalidArgument`` also has
       +-- ConfigError     a file or an environment variable is wrong
 
 If a rank is lost, all other ranks of its group wait for it. The rank whose limit passes first
-raises ``SignalTimeout`` and tells the others, which raise ``PeerFailed`` unless their own limit
-passes before they read that. Which survivor raises which of both errors depends on the pace of the
-machine. Both have all facts: who waited for whom, at which step, under which schedule, for how
-long, and whether the process that was waited for has ended. ``PeerFailed.timeouts`` holds the
+raises ``SignalTimeout`` and tells the others. They raise ``PeerFailed``, unless their own limit
+passes before they read the message. So the error that a survivor raises depends on the pace of the
+machine. Both errors have all facts: the rank that waited, its peer, the step, the schedule, the
+duration, and whether the peer's process has ended. ``PeerFailed.timeouts`` holds the
 ``SignalTimeout`` of each rank that gave up waiting::
 
     except (ficco.SignalTimeout, ficco.PeerFailed) as error:
@@ -30,7 +30,7 @@ from typing import Any
 
 
 class InvalidArgument(ValueError):
-    """A wrong argument, by name: the command line says it of its option of that name.
+    """A wrong argument, by name: the command line reports it for the option of that name.
 
     Attributes:
         argument: its name.
@@ -44,7 +44,7 @@ class InvalidArgument(ValueError):
         return ": ".join(self.args)
 
 
-#: What to do with a group whose ranks are no longer in step.
+#: The remedy for a group whose ranks are no longer in step.
 REVIVE = (
     "To use the group again, call ficco.close(group) on every rank; if one of its processes has "
     "ended, make a new group"
@@ -65,28 +65,28 @@ class RankMismatch(FiccoError):
     Raised on every rank of the group.
 
     Attributes:
-        values: what each rank asked for, by rank.
+        values: the call of each rank, as text, by rank.
     """
 
     def __init__(self, values: Mapping[int, str]) -> None:
         self.values = dict(values)
-        ranks: dict[str, list[int]] = {}
+        by_value: dict[str, list[int]] = {}
         for rank, value in sorted(self.values.items()):
-            ranks.setdefault(value, []).append(rank)
+            by_value.setdefault(value, []).append(rank)
         lines = [
-            f"  rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {value}"
-            for value, who in ranks.items()
+            f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {value}"
+            for value, ranks in by_value.items()
         ]
         super().__init__(
             "the ranks of this group disagree on what to compute:\n"
             + "\n".join(lines)
             + "\ncall ficco with the same sizes, schedule, options and machine file on every rank, "
-            f"in the same order{_unequal(ranks)}. {REVIVE}"
+            f"in the same order{_unequal(by_value)}. {REVIVE}"
         )
 
 
 def _unequal(calls: Iterable[str]) -> str:
-    """What ranks do whose parts are not equal, by the calls that they asked for."""
+    """Return the advice for ranks with unequal parts, given the texts of their calls."""
     names = " ".join(call.partition("(")[0] for call in calls)
     if "attention" in names:
         return "; attention takes equal parts of a sequence: pad the sequence"
@@ -94,7 +94,7 @@ def _unequal(calls: Iterable[str]) -> str:
     return "; unequal shards need rows=" if any(name in names for name in exchanges) else ""
 
 
-#: In place of a schedule: the ranks meet before there is one; they do what has none.
+#: Schedule names for errors during rendezvous, and for operations without a schedule.
 MEETING, UNSCHEDULED = "none yet", "none"
 
 
@@ -102,16 +102,15 @@ class SignalTimeout(FiccoError):
     """A wait for a peer did not end within the configured time.
 
     Attributes:
-        operator, schedule: what was running; ``"none yet"`` while ranks meet before they run a
-            schedule, ``"none"`` for what has none.
+        operator, schedule: names of the call that waited. The schedule is ``"none yet"`` during
+            rendezvous, before one is chosen, and ``"none"`` for operations without a schedule.
         rank: the rank that waited.
         peer: the rank whose signal is missing, or None if it is not known.
-        step: the step of the plan that waited, or what the peer has not done.
-        seconds: how long it waited.
-        wanted, found: the value of the signal word that was waited for, and the one found; None
-            if the word could not be read.
-        ended: the peer's process is seen to have ended, so that this did not take the whole time
-            limit.
+        step: the step of the plan that waited, or the action that the peer has not taken.
+        seconds: duration of the wait.
+        wanted, found: the expected value of the signal word, and its actual value; None if the
+            word could not be read.
+        ended: the peer's process has ended, so the wait ended before the time limit.
         host: the peer's host, if the group has several.
     """
 
@@ -142,7 +141,7 @@ class SignalTimeout(FiccoError):
 
     @property
     def wait(self) -> str:
-        """Who waited for whom, at which step, under which schedule and for how long, in words."""
+        """The rank that waited, its peer, the step, the schedule and the duration, in words."""
         at = f"at step {self.step!r} of schedule {self.schedule!r}"
         if self.schedule in (MEETING, UNSCHEDULED):
             at = f"to {self.step}" if self.schedule == MEETING else f"at step {self.step!r}"
@@ -156,7 +155,7 @@ class SignalTimeout(FiccoError):
 
     @property
     def story(self) -> str:
-        """:attr:`wait`, and whether the process that was waited for has ended, in words."""
+        """:attr:`wait`, and whether the peer's process has ended, in words."""
         if self.ended:
             return f"{self.wait}. The process of {self._who} has ended; see its output"
         return (
@@ -171,18 +170,18 @@ class SignalTimeout(FiccoError):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The arguments that make an equal error on another rank."""
+        """The constructor arguments for an equal error on another rank."""
         names = "operator", "rank", "seconds", "peer", "step", "schedule", "wanted", "found"
         return {name: getattr(self, name) for name in (*names, "ended", "host")}
 
 
 class PeerFailed(FiccoError):
-    """A call of another rank ended with an error, so that this rank's cannot be finished.
+    """A call of another rank ended with an error, so this rank's call cannot be finished.
 
     Attributes:
-        reasons: class and first line of that error, by rank.
-        timeouts: the ``SignalTimeout`` of each rank that gave up waiting for a peer, by rank; all
-            facts of that wait are attributes of the error.
+        reasons: class and first line of the error, by rank.
+        timeouts: the ``SignalTimeout`` of each rank that gave up waiting for a peer, by rank. The
+            facts of the wait are its attributes.
     """
 
     def __init__(
@@ -215,12 +214,12 @@ class BackendError(FiccoError):
 
 
 class ConfigError(FiccoError):
-    """A configuration file or an environment variable holds something that cannot be used.
+    """A configuration file or an environment variable has an invalid value.
 
     Attributes:
         source: the file or the variable.
-        key: the part of it that is wrong.
-        expected: what was required there.
+        key: the invalid part of it.
+        expected: the requirement.
     """
 
     def __init__(self, source: str, key: str, expected: str) -> None:
@@ -229,7 +228,7 @@ class ConfigError(FiccoError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Class and text of an error, as peers read it."""
+    """Return class and text of an error, for the peers."""
     text = error.story if isinstance(error, SignalTimeout) else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

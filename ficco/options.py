@@ -22,40 +22,40 @@ class Options:
     """Settings of a call that are not arguments of the operator.
 
     Attributes:
-        timeout_s: seconds that a call may wait for its peers. None: as long as the collectives of
-            its group, by the ``timeout`` with which the group was made (PyTorch's default is 600
-            with NCCL and 1800 with gloo); 600 where PyTorch does not say. A wait of 60 s is logged
-            as a warning with rank, peer and step (logger ``ficco``), and again after twice as
-            long each time.
+        timeout_s: seconds that a call may wait for its peers. None: the ``timeout`` of the group's
+            collectives, set when the group was created (PyTorch's default is 600 with NCCL and
+            1800 with gloo); 600 if PyTorch does not report it. A wait of 60 s is logged as a
+            warning with rank, peer and step (logger ``ficco``), and again each time that the wait
+            has doubled.
         on_timeout: on a GPU, ``"abort"`` prints the error and ends the process, as the vendor's
             collectives do; ``"raise"`` frees the streams and raises at the next ficco call or
             :func:`ficco.synchronize`. On the CPU engine the call itself raises.
         engine: ``"cpu"``, ``"cuda"`` or ``"hip"``. None: chosen by the tensors' device and by
             PyTorch's build.
         workspace_bytes: cap on the symmetric memory that a group's eager calls take on each rank.
-            To keep to it, gathering operators use their staging as a ring, and scattering
-            operators process a few columns of b at a time. Where some calls push and others pull,
-            it is a cap on what each of these takes. None: no cap. The same on all ranks.
+            To stay under it, gathering operators use their staging as a ring, and scattering
+            operators process a few columns of b at a time. If some calls push and others pull, the
+            cap holds for each of both kinds. None: no cap. The same on all ranks.
         signals: how signals reach a peer: ``"write"`` (stream write), ``"copy"`` (4-byte copy) or
             ``"auto"``, the first of them that the driver allows. On CUDA, launches of the copy
             kernel post their own signals. Read when a group makes its first call.
         replay: on a GPU, replay a call from a graph that ficco recorded if its operands are at the
-            same addresses as before. That costs the host a fraction of enqueueing the call.
+            same addresses as before. This takes a fraction of the host time of enqueueing the call.
         machine: name or path of a machine description, instead of the one that matches this
             host's fingerprint. Takes precedence over the variable ``FICCO_MACHINE``. The same on
             all ranks.
-        log_problems: a file to which rank 0 appends every problem that it sees for the first time,
+        log_problems: path of a file. Rank 0 appends every problem that it sees for the first time,
             for ``--from-log`` of ``ficco tune`` and ``ficco explain``.
         log: rank 0 logs a line (INFO, logger ``ficco``) on every problem that it sees for the first
-            time: the schedule that it takes, and why.
+            time: its schedule, and why.
         save_gathered: keep the gathered A for the gradient of ``b``, which takes W times the
-            memory of the shard. Otherwise the backward gathers it again, under other work.
+            memory of the shard. Otherwise the backward gathers it again, overlapped.
         all_reduce_gradients: how ``matmul_all_reduce`` reads the gradients of its result.
-            ``"sum"``: each rank's gradient is that of its own copy, and the loss depends on all
-            copies, so the backward sums the gradients over the ranks. ``"equal"``: all ranks do
-            the same with their copies, and the loss counts them once, as in Megatron-LM; the
+            ``"sum"``: each rank has the gradient of its own copy, and the loss depends on all
+            copies, so the backward sums the gradients over the ranks. ``"equal"``: all ranks use
+            their copies in the same way, and the loss counts them once, as in Megatron-LM; the
             gradients are then equal on all ranks and the backward needs no communication. The
-            same on all ranks.
+            option is the same on all ranks.
     """
 
     timeout_s: float | None = None
@@ -72,7 +72,7 @@ class Options:
 
     def __post_init__(self) -> None:
         timeout_s, cap = self.timeout_s, self.workspace_bytes
-        whole = isinstance(cap, int) and not isinstance(cap, bool)
+        integral = isinstance(cap, int) and not isinstance(cap, bool)
         if timeout_s is not None:
             number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
             self._require(number and timeout_s > 0, "a number above 0, or None", "timeout_s")
@@ -84,20 +84,20 @@ class Options:
             ("engine", (None, *ENGINES)),
             ("all_reduce_gradients", ("sum", "equal")),
         ):
-            words = f"one of {', '.join(map(str, values))}"
-            self._require(getattr(self, name) in values, words, name)
-        bounded = cap is None or (whole and cap >= 0)
+            allowed = f"one of {', '.join(map(str, values))}"
+            self._require(getattr(self, name) in values, allowed, name)
+        bounded = cap is None or (integral and cap >= 0)
         self._require(bounded, "a number of bytes, at least 0, or None", "workspace_bytes")
-        for name, wanted in (("machine", "a name, a path"), ("log_problems", "a path")):
+        for name, allowed in (("machine", "a name, a path"), ("log_problems", "a path")):
             value = getattr(self, name)
-            text = value is None or (isinstance(value, str) and bool(value))
-            self._require(text, f"{wanted} or None", name)
+            valid = value is None or (isinstance(value, str) and bool(value))
+            self._require(valid, f"{allowed} or None", name)
         for name in ("replay", "log", "save_gathered"):
             self._require(isinstance(getattr(self, name), bool), "True or False", name)
 
-    def _require(self, holds: bool, wanted: str, name: str) -> None:
-        if not holds:
-            raise ValueError(f"{name}: required {wanted}, got {getattr(self, name)!r}")
+    def _require(self, valid: bool, allowed: str, name: str) -> None:
+        if not valid:
+            raise ValueError(f"{name}: required {allowed}, got {getattr(self, name)!r}")
 
 
 class Changes(TypedDict, total=False):
@@ -127,10 +127,10 @@ class _Seen:
     """Lets ``torch.compile`` read the options in force.
 
     A compiler cannot read context variables. It can read a property that is implemented in C, and
-    reads it again whenever it checks whether compiled code still holds.
+    it reads the property again in the guards of compiled code.
 
     Attributes:
-        text: the block's options as text. Where no block is open it is this object itself, since
+        text: the block's options as text. Outside of blocks it is this object itself, since
             ``ContextVar.get`` then returns its argument.
     """
 
@@ -141,14 +141,14 @@ _seen = _Seen()
 
 
 def current() -> Options:
-    """The options in force here."""
+    """Return the options in force here."""
     return _block.get() or _process
 
 
 def current_text() -> str:
-    """The options in force here as text, see :func:`from_text`.
+    """Return the options in force here as text, see :func:`from_text`.
 
-    ``torch.compile`` traces this and guards what it reads, so that a change of options recompiles.
+    ``torch.compile`` traces this function and guards the text, so a change of options recompiles.
     """
     text = _seen.text
     return text if isinstance(text, str) else _process_text
@@ -156,7 +156,7 @@ def current_text() -> str:
 
 @cache
 def to_text(options: Options) -> str:
-    """The options that differ from the defaults, as JSON; empty if none does."""
+    """Return the options that differ from the defaults, as JSON; empty if all are defaults."""
     changed = {f.name: getattr(options, f.name) for f in fields(Options)}
     changed = {name: changed[name] for name in changed if changed[name] != getattr(Options, name)}
     return json.dumps(changed) if changed else ""
@@ -164,12 +164,12 @@ def to_text(options: Options) -> str:
 
 @cache
 def from_text(text: str) -> Options:
-    """The options that a text stands for."""
+    """Return the options of a text."""
     return Options(**json.loads(text or "{}"))
 
 
 def saves_gathered(text: str) -> bool:
-    """``from_text(text).save_gathered``, in words that ``torch.compile`` can trace."""
+    """Return ``from_text(text).save_gathered``; ``torch.compile`` can trace this."""
     return '"save_gathered": true' in text
 
 
@@ -189,7 +189,7 @@ def options(**changes: Unpack[Changes]) -> Iterator[Options]:
 
 @contextmanager
 def carried(options: Options) -> Iterator[Options]:
-    """A block under the given options; a backward runs under those of its forward."""
+    """Run a block under ``options``, as a backward under the options of its forward."""
     token, text = _block.set(options), _block_text.set(to_text(options))
     try:
         yield options
@@ -209,8 +209,8 @@ def set_options(**changes: Unpack[Changes]) -> None:
     _process_text = to_text(_process)
 
 
-def _changed(options: Options, given: Changes) -> Options:
-    changes: dict[str, Any] = {**given}
+def _changed(options: Options, requested: Changes) -> Options:
+    changes: dict[str, Any] = {**requested}
     known = [field.name for field in fields(Options)]
     for name in changes:
         if name not in known:

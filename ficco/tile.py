@@ -1,20 +1,20 @@
-"""Device functions for Triton kernels that wait for rows, tell, and push (TileLink, section 3.2).
+"""Device functions for Triton kernels that wait for rows, notify peers, and push data to them
+(TileLink, section 3.2).
 
-A word is an int32: 0 until what it is about is there, then 1. Words are those of
-:func:`ficco.arriving` (``rows.words``), or words of the caller's own in memory that
-:func:`ficco.empty` gave, where kernels of peers write them through the addresses that
-:func:`ficco.addresses` gives::
+A word is an int32: 0 until its data has arrived, then 1. Words come from :func:`ficco.arriving`
+(``rows.words``), or are the caller's own, in memory from :func:`ficco.empty`. Kernels of peers
+write the caller's words through the addresses from :func:`ficco.addresses`::
 
     @triton.jit
     def kernel(rows, words, ...):
         ficco.tile.wait(words, piece)  # from here on the rows of the piece can be read
 
-They run on NVIDIA GPUs, compile for AMD's (gfx942), and run in Triton's interpreter
+The functions run on NVIDIA GPUs, compile for AMD's (gfx942), and run in Triton's interpreter
 (``TRITON_INTERPRET=1``) on CPU tensors, where a wait polls memory that threads and other ranks
 write.
 
-A wait orders loads through pointers. Loads through tensor descriptors (TMA) are of another proxy
-of the memory model: do not read the rows that a kernel waited for by these.
+A wait orders loads through pointers. Loads through tensor descriptors (TMA) belong to another proxy
+of the memory model: do not use them to read rows that a kernel waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ except ImportError as error:
         "`pip install triton`"
     ) from error
 
-#: Waits for the memory operations of a wavefront of AMD's.
+#: AMD instructions that wait for a wavefront's memory operations.
 STORED = tl.constexpr("s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1")
 
 __all__ = ["notify", "peer", "push", "wait"]
@@ -37,27 +37,27 @@ __all__ = ["notify", "peer", "push", "wait"]
 
 @triton.jit
 def wait(words, index):
-    """Wait until a word is not 0. What was written before it was set, by copies or by
-    a peer, is visible from then on to all threads of the block.
+    """Wait until a word is not 0. Writes by copies or by a peer that precede the word are then
+    visible to all threads of the block.
 
     Args:
         words: pointer to int32 words.
-        index: of the word; a scalar.
+        index: index of the word; a scalar.
     """
-    # An addition of nothing is a load that the interpreter, too, makes anew each time.
+    # Adding 0 is a load that the interpreter, too, repeats in each iteration.
     while tl.atomic_add(words + index, 0, sem="acquire", scope="sys") == 0:
         pass
 
 
 @triton.jit
 def notify(words, index):
-    """Set a word to 1 after all that the threads of the block wrote, here or at a peer.
+    """Set a word to 1 after all earlier writes of the block's threads, here or at a peer.
 
     Args:
         words: pointer to int32 words, of this rank or of a peer (:func:`peer`).
-        index: of the word; a scalar.
+        index: index of the word; a scalar.
     """
-    if is_hip():  # where a barrier does not wait for the stores of the other wavefronts
+    if is_hip():  # a barrier there does not wait for the stores of other wavefronts
         tl.inline_asm_elementwise(
             STORED, "=v,v,~{memory}", [index], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -67,25 +67,25 @@ def notify(words, index):
 
 @triton.jit
 def peer(addresses, rank, dtype: tl.constexpr):
-    """The pointer to a rank's memory.
+    """Return the pointer to a rank's memory.
 
     Args:
-        addresses: pointer to int64, those of all ranks (:func:`ficco.addresses`).
-        rank: whose; a scalar.
-        dtype: of the elements, such as ``tl.bfloat16``.
+        addresses: pointer to int64 addresses of all ranks (:func:`ficco.addresses`).
+        rank: the rank; a scalar.
+        dtype: dtype of the elements, such as ``tl.bfloat16``.
     """
     return tl.load(addresses + rank).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def push(addresses, rank, offsets, tile, mask=None):
-    """Store a tile in a rank's memory. :func:`notify` tells the rank that it is there.
+    """Store a tile in a rank's memory. :func:`notify` tells the rank that the tile has arrived.
 
     Args:
-        addresses: pointer to int64, those of all ranks (:func:`ficco.addresses`).
-        rank: whose memory; a scalar.
-        offsets: where each element goes, in elements.
+        addresses: pointer to int64 addresses of all ranks (:func:`ficco.addresses`).
+        rank: the rank; a scalar.
+        offsets: offset of each element, in elements.
         tile: the elements, of the dtype of that memory.
-        mask: which of them to store; None for all.
+        mask: the elements to store; None for all.
     """
     tl.store(peer(addresses, rank, tile.dtype) + offsets, tile, mask=mask)

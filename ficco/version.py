@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def version() -> str:
-    """The version of this checkout, or of the installed distribution."""
+    """Return the version of this checkout, or of the installed distribution."""
     project = Path(__file__).resolve().parent.parent / "pyproject.toml"
     try:
-        here = re.search(r'(?m)^name = "ficco"\nversion = "([^"]+)"', project.read_text())
+        declared = re.search(r'(?m)^name = "ficco"\nversion = "([^"]+)"', project.read_text())
     except OSError:
-        here = None
-    if here:
-        return here[1]
+        declared = None
+    if declared:
+        return declared[1]
     from importlib import metadata
 
     try:

@@ -1,4 +1,4 @@
-"""Warnings that are given once, at the line of the caller's own code."""
+"""Warnings that appear once, at the line of the caller's code."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _warned: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Warn unless this process has heard it before."""
+    """Warn, unless this process has already issued the same warning."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, stacklevel=_outside())
 
 
 def _outside() -> int:
-    """The level, as warnings count them, of the first frame that is not of this package."""
+    """Return the ``stacklevel`` of the first frame outside of this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _inside(frame):
         level, frame = level + 1, frame.f_back

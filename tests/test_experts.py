@@ -274,7 +274,7 @@ def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:
         return mock.patch.object(target, name, noted)
 
     with (
-        noting(ops, "_sent", lambda _: first.append("rows")),
+        noting(ops, "_dispatched", lambda _: first.append("rows")),
         noting(Routing, "settle", lambda _: first.append("counts")),
     ):
         layer = Layer((9, 4), experts=4)
@@ -307,7 +307,7 @@ def operands(at: Rank) -> dict[str, Any]:
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"indices": torch.full((4, 2), 4)},
-        "0 to 3 (4 in all, for ficco.experts those of up on every rank), got 4",
+        "0 to 3 (4 in all; for ficco.experts, the experts of up on all ranks), got 4",
     ),
     ({"indices": torch.full((4, 2), -1)}, "got -1 to -1"),
     ({"indices": torch.ones(4, 2)}, "whole numbers"),
@@ -430,14 +430,14 @@ def test_routings_that_cannot_serve_are_refused() -> None:
 
 def out_of_memory(at: Rank) -> list[Any]:
     failures = []
-    for step, needs in (("_sent", False), ("_leaving", True), ("_derived", True)):
+    for step in ("_dispatched", "_weighted_rows", "_activation_backward"):
         with own_group(at) as group, ficco.options(timeout_s=30):
             given = operands(at) | {"group": group}
             given["tokens"].requires_grad_()
 
             def layer() -> None:
                 out = ficco.experts(**given)  # noqa: B023
-                if needs:  # noqa: B023
+                if step != "_dispatched":  # noqa: B023
                     out.sum().backward()
 
             layer()

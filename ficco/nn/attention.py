@@ -1,4 +1,4 @@
-"""A layer of attention whose sequence the ranks share, by heads."""
+"""An attention layer over a sharded sequence, which attends by heads (DeepSpeed-Ulysses)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import (
     all_to_all_single_autograd,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import scaled_dot_product_attention  # not what replaces it for others
+from torch.nn.functional import scaled_dot_product_attention  # bound before others replace it
 
 from ficco.nn.linear import check_schedule, ranks_of
 from ficco.nn.plain import readable
@@ -22,39 +22,40 @@ from ficco.ops.projections import ulysses_output, ulysses_project
 from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 
-#: Makes queries and keys of the whole sequence, [batch, heads, S, size], of others.
+#: Transforms queries and keys of the whole sequence, [batch, heads, S, size].
 Rotate = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-#: Attention to queries, keys and values of the whole sequence, of which keys may be fewer heads.
+#: Attention over queries, keys and values of the whole sequence. Keys may have fewer heads.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _count(name: str, given: SupportsIndex) -> int:
-    if isinstance(given, bool) or not isinstance(given, SupportsIndex) or index(given) < 1:
-        raise ValueError(f"{name}: required a whole number, at least 1, got {given!r}; pass one")
-    return index(given)
+def _count(name: str, value: SupportsIndex) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 1:
+        raise ValueError(f"{name}: required a whole number, at least 1, got {value!r}; pass one")
+    return index(value)
 
 
 class UlyssesAttention(nn.Module):
-    """Projections, attention and output projection of a sequence that the ranks share, by heads:
+    """Projections, attention and output projection of a sequence that is sharded over the ranks:
     :func:`ficco.ulysses_project`, ``scaled_dot_product_attention`` and
     :func:`ficco.ulysses_output`.
 
     Every rank holds all parameters, named as in the Llama models of Transformers: ``q_proj``,
-    ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``. Their gradients are parts; sum
-    them over the ranks, as data parallelism does.
+    ``k_proj``, ``v_proj`` and ``o_proj``, each an ``nn.Linear``. Their gradients cover this rank's
+    positions; sum them over the ranks, as data parallelism does.
 
     Args:
-        features: of the input and the result.
-        heads: of queries; a multiple of the number of ranks.
-        kv_heads: of keys and values, a divisor of ``heads``; as many by default.
-        size: of a head; ``features // heads`` by default.
-        bias: of queries, keys and values, as in the Qwen2 models of Transformers.
+        features: number of features of the input and the result.
+        heads: number of query heads; a multiple of the number of ranks.
+        kv_heads: number of heads of keys and of values, a divisor of ``heads``; ``heads`` by
+            default.
+        size: size of a head; ``features // heads`` by default.
+        bias: queries, keys and values have a bias, as in the Qwen2 models of Transformers.
         causal: a query attends to no later position.
         group: the ranks; the default group if None.
-        schedule: of both exchanges.
+        schedule: schedule of both exchanges.
 
     Raises:
-        ValueError: a size is none, or the heads cannot be shared.
+        ValueError: a size is invalid, or the ranks cannot share the heads equally.
     """
 
     def __init__(
@@ -104,12 +105,12 @@ class UlyssesAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rotate: Rotate | None = None, attend: Attend | None = None
     ) -> torch.Tensor:
-        """[batch, S/W, features], this rank's positions, to the same.
+        """Attend at this rank's positions: [batch, S/W, features] to the same shape.
 
         Args:
-            rotate: makes the queries and keys that attend of those that were projected, such as a
-                rotary embedding of the positions 0 to S; heads are those of this rank.
-            attend: in place of ``scaled_dot_product_attention``, with any mask of all positions.
+            rotate: transforms the projected queries and keys of this rank's heads, such as a rotary
+                embedding of the positions 0 to S.
+            attend: replaces ``scaled_dot_product_attention``; may mask any of all positions.
         """
         q, k, v = self._project(x)
         if rotate is not None:
@@ -121,46 +122,45 @@ class UlyssesAttention(nn.Module):
         heads = out.permute(2, 0, 1, 3)
         parts = self._exchanged(heads, [len(heads) // self.group.size()] * self.group.size())
         own = parts.unflatten(0, (self.group.size(), -1)).permute(2, 1, 0, 3, 4)
-        whole: torch.Tensor = self.o_proj(own.flatten(2))
-        return whole
+        result: torch.Tensor = self.o_proj(own.flatten(2))
+        return result
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values of this rank's heads at all positions."""
+        """Return queries, keys and values of this rank's heads at all positions."""
         layers = self.q_proj, self.k_proj, self.v_proj
         world, rank = self.group.size(), self.group.rank()
-        each = self.heads // world
-        queries = [list(range(peer * each, (peer + 1) * each)) for peer in range(world)]
+        per_rank = self.heads // world
+        queries = [list(range(peer * per_rank, (peer + 1) * per_rank)) for peer in range(world)]
         keys = [list(keys_of(peer, world, self.heads, self.kv_heads)) for peer in range(world)]
         shares = queries, keys, keys
         if not all(map(readable, layers)):
             return tuple(map(self._by_layer, layers, (x,) * 3, shares))
         weights = [layer.weight for layer in layers]
-        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
-        heads = ulysses_project(x, *weights, size=self.size, **where)
+        kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        parts = ulysses_project(x, *weights, size=self.size, **kwargs)
         if self.q_proj.bias is None:
-            return heads
+            return parts
         biases = [layer.bias.view(-1, 1, self.size) for layer in layers]
-        return tuple(
-            part + bias[of[rank]] for part, bias, of in zip(heads, biases, shares, strict=True)
-        )
+        triples = zip(parts, biases, shares, strict=True)
+        return tuple(part + bias[heads[rank]] for part, bias, heads in triples)
 
     def _by_layer(self, layer: nn.Module, x: torch.Tensor, shares: list[list[int]]) -> torch.Tensor:
-        """What a layer returns for this rank's positions, as this rank's heads at all positions.
+        """Call a layer at this rank's positions; return this rank's heads at all positions.
 
         ``shares``: the heads of each rank.
         """
         rank, world = self.group.rank(), self.group.size()
         heads = layer(x).unflatten(-1, (-1, self.size)).permute(2, 1, 0, 3)
         sent = heads[[head for share in shares for head in share]]
-        mine = len(shares[rank])
-        parts = self._exchanged(sent, [mine] * world, [len(share) for share in shares])
-        whole: torch.Tensor = parts.unflatten(0, (world, mine)).permute(3, 1, 0, 2, 4)
-        return whole.flatten(2, 3)
+        count = len(shares[rank])
+        parts = self._exchanged(sent, [count] * world, [len(share) for share in shares])
+        own: torch.Tensor = parts.unflatten(0, (world, count)).permute(3, 1, 0, 2, 4)
+        return own.flatten(2, 3)
 
     def _exchanged(
         self, parts: torch.Tensor, received: list[int], sent: list[int] | None = None
     ) -> torch.Tensor:
-        """An all-to-all of rows, by PyTorch; ``received`` and ``sent`` are numbers of rows."""
+        """Exchange rows by PyTorch's all-to-all; ``received``, ``sent``: rows from and to ranks."""
         sizes = received, received if sent is None else sent
         arrived: Any = all_to_all_single_autograd(parts.contiguous(), *sizes, self.group)
         out: torch.Tensor = (

@@ -1,4 +1,4 @@
-"""Whether tensors that all ranks of a group hold are equal on them."""
+"""A check that tensors are equal on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-#: A dtype of whole numbers for each size of an element, in bytes.
+#: The integer dtype for each element size in bytes.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def unequal(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[int]:
     """Return the indices of tensors whose bits are not the same on all ranks of a group.
 
-    All ranks call it with tensors of the same number and shapes. One all-gather of two whole
-    numbers for each tensor; tensors that differ and have equal digests, one in 2^64 by chance, are
-    not among the indices.
+    All ranks call it with the same number of tensors, of the same shapes. It takes one all-gather
+    of two integers for each tensor. Different tensors with equal digests, one in 2^64 by chance,
+    are missed.
     """
     if not tensors:
         return []
@@ -29,7 +29,7 @@ def unequal(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[int]:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of a tensor's bits over rows and over columns, each weighted by its index."""
+    """Return sums of a tensor's bits over rows and over columns, each weighted by its index."""
     if is_traceable_wrapper_subclass(tensor):  # a quantized tensor: its integers and its scales
         names, _ = tensor.__tensor_flatten__()
         return torch.stack([_digest(getattr(tensor, name)) for name in names]).sum(0)
@@ -39,7 +39,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     rows = rows.reshape(rows.shape[0] if rows.dim() else 1, -1)
     # Sums in int64 wrap around, in the same way on every rank.
     sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
-    return torch.stack([(each * _odd_numbers(each)).sum() for each in sums])
+    return torch.stack([(part * _odd_numbers(part)).sum() for part in sums])
 
 
 def _odd_numbers(like: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,14 @@
 """Linear layers over a sharded operand, as functions of local tensors.
 
 Weights are [out, in] as in ``nn.Linear``, each rank's own part. Activations are [..., in] with the
-sequence at ``sequence_dim``. The operators shard rows, which all dimensions but the last make up,
-so the sequence must be the first dimension. If it is not, it is moved there: for a shard of
-activations that is a small copy, for a result it is a view.
+sequence at ``sequence_dim``. The operators shard rows, and all dimensions but the last are
+flattened into rows, so the sequence must be the first dimension. If it is not, it is moved there:
+by a small copy for a shard of activations, by a view for a result.
 
 ``group`` is a ProcessGroup, a DeviceMesh of one dimension, or None for WORLD. With ``recipe=``, a
-:class:`Float8Recipe` or its name, products are of float8 operands, cast here; weights that share an
-input are cast as one. All functions raise
-``ValueError`` for operands that are DTensors or whose shapes do not fit, and for a group that this
-rank is not in.
+:class:`Float8Recipe` or its name, operands are cast to float8 here; weights that share an input are
+cast as one. All functions raise ``ValueError`` for operands that are DTensors or whose shapes do
+not fit, and for a group that this rank is not in.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def gathered_linears(
     rows: Sequence[int] | None = None,
     recipe: Float8Recipe | str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Linear layers of the gathered sequence: [..., s/W, ..., k] -> [..., s, ..., n] for each.
+    """Apply linear layers to the gathered sequence: [..., s/W, ..., k] -> [..., s, ..., n] each.
 
-    The sequence is gathered once for all weights [n, k]. ``rows`` are the ranks' sequence lengths,
-    if they are not equal.
+    The sequence is gathered once for all weights [n, k]. ``rows``: the ranks' sequence lengths, if
+    they are not equal.
     """
     group = process_group(group)
     dim, rank = sequence_at(x, sequence_dim), group.rank()
@@ -77,7 +76,7 @@ def gathered_linears(
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
     call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
-    y = _of_weights(flat, call, *weights)
+    y = _with_weights(flat, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     outs = _parts(y, [weight.shape[0] for weight in weights])
     return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
@@ -95,10 +94,10 @@ def scattered_linear(
     rows: Sequence[int] | None = None,
     recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
-    """Linear layer summed over ranks, its result sharded: [..., s, ..., k] -> [..., s/W, ..., n].
+    """Apply a linear layer, sum over ranks and shard: [..., s, ..., k] -> [..., s/W, ..., n].
 
     ``weight`` is this rank's [n, k]. The bias [n], equal on all ranks, is added once, to the sum;
-    its gradient is summed over ranks. ``rows`` are the sequence lengths of the ranks' results.
+    its gradient is summed over ranks. ``rows``: the sequence lengths of the ranks' results.
     """
     group, dim = process_group(group), sequence_at(x, sequence_dim)
     length = x.shape[dim]
@@ -114,7 +113,7 @@ def scattered_linear(
     cut = None if rows is None else tuple(length * batch.numel() for length in lengths)
     flat = x.flatten(0, -2)
     call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
-    y = _of_weights(flat, call, weight)
+    y = _with_weights(flat, call, weight)
     y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
     return _biased(y, None if bias is None else sum_gradient(bias, group))
 
@@ -129,16 +128,16 @@ def reduced_linear(
     schedule: str | Schedule = "auto",
     recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
-    """Linear layer summed over ranks, with the result on every rank: [..., k] -> [..., n].
+    """Apply a linear layer and sum over ranks, on every rank: [..., k] -> [..., n].
 
-    All ranks must go on with the same result and hand back the same gradient of it. The backward
-    then needs no communication, as in DTensor, in Megatron, and in :func:`ficco.matmul_all_reduce`
-    under ``options(all_reduce_gradients="equal")``.
+    All ranks must use the result in the same way, so that its gradient is equal on all ranks. The
+    backward then needs no communication, as in DTensor, in Megatron, and in
+    :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
     refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
     call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
-    y = _of_weights(_rows(x), call, weight, equal=True)
+    y = _with_weights(_rows(x), call, weight, equal=True)
     return _biased(_with_batch(y, x), bias)
 
 
@@ -152,13 +151,14 @@ def copied_linears(
     schedule: str | Schedule = "auto",
     recipe: Float8Recipe | str | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Linear layers of an input that every rank has: [..., k] -> [..., n] for each weight [n, k].
+    """Apply linear layers to an input that every rank has: [..., k] -> [..., n] for each weight
+    [n, k].
 
-    The forward needs no communication. The backward sums the gradient of x over ranks, once for
-    all weights: it is one :func:`ficco.matmul_all_reduce` of the gradients side by side, for which
-    they and the weights are copied if there are several.
+    The forward needs no communication. The backward sums the gradient of x over ranks by one
+    :func:`ficco.matmul_all_reduce` for all weights. If there are several, it concatenates them and
+    the gradients, which copies both.
     """
-    refuse_unserved({"x": x, **{f"weights[{i}]": one for i, one in enumerate(weights)}})
+    refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
         _LOCAL,
         _Local(recipe_of(recipe), process_group(group), schedule),
@@ -176,7 +176,7 @@ def copied_linear(
     schedule: str | Schedule = "auto",
     recipe: Float8Recipe | str | None = None,
 ) -> torch.Tensor:
-    """:func:`copied_linears` with one weight: [..., k] -> [..., n]."""
+    """Apply :func:`copied_linears` with one weight: [..., k] -> [..., n]."""
     (y,) = copied_linears(x, (weight,), (bias,), group=group, schedule=schedule, recipe=recipe)
     return y
 
@@ -187,7 +187,7 @@ def partial_linear(
     bias: torch.Tensor | None,
     recipe: Float8Recipe | None,
 ) -> torch.Tensor:
-    """Linear layer without communication: [..., k] -> [..., n]."""
+    """Apply a linear layer without communication: [..., k] -> [..., n]."""
     if recipe is None:
         return torch.nn.functional.linear(x, weight, bias)
     refuse_unserved({"x": x, "weight": weight})
@@ -198,10 +198,10 @@ def partial_linear(
 def sum_gradient(
     tensor: torch.Tensor, group: ProcessGroup | DeviceMesh | None = None
 ) -> torch.Tensor:
-    """The tensor itself; its gradient is summed over the ranks of a group (default WORLD).
+    """Return the tensor itself; its gradient is summed over the ranks of a group (default WORLD).
 
-    For a parameter that all ranks hold and each rank applies to its own part of the sequence, such
-    as the weight of a norm between sequence-parallel layers::
+    For a parameter that all ranks hold and each rank applies to its part of the sequence, such as
+    the weight of a norm between sequence-parallel layers::
 
         y = F.rms_norm(x_shard, (hidden,), ficco.nn.sum_gradient(self.weight, group))
 
@@ -215,7 +215,7 @@ def sum_gradient(
 
 
 def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
-    """The dimension of the sequence as an index that is not negative."""
+    """Return the dimension of the sequence as a non-negative index."""
     dim = sequence_dim + x.dim() if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.dim() - 1:
         raise ValueError(
@@ -227,10 +227,10 @@ def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
 
 
 def equal_part(x: torch.Tensor, dim: int, world: int) -> int:
-    """The length of a rank's part of a sequence that the ranks share equally.
+    """Return the length of a rank's part of a sequence that the ranks share equally.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: the length is not a multiple of the number of ranks.
     """
     if (length := x.shape[dim]) % world:
         raise ValueError(
@@ -241,34 +241,34 @@ def equal_part(x: torch.Tensor, dim: int, world: int) -> int:
 
 
 def no_view(y: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory nothing else uses, as no view, like the result of ``nn.Linear``:
-    autograd refuses in-place changes of views of what a custom function returns."""
+    """Return ``y``, which owns its memory, as a tensor that autograd does not consider a view, like
+    a result of ``nn.Linear``: autograd refuses to change views of a custom function's results."""
     (out,) = _parts(y, [y.shape[-1]])
     return out
 
 
 def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Parts of the last dimension, which are no views."""
+    """Split the last dimension into tensors that autograd does not consider views."""
     split: Any = torch.unsafe_split_with_sizes
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
-        split = torch.split_with_sizes  # torch.func has no rule for the other one
+        split = torch.split_with_sizes  # torch.func has no rule for the unsafe one
     parts: Sequence[torch.Tensor] = split(y, list(sizes), -1)
     return parts
 
 
 def _with_batch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A product of the rows of ``x`` with the leading dimensions of ``x``."""
+    """Give a product of the rows of ``x`` the leading dimensions of ``x``."""
     return no_view(y.view(*x.shape[:-1], y.shape[1]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[..., k] as a matrix; a vector is one row."""
+    """Return [..., k] as a matrix; a vector is one row."""
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
 
 
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
-    given = frozen(rows)
-    lengths: tuple[int, ...] = given if isinstance(given, tuple) else ()
+    key = frozen(rows)
+    lengths: tuple[int, ...] = key if isinstance(key, tuple) else ()
     if len(lengths) != world or any(
         not isinstance(length, int) or length < 0 for length in lengths
     ):
@@ -283,22 +283,22 @@ def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _of_weights(
+def _with_weights(
     x: torch.Tensor, call: OperatorCall, *weights: torch.Tensor, equal: bool = False
 ) -> torch.Tensor:
-    """A call, of several weights as one. ``equal``: of a sum with which all ranks do the same
+    """Make a call with several weights as one. ``equal``: all ranks use the sum in the same way
     (``options(all_reduce_gradients="equal")``)."""
-    named = {"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}}
-    refuse_unserved(named, vmap=call.recipe is None and not equal)
+    operands = {"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}}
+    refuse_unserved(operands, vmap=call.recipe is None and not equal)
     x, *rest = under_autocast(x, *weights)
     if watched(x, *rest):
         schedule, text, recipe = call.schedule, current_text(), call.recipe
-        if equal:  # in words that a compiler can trace
+        if equal:  # edits the text, which a compiler can trace
             text = (f"{text[:-1]}, " if text else "{") + '"all_reduce_gradients": "equal"}'
         name = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
-        where = call.group.group_name, name, call.rows, text, False
+        request = call.group.group_name, name, call.rows, text, False
         cast = recipe.text if recipe is not None else ""
-        return library.call(call.operator, x, _cat(rest).t(), *where, recipe=cast)[0]
+        return library.call(call.operator, x, _cat(rest).t(), *request, recipe=cast)[0]
     options = current()
     if equal:
         options = replace(options, all_reduce_gradients="equal")
@@ -318,8 +318,8 @@ def _sizes(weights: Sequence[torch.Tensor]) -> list[int]:
 
 
 class _Joining(NamedTuple):
-    """A call of several weights as one, which needs gradients: ``shape`` of x, ``sizes`` of the
-    weights' results."""
+    """A call with several weights as one, which needs gradients. ``shape``: of x; ``sizes``: number
+    of columns of each weight's result."""
 
     call: OperatorCall
     shape: Sequence[int]
@@ -327,7 +327,7 @@ class _Joining(NamedTuple):
 
 
 def _joined(request: _Joining, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
-    """An operator's [m, k] x [n, k] for several weights -> [m', sum of n].
+    """Run an operator with several weights: [m, k] x [n, k] for each -> [m', sum of n].
 
     The weights are joined anew in each pass: the backward reads the parameters, so that no joined
     copy is kept.
@@ -335,13 +335,13 @@ def _joined(request: _Joining, operands: Sequence[torch.Tensor], needs: Needs) -
     call, (x, *weights) = request.call, operands
     to_x, to_weights = needs[0], any(needs[1:])
     a, b, scales = call.operands(x, _cat(weights))
-    # What is gathered in float8 is not what the gradients of weights are made of.
+    # A float8 product gathers cast rows; gradients of weights need rows that are not cast.
     saves = current().save_gathered and to_weights and scales is None and call.operator in GATHERS
-    what = call.group, call.schedule, call.rows, saves
-    y, gathered = run(call.operator, a, b, *what, scales=scales)
+    arguments = call.group, call.schedule, call.rows, saves
+    y, gathered = run(call.operator, a, b, *arguments, scales=scales)
     gathered = gathered if saves else None
     saved = x if to_weights and gathered is None else None, gathered, *(weights if to_x else ())
-    return (y, gathered), saved  # autograd then knows that what is saved comes from x
+    return (y, gathered), saved  # as a result, so that autograd traces a saved `gathered` to x
 
 
 def _joined_backward(request: _Joining, grads: Any, tensors: Any, needs: Needs) -> Gradients:
@@ -374,7 +374,7 @@ _SUM_GRADIENT = Differentiable(_same, _summed_backward)
 
 
 class _Local(NamedTuple):
-    """A product of an input that every rank has, or of one rank, if there is no group."""
+    """A product of an input that every rank has; without a group, of this rank only."""
 
     recipe: Float8Recipe | None
     group: ProcessGroup | None = None
@@ -382,7 +382,7 @@ class _Local(NamedTuple):
 
 
 def _local(request: _Local, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
-    """[m, k] x [n, k] for several weights -> [m, n] for each, without communication."""
+    """Multiply without communication: [m, k] x [n, k] for several weights -> [m, n] for each."""
     x, *weights = operands
     saved = x if any(needs[1:]) else None, *(weights if needs[0] else ())
     if request.recipe is None:
@@ -392,22 +392,22 @@ def _local(request: _Local, operands: Sequence[torch.Tensor], needs: Needs) -> A
 
 
 def _local_backward(request: _Local, grads: Any, saved: Any, needs: Needs) -> Gradients:
-    """The gradient of x is summed over the ranks of the group as it is computed."""
-    (recipe, group, schedule), (x, *weights), of_x = request, saved, None
+    """Return the gradients. That of x is summed over the ranks of the group as it is computed."""
+    (recipe, group, schedule), (x, *weights), grad_x = request, saved, None
     if needs[0]:
         joined, weight = torch.cat(grads, 1) if len(grads) > 1 else grads[0], _cat(weights)
         scales: dict[str, Any] = {}
         if recipe is not None and recipe.gradient and group is None:
-            of_x = recipe.product(joined, weight.t(), backward=True)
+            grad_x = recipe.product(joined, weight.t(), backward=True)
         elif group is None:
-            of_x = joined @ weight
+            grad_x = joined @ weight
         else:
             if recipe is not None and recipe.gradient:
-                joined, weight, given = recipe.operands(joined, weight.t(), backward=True)
-                scales = given._asdict()
-            of_x = matmul_all_reduce(joined, weight, group=group, schedule=schedule, **scales)
+                joined, weight, fields = recipe.operands(joined, weight.t(), backward=True)
+                scales = fields._asdict()
+            grad_x = matmul_all_reduce(joined, weight, group=group, schedule=schedule, **scales)
     pairs = zip(grads, needs[1:], strict=True)
-    return of_x, *(grad.t() @ x if wanted else None for grad, wanted in pairs)
+    return grad_x, *(grad.t() @ x if need else None for grad, need in pairs)
 
 
 _LOCAL = Differentiable(_local, _local_backward)

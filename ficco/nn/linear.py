@@ -2,7 +2,7 @@
 
 As in Megatron's sequence parallelism, a rank has the whole sequence and its part of the features
 between a :class:`ColumnParallelLinear` and the :class:`RowParallelLinear` that follows it. Outside
-that pair it has its part of the sequence and all features.
+the pair it has its part of the sequence and all features.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Ranks:
 
     @cached_property
     def on_mesh(self) -> DeviceMesh:
-        """The mesh, or one made of the group."""
+        """The mesh, or a mesh created from the group."""
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         return self.mesh or DeviceMesh.from_group(self.group, device)
 
@@ -75,32 +75,31 @@ class Ranks:
 
 
 def ranks_of(group: ProcessGroup | DeviceMesh | None) -> Ranks:
-    """The ranks that an argument ``group`` stands for."""
+    """Return the ranks of an argument ``group``."""
     return Ranks(process_group(group), group if isinstance(group, DeviceMesh) else None)
 
 
 def check_schedule(schedule: str | Schedule) -> None:
-    """``ValueError`` if there is no such schedule, when a layer is made and not when it runs."""
+    """Raise ``ValueError`` for an invalid schedule when a layer is created, before it runs."""
     if isinstance(schedule, str) and schedule != "auto":
         Schedule.parse(schedule)
     elif not isinstance(schedule, (str, Schedule)):
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {schedule!r}")
 
 
-#: Whether layers put their unsharded weights into a state_dict: only they know the names in it.
+#: Whether layers put their unsharded weights into a state_dict. Only a layer knows its names there.
 _gathers = ContextVar("_gathers", default=False)
 
 
-#: Layers of a ProcessGroup, while they are alive. PyTorch does not know that their gradients are of
-#: parts.
+#: All live layers of a ProcessGroup. PyTorch does not know that their gradients are sharded.
 plain_layers: weakref.WeakSet[_ParallelLinear] = weakref.WeakSet()
 
 
 class _ParallelLinear(nn.Module):
     """The base of both layers: its parameters are parts of an unsharded layer's.
 
-    ``in_features`` and ``out_features`` are those of the unsharded layer. It is no ``nn.Linear``:
-    tools that replace each ``nn.Linear`` by a layer of their own, such as torchao's
+    ``in_features`` and ``out_features`` are sizes of the unsharded layer. The class does not derive
+    from ``nn.Linear``: tools that replace every ``nn.Linear``, such as torchao's
     ``convert_to_float8_training``, would lose the communication.
     """
 
@@ -109,7 +108,7 @@ class _ParallelLinear(nn.Module):
     weight: torch.Tensor
     bias: Any
 
-    #: The dimension in which the weight is cut: 0 for outputs, with the bias, or 1 for inputs.
+    #: Sharded dimension of the weight: 0 for outputs (the bias is sharded, too), 1 for inputs.
     cut: int
     ranks: Ranks
     sequence_dim: int
@@ -129,8 +128,8 @@ class _ParallelLinear(nn.Module):
         schedule: str | Schedule = "auto",
         recipe: Float8Recipe | str | None = None,
     ) -> None:
-        whole = nn.Linear(in_features, out_features, bias, device, dtype)
-        self._become(whole, group, sequence_dim, schedule, recipe)
+        unsharded = nn.Linear(in_features, out_features, bias, device, dtype)
+        self._become(unsharded, group, sequence_dim, schedule, recipe)
 
     @classmethod
     def from_linear(
@@ -142,7 +141,7 @@ class _ParallelLinear(nn.Module):
         schedule: str | Schedule = "auto",
         recipe: Float8Recipe | str | None = None,
     ) -> Self:
-        """This rank's part of a layer that all ranks hold; ``linear`` itself is not changed.
+        """Return this rank's part of a layer that all ranks hold; ``linear`` is not changed.
 
         Raises:
             ValueError: ``linear`` is not an unsharded ``nn.Linear`` without hooks, or a subclass
@@ -155,22 +154,22 @@ class _ParallelLinear(nn.Module):
 
     def _become(
         self,
-        whole: nn.Linear,
+        linear: nn.Linear,
         group: ProcessGroup | DeviceMesh | None,
         sequence_dim: int,
         schedule: str | Schedule,
         recipe: Float8Recipe | str | None,
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.settle(ranks_of(group), sequence_dim, schedule, recipe)
-        for name, full in whole.named_parameters():
+        for name, full in linear.named_parameters():
             part = self._part(name, full.detach())
             # By identity: a tensor without memory, such as a fake one, has no address.
             if _plain(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
-                part = part.clone()  # so as not to keep the whole alive, nor share its memory
+                part = part.clone()  # neither share memory with the unsharded one nor keep it alive
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
-        if whole.bias is None:
+        if linear.bias is None:
             self.register_parameter("bias", None)
 
     def settle(
@@ -201,7 +200,7 @@ class _ParallelLinear(nn.Module):
     def check_features(
         cls, in_features: int, out_features: int, world: int, recipe: Float8Recipe | None = None
     ) -> None:
-        """``ValueError`` if the ranks cannot share the layer equally, or not by the recipe."""
+        """Raise ``ValueError`` if the ranks cannot share the layer equally, or with the recipe."""
         name, size = (("out_features", out_features), ("in_features", in_features))[cls.cut]
         if size % world:
             raise ValueError(
@@ -227,17 +226,17 @@ class _ParallelLinear(nn.Module):
 
         All ranks must start from the same state. The unsharded weight is allocated temporarily.
         """
-        have = self.weight
-        whole = nn.Linear(
-            self.in_features, self.out_features, self.bias is not None, have.device, have.dtype
+        device, dtype = self.weight.device, self.weight.dtype
+        unsharded = nn.Linear(
+            self.in_features, self.out_features, self.bias is not None, device, dtype
         )
         with torch.no_grad():
-            for name, full in whole.named_parameters():
+            for name, full in unsharded.named_parameters():
                 param = self._of_layer(name)
                 param.copy_(self._part(name, full.detach(), param))
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """This rank's weight and bias as plain tensors; gradients flow to the parameters.
+        """Return this rank's weight and bias as plain tensors; gradients flow to the parameters.
 
         Raises:
             ValueError: FSDP has sharded the parameters once more, outside of its module's call.
@@ -257,8 +256,8 @@ class _ParallelLinear(nn.Module):
         return tensor.to_local()
 
     def product(self, x: DTensor) -> Any:
-        """The product without the bias by the weight's own kernel, in the layout of the weight's
-        cut; ``x`` has the layout that the cut needs: all features, or this rank's."""
+        """Multiply without the bias, by the weight's own kernel, in the layout of the weight's
+        cut. ``x`` has the layout that the cut needs: all features, or this rank's."""
         weight, (layout,) = self.weight, x.placements
         if of_dtensors(weight):
             return torch.nn.functional.linear(x, weight)
@@ -269,7 +268,7 @@ class _ParallelLinear(nn.Module):
         return DTensor.from_local(part, x.device_mesh, [placement], run_check=False)
 
     def _by_own_kernel(self, x: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
-        """The product by the weight's own kernel, with a collective of PyTorch's."""
+        """Multiply by the weight's own kernel, with a PyTorch collective."""
         if rows is not None:
             raise NotImplementedError(
                 f"rows: required None for a layer like {not_linear(self, type(self).forward)}, got "
@@ -293,14 +292,14 @@ class _ParallelLinear(nn.Module):
         return y + (part if gathers else sum_gradient(part, self.group)).to(y.dtype)
 
     def _cut(self, name: str) -> int | None:
-        """The dimension in which a parameter is cut; None if every rank has all of it."""
+        """Return the sharded dimension of a parameter; None if every rank has all of it."""
         return self.cut if name == "weight" or self.cut == 0 else None
 
     def _part(
         self, name: str, full: torch.Tensor, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's part of an unsharded parameter, cut as ``like`` is now (by FSDP, too); needs
-        no communication."""
+        """Return this rank's part of an unsharded parameter, sharded as ``like`` is now (by FSDP,
+        too); needs no communication."""
         cut, group, mesh = self._cut(name), self.group, self.ranks.mesh
         placements: Sequence[Placement] = [Replicate() if cut is None else Shard(cut)]
         if like is not None:
@@ -313,7 +312,7 @@ class _ParallelLinear(nn.Module):
         return replicated.redistribute(placements=placements)
 
     def _of_layer(self, name: str) -> Any:
-        """The weight or bias, None for no bias.
+        """Return the weight or bias; None for no bias.
 
         Raises:
             NotImplementedError: it is not a parameter, but computed from other tensors.
@@ -342,7 +341,7 @@ class _ParallelLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
-        """Load, and take this rank's parts of tensors that are the unsharded layer's."""
+        """Load a state_dict; of unsharded tensors take this rank's part."""
         *_, error_msgs = rest
         assigns = local_metadata.get("assign_to_params_buffers", False)
         for name in PARAMETERS:
@@ -353,7 +352,7 @@ class _ParallelLinear(nn.Module):
             if value.shape == self._full_shape(name):
                 part = self._part(name, value.detach(), param)
                 if assigns and _plain(part).untyped_storage().nbytes() > _plain(part).nbytes:
-                    part = part.clone()  # so as not to keep the whole alive
+                    part = part.clone()  # do not keep the unsharded tensor alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
                 error_msgs.append(
@@ -363,13 +362,13 @@ class _ParallelLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The unsharded layer's weight or bias, gathered. All ranks of the group call it."""
+        """Gather the unsharded layer's weight or bias. All ranks of the group call it."""
         param: torch.Tensor = self._of_layer(name).detach()
         if isinstance(param, DTensor):
             if self.ranks.mesh is None:
                 raise NotImplementedError(
                     f"the unsharded {name} of a layer of a ProcessGroup is not served after "
-                    "fully_shard, to which its parts are wholes; give the layer a DeviceMesh"
+                    "fully_shard, which takes a part for a whole; give the layer a DeviceMesh"
                 )
             return param.full_tensor()
         cut = self._cut(name)
@@ -399,16 +398,16 @@ class ColumnParallelLinear(_ParallelLinear):
     =============  ==================================================================
 
     The forward is one :func:`ficco.all_gather_matmul`, the backward its gradient. Activations are
-    [sequence, batch, features], or [batch, sequence, features] with ``sequence_dim=1``. In the
-    latter case the input is copied to the other order, and the output is a transposed view, on
-    which ``reshape`` works and ``view`` may not.
+    [sequence, batch, features], or [batch, sequence, features] with ``sequence_dim=1``. With
+    ``sequence_dim=1`` the input is copied to the other order. The output is then a transposed view:
+    ``reshape`` works on it, ``view`` may not.
 
-    The layer is initialised as its part of an ``nn.Linear`` made with the same random state, if
-    all ranks have the same state. The unsharded weight is allocated temporarily. To avoid that,
-    use ``device="meta"`` and load a checkpoint.
+    The layer is initialised as its part of an ``nn.Linear`` with the same random state, if all
+    ranks have the same state. The unsharded weight is allocated temporarily. To avoid that, use
+    ``device="meta"`` and load a checkpoint.
 
     Both the unsharded layer's state_dict and this layer's own, which has parts, can be loaded;
-    :func:`full_state_dict` makes the unsharded one.
+    :func:`full_state_dict` returns the unsharded one.
 
     Args:
         in_features, out_features: of the unsharded layer.
@@ -436,8 +435,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The product with the gathered sequence; ``rows``: all ranks' sequence lengths, if they
-        are not equal."""
+        """Multiply the gathered sequence; ``rows``: all ranks' sequence lengths, if not equal."""
         if (shared := shared_output(x, self)) is not None:
             return shared
         _check_features(x, self.in_features, _ALL_FEATURES)
@@ -458,8 +456,8 @@ class RowParallelLinear(_ParallelLinear):
 
     The forward is one :func:`ficco.matmul_reduce_scatter`, the backward its gradient. The bias is
     added once, to the sum. Its gradient is summed over the ranks, so that the bias stays the same
-    on all of them. With ``sequence_dim=1`` the input is copied, unless it is a transposed view such
-    as :class:`ColumnParallelLinear` returns. All else, including arguments, is as in that class.
+    on all ranks. With ``sequence_dim=1`` the input is copied, unless it is a transposed view such
+    as :class:`ColumnParallelLinear` returns. Arguments and all else are as in that class.
 
     Raises:
         ValueError: ``in_features`` is not a multiple of the number of ranks, or another argument
@@ -470,38 +468,38 @@ class RowParallelLinear(_ParallelLinear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """This rank's part of the sum; ``rows``: the sequence lengths of all ranks' parts, if they
-        are not equal."""
+        """Return this rank's part of the sum; ``rows``: sequence lengths of all parts, if they are
+        not equal."""
         _check_features(x, self.in_features // self.group.size(), "this rank's columns")
         if own_kernel(self.weight):
             return self._by_own_kernel(x, rows)
         weight, bias = self.local()
-        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
-        where["recipe"] = self.recipe
-        return scattered_linear(x, weight, bias, **where, sequence_dim=self.sequence_dim, rows=rows)
+        kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule, "rows": rows}
+        kwargs |= {"recipe": self.recipe, "sequence_dim": self.sequence_dim}
+        return scattered_linear(x, weight, bias, **kwargs)
 
 
 @tells_refusals
 def gather_once(
     x: torch.Tensor, *layers: ColumnParallelLinear, rows: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Outputs of several column-parallel layers for one input, which is gathered once for all.
+    """Return the outputs of several column-parallel layers for one input, gathered once for all.
 
     Equals ``tuple(layer(x) for layer in layers)``, with the shapes of
-    :class:`ColumnParallelLinear`, but takes one :func:`ficco.all_gather_matmul` with the layers'
-    weights side by side. The weights are joined anew in each forward and backward; no joined copy
-    is kept; with a recipe they are cast as one. The first layer's schedule is used.
+    :class:`ColumnParallelLinear`, but is one :func:`ficco.all_gather_matmul` with the layers'
+    weights concatenated. The weights are joined anew in each forward and backward; no joined copy
+    is kept. With a recipe they are cast as one. The first layer's schedule is used.
 
-    Layers with hooks, and subclasses with a forward of their own, are called. A layer whose weight
+    Layers with hooks, and subclasses that override ``forward``, are called. A layer whose weight
     may be set when it is called (forward pre-hooks, as of FSDP2 and pruning, parametrizations,
-    quantized weights) gathers the sequence for itself.
+    quantized weights) gathers the sequence separately.
 
     Example::
 
         q, k, v = ficco.nn.gather_once(x_shard, self.wq, self.wk, self.wv)
 
     Raises:
-        ValueError: one is not a ColumnParallelLinear, or the layers differ in their group,
+        ValueError: a layer is not a ColumnParallelLinear, or the layers differ in their group,
             ``sequence_dim``, ``in_features`` or ``recipe``.
     """
     if not layers:
@@ -534,19 +532,19 @@ def gathered(
     sequence_dim: int,
     rows: Sequence[int] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The layers' outputs for a plain tensor that suits them all."""
+    """Return the layers' outputs for a plain tensor that fits all of them."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
     first = layers[0]
-    where: dict[str, Any] = {"group": first.group, "schedule": first.schedule}
-    where["recipe"] = first.recipe
-    return gathered_linears(x, weights, biases, **where, sequence_dim=sequence_dim, rows=rows)
+    kwargs: dict[str, Any] = {"group": first.group, "schedule": first.schedule, "rows": rows}
+    kwargs |= {"recipe": first.recipe, "sequence_dim": sequence_dim}
+    return gathered_linears(x, weights, biases, **kwargs)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The module's state_dict as if it were unsharded. All ranks call it, and all get it.
+    """Return the module's state_dict as if it were unsharded. All ranks call it, and all get it.
 
     Weights and biases of this package's layers are gathered, and so are all other DTensors.
-    Everything else is as on this rank, including parameters that users added to such a layer.
+    Everything else is as on this rank, including parameters that users added to a layer.
 
     Raises:
         NotImplementedError: the weight or bias of a layer is computed from other tensors, or
@@ -566,15 +564,15 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_unequal(module: nn.Module) -> None:
-    """``RuntimeError`` if ranks differ in a parameter that they all hold: a bias of a
+    """Raise ``RuntimeError`` if ranks differ in a parameter that all hold: a bias of a
     :class:`RowParallelLinear`, a replicated DTensor, or a plain tensor outside of the layers."""
     layer_of: dict[nn.Parameter, _ParallelLinear] = {}
     held: dict[ProcessGroup, dict[str, torch.Tensor]] = {}
-    for each in module.modules():
-        if isinstance(ranks := getattr(each, "ranks", None), Ranks):
+    for submodule in module.modules():
+        if isinstance(ranks := getattr(submodule, "ranks", None), Ranks):
             held[ranks.group] = {}
-        if isinstance(each, _ParallelLinear):
-            layer_of |= dict.fromkeys(each.parameters(), each)
+        if isinstance(submodule, _ParallelLinear):
+            layer_of |= dict.fromkeys(submodule.parameters(), submodule)
     for name, param in module.named_parameters():
         layer = layer_of.get(param)
         groups: list[ProcessGroup] = []
@@ -599,7 +597,7 @@ def _refuse_unequal(module: nn.Module) -> None:
 
 
 def _check_source(linear: nn.Module) -> None:
-    """``ValueError`` if a layer has more than a weight and a bias, since that would be lost."""
+    """Raise ``ValueError`` if a layer has more than a weight and a bias: it would be lost."""
     if got := not_linear(linear):
         pass
     elif hooked(linear):
@@ -621,11 +619,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-#: The features of an input of a column-parallel layer.
+#: The required features of an input of a column-parallel layer, for errors.
 _ALL_FEATURES = "all columns of this rank's part of the sequence"
 
 
-def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:
+def _check_features(x: torch.Tensor, size: int, description: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x: required a torch.Tensor, got {type(x).__name__}")
     if isinstance(x, DTensor):
@@ -633,8 +631,8 @@ def _check_features(x: torch.Tensor, wanted: int, which: str) -> None:
             f"x: required a plain tensor, got a DTensor with {x.placements}; pass x.to_local(), or "
             "use ficco.nn.ColwiseParallel and RowwiseParallel, which take DTensors"
         )
-    if x.dim() < 2 or x.shape[-1] != wanted:
+    if x.dim() < 2 or x.shape[-1] != size:
         raise ValueError(
-            f"x: required shape [..., {wanted}], {which}, got {list(x.shape)}; is it sharded as "
-            "the layer's docstring says?"
+            f"x: required shape [..., {size}], {description}, got {list(x.shape)}; is it sharded "
+            "as the layer's docstring says?"
         )

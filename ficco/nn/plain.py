@@ -1,9 +1,9 @@
 """Whether reading a linear layer's weight equals calling the layer.
 
-Other tools change a layer in five ways: a forward of its own (adapters), hooks (FSDP2, pruning), a
-weight that is computed (parametrizations, weight norm), a weight that is sharded once more (FSDP2
-outside of its module's call), and a weight with kernels of its own (quantization). Code that reads
-the weight of a layer asks here first, and calls the layer if anything differs.
+Other tools change a layer in five ways. They override its forward (adapters), add hooks (FSDP2,
+pruning), compute its weight (parametrizations, weight norm), shard its weight once more (FSDP2
+outside of its module's call), or give its weight custom kernels (quantization). Code that wants to
+read the weight of a layer asks here first, and calls the layer if one of them applies.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 #: The parameters that a parallel layer shards. Parameters that users add stay as they are.
 PARAMETERS = ("weight", "bias")
 
-#: The attributes in which a module keeps its hooks. Those before the forward may set the weight.
+#: The attributes with a module's hooks. Hooks before the forward may set the weight.
 _PRE_HOOKS = ("_forward_pre_hooks",)
 _HOOKS = (*_PRE_HOOKS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def called(layer: nn.Module, args: Any, out: Any) -> None:
-    """Do nothing: a hook of ficco's own. Because the hook exists, ``nn.TransformerEncoderLayer``
-    calls its layers instead of reading their weights."""
+    """Do nothing: ficco's own hook. Because a hook exists, ``nn.TransformerEncoderLayer`` calls its
+    layers instead of reading their weights."""
 
 
 def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward) -> str:
-    """Return why a layer is no product by ``forward`` with its parameters; "" if it is one."""
+    """Return why a layer is not a product by ``forward`` with its parameters; "" if it is."""
     kind = type(module)
     if kind.forward is not forward:
         return f"a {kind.__name__}"
@@ -59,7 +59,7 @@ def hooked(module: nn.Module, kinds: tuple[str, ...] = _HOOKS) -> bool:
 
 def set_before_call(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Return whether the weight has its value before the module is called, so that it can be read
-    with those of other layers. Hooks after the forward still run when the module is called."""
+    together with other layers' weights. Hooks after the forward still run in the call."""
     return not not_linear(module, forward) and not hooked(module, _PRE_HOOKS)
 
 
@@ -69,8 +69,8 @@ def readable(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward)
 
 
 def own_kernel(weight: torch.Tensor) -> bool:
-    """Return whether a weight is a tensor subclass with kernels of its own, such as torchao's
-    quantized tensors, by which a product must be its library's."""
+    """Return whether a weight is a tensor subclass with its own kernels, such as torchao's
+    quantized tensors. Products with it must use those kernels."""
     kind = type(weight)
     if kind is nn.Parameter or kind is torch.Tensor:
         return False
@@ -79,7 +79,7 @@ def own_kernel(weight: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor, without a gradient; any other tensor itself."""
+    """Return the local part of a DTensor, without a gradient; any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -11,20 +11,20 @@ from torch import nn
 
 from ficco.nn.plain import local_of
 
-#: The attribute of an input that has its :class:`SharedInput`.
+#: The attribute that holds the :class:`SharedInput` of an input.
 _ATTRIBUTE = "_ficco_shared"
 
 Outputs = tuple[torch.Tensor, ...]
 
 
 class SharedInput:
-    """The outputs of layers for one input, computed when the first of the layers is called.
+    """The outputs of several layers for one input, computed when the first layer is called.
 
     The input refers to this object and not the reverse: a cycle would keep activations alive.
 
     Args:
-        layers: may be read before they are called.
-        multiply: computes the outputs of the input for all layers.
+        layers: layers whose weights may be read before they are called.
+        multiply: computes the outputs of all layers from the input.
     """
 
     def __init__(
@@ -35,30 +35,30 @@ class SharedInput:
         self.layers, self.multiply = layers, multiply
         self.hooks = _saving_hooks()
         self.outs: dict[nn.Module, torch.Tensor] | None = None
-        # The modes and weights with which `outs` were computed.
+        # Modes and weights when `outs` was computed.
         self.modes: tuple[Any, ...] = ()
         self.weights: dict[nn.Module, list[Any]] = {}
 
     def serves(self, layer: nn.Module, x: torch.Tensor) -> bool:
-        """Return whether the output for a layer is, or will be, among these outputs."""
-        # Inside a checkpoint within the module, a recomputation would gather differently.
+        """Return whether this object has, or will have, the output for a layer."""
+        # A checkpoint within the module would gather differently when it recomputes.
         if self.hooks != _saving_hooks():
             return False
         if self.outs is None:
             return layer in self.layers
-        # A layer gathers for itself if it is called a second time, as in recomputation; if its
-        # gradient or autocast mode is not that of the first layer's call; or if the input or its
+        # A layer gathers separately if it is called a second time, as in recomputation; if its
+        # gradient or autocast mode differs from the first layer's call; or if the input or its
         # weight has changed since.
         if layer not in self.outs or self.modes != _modes(x):
             return False
         pairs = zip(self.weights[layer], _weights(layer), strict=True)
-        return all(one is other and counts == now for (one, *counts), (other, *now) in pairs)
+        return all(old is new and counts == now for (old, *counts), (new, *now) in pairs)
 
     def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """Return the output for a layer, once."""
         if self.outs is None:
             self.modes = _modes(x)
-            self.weights = {each: _weights(each) for each in self.layers}
+            self.weights = {member: _weights(member) for member in self.layers}
             self.outs = dict(zip(self.layers, self.multiply(x), strict=True))
         return self.outs.pop(layer)
 
@@ -85,7 +85,7 @@ def sharing(x: torch.Tensor, shared: SharedInput) -> Iterator[None]:
 
 
 def _saving_hooks() -> Any:
-    """The hooks in force on tensors that are saved for a backward, such as checkpointing's."""
+    """Return the active hooks on tensors saved for a backward, such as checkpointing's."""
     if torch.compiler.is_compiling():
         return None
     # Available from PyTorch 2.8 on.
@@ -94,25 +94,25 @@ def _saving_hooks() -> Any:
 
 
 def _modes(x: torch.Tensor) -> tuple[Any, ...]:
-    """What a product of an input depends on, apart from its other operand."""
+    """Return the modes that affect a product of ``x``, and the versions of ``x``."""
     kind = x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     grad = torch.is_grad_enabled()
-    if torch.compiler.is_compiling():  # a compiler does not know version counts
+    if torch.compiler.is_compiling():  # compilers do not see version counts
         return grad, autocast
     return grad, autocast, *_versions(x)
 
 
 def _weights(layer: nn.Module) -> list[tuple[Any, ...]]:
-    """A layer's weight and bias, and how often each, and its local part, was changed in place."""
+    """Return a layer's weight and bias with their version counts: see :func:`_versions`."""
     if torch.compiler.is_compiling():
         return []
-    parameters: list[Any] = [each for each in (layer.weight, layer.bias) if each is not None]
-    return [(each, *_versions(each)) for each in parameters]
+    parameters: list[Any] = [param for param in (layer.weight, layer.bias) if param is not None]
+    return [(param, *_versions(param)) for param in parameters]
 
 
 def _versions(x: torch.Tensor) -> tuple[int | None, int | None]:
-    """How often a tensor and its local part were changed in place; None for an inference tensor,
-    which has no count."""
-    first, second = (None if one.is_inference() else one._version for one in (x, local_of(x)))
-    return first, second
+    """Return how often a tensor and its local part were changed in place; None for an inference
+    tensor, which has no count."""
+    own, local = (None if part.is_inference() else part._version for part in (x, local_of(x)))
+    return own, local

@@ -1,8 +1,8 @@
 """Parallel styles for ``torch.distributed.tensor.parallel.parallelize_module``.
 
-They behave as PyTorch's own styles: parameters are the same DTensors, and layouts mean the same.
-Cases that ficco's operators do not support (embeddings, layouts without a collective next to a
-product) are left to PyTorch. A parallelization plan therefore needs to change its imports only.
+They behave like PyTorch's own styles: parameters are the same DTensors, and layouts mean the same.
+PyTorch still handles cases that ficco's operators do not support (embeddings, layouts without a
+collective next to a product). So a parallelization plan needs to change only its imports.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), mesh, Partial(), style)
         dim = _sequence(x, style.output_layouts[0])
-        where: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
-        where["recipe"] = self.recipe
+        kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
+        kwargs["recipe"] = self.recipe
         if dim is None:
-            y = reduced_linear(local, *self.local(), **where)
+            y = reduced_linear(local, *self.local(), **kwargs)
             return _laid_out(y, mesh, Replicate(), style)
         rows = _uneven(local.shape[dim], mesh)
-        y = scattered_linear(local, *self.local(), **where, sequence_dim=dim, rows=rows)
+        y = scattered_linear(local, *self.local(), **kwargs, sequence_dim=dim, rows=rows)
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
         return _laid_out(y, mesh, Shard(dim), style, uneven)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the sum. Rank 0 adds the bias; all ranks have its gradient."""
+        """Return this rank's term of the sum. Rank 0 adds the bias; all ranks have its gradient."""
         weight, bias = self.local()
         if bias is not None and self.group.rank() > 0:
             bias = bias - bias.detach()
@@ -93,8 +93,8 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
 
 class _Scheduled:
-    """Adds a schedule, a recipe, and layers of ficco's in place of ``nn.Linear``, to the style of
-    PyTorch's that follows it among the base classes."""
+    """Adds a schedule, a recipe and ficco's layers to the PyTorch style that is the next base
+    class."""
 
     _kind: type[_ColwiseLinear | _RowwiseLinear]
 
@@ -168,7 +168,7 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
         ValueError: there is no such schedule or recipe, or (from ``parallelize_module``) the ranks
             cannot share the layer equally.
         NotImplementedError: (from ``parallelize_module``) the module is a subclass of
-            ``nn.Linear`` with a forward of its own.
+            ``nn.Linear`` that overrides ``forward``.
     """
 
     _kind = _ColwiseLinear
@@ -199,14 +199,14 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
     If the plan asks for a sequence shard to be gathered, ``Shard(sequence)`` to ``Replicate()``,
     the module gets the DTensor still sharded. Its shape is the global one, as before, and the
     :class:`ColwiseParallel` layers that receive it gather it while they multiply. Direct children
-    of the module that receive the very same tensor gather it once for all of them (see
+    of the module that receive the very same tensor gather it only once (see
     :func:`ficco.nn.gather_once`), or sum its gradient once if every rank has it (``Replicate()``).
-    With ``use_local_output=True`` it does what PyTorch's does.
+    With ``use_local_output=True`` it behaves as PyTorch's.
 
-    If the input or a weight is changed in place between the calls of two such children, the later
-    ones gather anew. Under ``torch.compile`` and in inference mode such changes go unnoticed: pass
-    a new tensor instead. A child whose weight may be set when it is called gathers for itself: one
-    with a forward pre-hook, such as FSDP2's or pruning's, or with a parametrization.
+    If the input or a weight is changed in place between the calls of two children, the later
+    child gathers anew. Under ``torch.compile`` and in inference mode the change goes unnoticed:
+    pass a new tensor instead. A child whose weight may be set when it is called gathers separately:
+    a child with a forward pre-hook, such as FSDP2's or pruning's, or with a parametrization.
     """
 
     def _prepare_input_arg(
@@ -228,9 +228,9 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
 
 
 def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a module is called, note on its inputs the layers that share them: a hook.
+    """Forward pre-hook: mark each input with the layers that share it.
 
-    A plain tensor is shared by the layers to which it is what every rank has.
+    Layers share a plain tensor if their style says that every rank has it.
     """
     layers = [
         child
@@ -264,11 +264,11 @@ def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def _multiplied(
     x: torch.Tensor, dim: int | None, layers: Sequence[_ColwiseLinear]
 ) -> tuple[torch.Tensor, ...]:
-    """The layers' local outputs of a sequence sharded at ``dim``, or of an input that all have."""
+    """Return the layers' local outputs for a sequence sharded at ``dim``, or a replicated input."""
     if dim is None:
         weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-        where: dict[str, Any] = {"group": layers[0].group, "recipe": layers[0].recipe}
-        return copied_linears(_local(x), weights, biases, **where)
+        kwargs: dict[str, Any] = {"group": layers[0].group, "recipe": layers[0].recipe}
+        return copied_linears(_local(x), weights, biases, **kwargs)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
     return gathered(_local(x), layers, dim, rows)
 
@@ -276,8 +276,8 @@ def _multiplied(
 def _by_own_kernel(
     layer: _ColwiseLinear | _RowwiseLinear, x: torch.Tensor, wanted: Placement
 ) -> torch.Tensor:
-    """The layer's output by a weight with kernels of its own, redistributed by DTensor as
-    PyTorch's styles do. ``wanted``: the layout of the input that the weight's cut needs."""
+    """Return the layer's output by the weight's own kernels, redistributed by DTensor as PyTorch's
+    styles do. ``wanted``: the layout of the input that the weight's cut needs."""
     style, mesh = layer.style, layer.mesh
     x = _redistributed(x, style.input_layouts, mesh, wanted)
     if not isinstance(x, DTensor):
@@ -294,8 +294,8 @@ def _by_own_kernel(
 
 @cache
 def _joined(kind: type[Any], layer: type[Any]) -> type[Any]:
-    """A parallel layer that is still what it was: a client's subclass keeps its methods, and how
-    it is initialised."""
+    """Return a class that is both a parallel layer and the original layer's class: a client's
+    subclass keeps its methods and its initialisation."""
     if layer is nn.Linear:
         return kind
     reset = layer.reset_parameters
@@ -304,7 +304,7 @@ def _joined(kind: type[Any], layer: type[Any]) -> type[Any]:
 
 
 def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> Placement:
-    """The layout of an input on a mesh; for a plain tensor, the one that the style states."""
+    """Return the layout of an input on a mesh; for a plain tensor, the style's layout."""
     if not isinstance(x, DTensor):
         return layouts[0]
     if x.device_mesh != mesh:
@@ -318,7 +318,7 @@ def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> 
 def _redistributed(
     x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh, wanted: Placement
 ) -> torch.Tensor:
-    """The input in the wanted layout; a plain tensor that has it already stays plain."""
+    """Return the input in the wanted layout; a plain tensor that has it already stays plain."""
     if _same(_layout(x, layouts, mesh), wanted, x.dim()):
         return x
     if not isinstance(x, DTensor):
@@ -333,7 +333,7 @@ def _laid_out(
     style: ColwiseParallel | RowwiseParallel,
     uneven: torch.Size | None = None,
 ) -> torch.Tensor:
-    """The output as the style wants it, from a local part whose layout is ``layout``.
+    """Return the output in the style's layout, from a local part in ``layout``.
 
     ``uneven`` is the global shape if the ranks' parts are not equal.
     """
@@ -353,14 +353,14 @@ def _laid_out(
     return no_view(_local(out)) if style.use_local_output else out
 
 
-def _same(one: Placement, other: Placement, dims: int) -> bool:
-    if type(one) is Shard and type(other) is Shard:
-        return one.dim % dims == other.dim % dims
-    return one == other
+def _same(left: Placement, right: Placement, dims: int) -> bool:
+    if type(left) is Shard and type(right) is Shard:
+        return left.dim % dims == right.dim % dims
+    return left == right
 
 
 def _sequence(x: torch.Tensor, placement: Placement | None) -> int | None:
-    """The dimension that a placement shards, if it is not the last; else None."""
+    """Return the dimension that a placement shards, if it is not the last; else None."""
     if type(placement) is not Shard:
         return None
     if placement.dim >= x.dim():
@@ -370,12 +370,12 @@ def _sequence(x: torch.Tensor, placement: Placement | None) -> int | None:
 
 
 def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
-    """The ranks' sequence lengths as DTensor cuts them, if they are not equal."""
+    """Return the ranks' sequence lengths as DTensor shards them; None if they are equal."""
     world = mesh.size()
     if length % world == 0:
         return None
-    most = -(-length // world)
-    return [max(0, min(most, length - rank * most)) for rank in range(world)]
+    longest = -(-length // world)
+    return [max(0, min(longest, length - rank * longest)) for rank in range(world)]
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
@@ -384,11 +384,11 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Arrived(torch.autograd.Function):
-    """A tensor that a collective brings, once it has arrived; its ``wait`` has no gradient."""
+    """Waits for the result of an asynchronous collective, whose own ``wait`` has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
-        return x.wait().detach()  # not the tensor in x itself, which must get no gradient function
+        return x.wait().detach()  # the tensor inside x must not get a gradient function
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

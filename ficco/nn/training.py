@@ -1,8 +1,8 @@
-"""What a trainer needs where its model has layers of this package.
+"""Training utilities for models with this package's layers.
 
-PyTorch's own functions are right for DTensors, which a layer of a DeviceMesh has as parameters. To
-them, plain parameters are the whole model's. The parameters of a layer of a ProcessGroup are parts.
-This module therefore replaces the norm that ``torch.nn.utils.clip_grad_norm_`` takes.
+PyTorch's own functions are correct for DTensors, the parameters of a layer of a DeviceMesh. They
+take plain parameters for parameters of the whole model, but in a layer of a ProcessGroup these are
+parts. This module therefore replaces the norm that ``torch.nn.utils.clip_grad_norm_`` computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ficco.nn.functional import sum_gradient
 from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, plain_layers, ranks_of
 from ficco.nn.plain import PARAMETERS, own_kernel
 
-#: The layers whose parameters are parts, and which sum the gradients of what is none.
+#: The layers with sharded parameters. They also sum the gradients of replicated parameters.
 _LAYERS = (ColumnParallelLinear, RowParallelLinear)
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -38,7 +38,8 @@ def clip_grad_norm_(
 
     The weights and biases that layers of a ProcessGroup shard count once over all ranks of the
     group, DTensors over their mesh. Every other plain parameter counts once, and must have the
-    same gradient on all ranks: see :func:`replicated`. One all-gather of a number for each group.
+    same gradient on all ranks: see :func:`replicated`. It takes one all-gather of a number for each
+    group.
 
     With ``ficco.nn`` imported, ``torch.nn.utils.clip_grad_norm_`` does the same for a list of
     parameters that are all plain or all DTensors. It does not refuse what this function refuses.
@@ -50,15 +51,15 @@ def clip_grad_norm_(
         RuntimeError: ``error_if_nonfinite`` is set and the norm is infinite or NaN.
     """
     norms: list[torch.Tensor] = []
-    kinds = _by_ranks(module)
-    for ranks, params in kinds.items():
+    by_ranks = _by_ranks(module)
+    for ranks, params in by_ranks.items():
         grads = [param.grad for param in params if param.grad is not None]
-        if not grads and isinstance(ranks, ProcessGroup):  # peers may have some
+        if not grads and isinstance(ranks, ProcessGroup):  # peers may have gradients
             grads = [torch.zeros((), device=params[0].device)]
         if grads:
             norms.append(_norm(ranks, grads, norm_type))
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
-    for params in kinds.values():  # apart, since foreach kernels take no mixture with DTensors
+    for params in by_ranks.values():  # foreach kernels cannot mix plain tensors and DTensors
         clip_grads_with_norm_(params, max_norm, total)
     return total
 
@@ -66,8 +67,8 @@ def clip_grad_norm_(
 def _norm(
     ranks: ProcessGroup | DeviceMesh | None, grads: list[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    """The norm of gradients whose parts ranks have, or of a DeviceMesh's DTensors, in float32 at
-    least."""
+    """Return the norm of gradients that are sharded over a group, or are DTensors of a mesh, in at
+    least float32."""
     norm: Any = get_total_norm(grads, norm_type)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -85,8 +86,8 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` takes for the norm of gradients, those of layers of
-    a ProcessGroup among them: parts count once over all ranks of the group."""
+    """Return the total norm of gradients for ``torch.nn.utils.clip_grad_norm_``. Sharded gradients
+    of layers of a ProcessGroup count once over all ranks of the group."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     parts = {
         id(param.grad): layer.group
@@ -94,24 +95,24 @@ def _total_norm(
         for name, param in layer._parameters.items()
         if param is not None and (name == "weight" or layer.cut == 0)
     }
-    kinds: dict[ProcessGroup | None, list[torch.Tensor]] = {}
+    by_group: dict[ProcessGroup | None, list[torch.Tensor]] = {}
     for tensor in tensors:
-        kinds.setdefault(parts.get(id(tensor)), []).append(tensor)
-    if not any(kinds):
+        by_group.setdefault(parts.get(id(tensor)), []).append(tensor)
+    if not any(by_group):
         total: torch.Tensor = _local_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
         return total
-    norms = [_norm(ranks, grads, norm_type) for ranks, grads in kinds.items()]
+    norms = [_norm(ranks, grads, norm_type) for ranks, grads in by_group.items()]
     return get_total_norm(norms, norm_type, error_if_nonfinite)
 
 
-#: PyTorch's. ``clip_grad_norm_`` looks it up when it is called, whoever has imported it.
+#: PyTorch's function. ``clip_grad_norm_`` looks the name up when it is called.
 _local_total_norm: Any = clip_grad._get_total_norm
 clip_grad._get_total_norm = _total_norm
 
 
 def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[nn.Parameter]]:
-    """Trained parameters by the group that has their parts, the mesh of DTensors, or None."""
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    """Return trained parameters by the group that shards them, the mesh of DTensors, or None."""
+    by_ranks: dict[Any, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _LAYERS)}
     for name, layer in layers.items():
@@ -138,21 +139,21 @@ def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[
                 )
             elif inner == "weight" or layer.cut == 0:
                 ranks = layer.group
-            kinds.setdefault(ranks, []).append(param)
+            by_ranks.setdefault(ranks, []).append(param)
     for param in module.parameters():
         if param.requires_grad and param not in seen:
             ranks = param.device_mesh if isinstance(param, DTensor) else None
-            kinds.setdefault(ranks, []).append(param)
-    return kinds
+            by_ranks.setdefault(ranks, []).append(param)
+    return by_ranks
 
 
 def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -> Module:
-    """Return a module whose parameters all ranks hold, and which each rank calls with its own part
-    of the sequence: gradients of its parameters are summed over the ranks of a group.
+    """Make a module sum the gradients of its parameters over the ranks of a group; return it.
 
-    For a norm between parallel layers, an embedding, :class:`UlyssesAttention`, or a whole model
-    of these. Parameters in :class:`ColumnParallelLinear` and :class:`RowParallelLinear` stay as
-    they are, since these layers sum what has to be summed::
+    All ranks hold the parameters, and each rank calls the module with its part of the sequence. For
+    a norm between parallel layers, an embedding, :class:`UlyssesAttention`, or a whole model.
+    Parameters in :class:`ColumnParallelLinear` and :class:`RowParallelLinear` stay unchanged,
+    since these layers sum gradients where necessary::
 
         model = ficco.nn.replicated(nn.Sequential(nn.RMSNorm(4096), up, nn.SiLU(), down), mesh)
 
@@ -163,7 +164,7 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
     Args:
         module: has equal parameters on all ranks.
         group: as for :class:`ColumnParallelLinear`; with a DeviceMesh the parameters become
-            DTensors, ``Replicate()``, as those of the layers are.
+            DTensors, ``Replicate()``, like parameters of the layers.
 
     Raises:
         ValueError: a parameter is a DTensor already; or, when the module is called, ``fully_shard``
@@ -186,7 +187,7 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
 
 
 def _own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those in it, with their names, without parallel layers and what is in these."""
+    """Yield a module and its submodules, with their names, except parallel layers and below."""
     if isinstance(module, _LAYERS):
         return
     yield prefix, module
@@ -201,13 +202,13 @@ def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
             if param is None or own_kernel(param):  # a quantized weight stays plain
                 continue
             if param not in distributed:
-                whole = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
-                distributed[param] = nn.Parameter(whole, param.requires_grad)
+                tensor = DTensor.from_local(param.detach(), mesh, [Replicate()], run_check=False)
+                distributed[param] = nn.Parameter(tensor, param.requires_grad)
             owner._parameters[name] = distributed[param]
 
 
 def _use_summed(ranks: Ranks, module: nn.Module, args: Any) -> None:
-    """A pre-hook: let the forward read tensors whose gradients are summed over the ranks."""
+    """Pre-hook: let the forward read tensors whose gradients are summed over the ranks."""
     for _, owner in _own_modules(module):
         for name, param in owner._parameters.items():
             if param is None:
@@ -224,12 +225,12 @@ def _use_summed(ranks: Ranks, module: nn.Module, args: Any) -> None:
                 tensor = param.to_local()
             if param.requires_grad:
                 tensor = sum_gradient(tensor, ranks.group)
-            # An attribute of the instance comes before the parameter of that name.
+            # An instance attribute takes precedence over the parameter of the same name.
             owner.__dict__[name] = tensor
 
 
 def _use_own(module: nn.Module, args: Any, out: Any) -> None:
-    """A hook that undoes :func:`_use_summed`, also after an error."""
+    """Hook: undo :func:`_use_summed`, also after an error."""
     for _, owner in _own_modules(module):
         for name in owner._parameters:
             owner.__dict__.pop(name, None)

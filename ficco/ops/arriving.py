@@ -1,4 +1,4 @@
-"""An all-gather around kernels of the caller's own, which wait for the rows that they read."""
+"""An all-gather that runs around the caller's kernels, which wait for the rows that they read."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 
-#: What errors and the board call it.
+#: Name of the operator in errors and on the board.
 NAME = "arriving"
 
 
 class Arriving:
-    """The rows of all ranks while they arrive: what :func:`arriving` gives. Its tensors are valid
-    within the block.
+    """The rows of all ranks while they arrive, as :func:`arriving` yields them. The tensors are
+    valid only within the block.
 
     Attributes:
-        buffer: [m, k], the rows of all ranks in the order of the ranks. The rank's own are there
-            from the start.
+        buffer: [m, k], the rows of all ranks in the order of the ranks. The rank's own rows are
+            present from the start.
         words: int32 [len(pieces)] on the device of the rows. A word is 0 until the rows of its
-            piece are there, then ``ARRIVED``. Do not write to it.
-        pieces: the rows of each word, in the order in which they are expected.
+            piece have arrived, then ``ARRIVED``. Do not write to it.
+        pieces: the rows of each word, in the expected order of arrival.
         own: first and last row, exclusive, of the rank's own rows.
     """
 
-    #: What a word holds once its rows are there.
+    #: Value of a word once its rows have arrived.
     ARRIVED = 1
 
     def __init__(
@@ -61,8 +61,7 @@ class Arriving:
         self._wait: Callable[[int], None] | None = wait
 
     def wait(self, piece: int) -> None:
-        """Wait until the rows of a piece are there: on CPUs the caller, on a GPU the current
-        stream.
+        """Wait until a piece has arrived: on CPUs the caller waits, on a GPU the current stream.
 
         Raises:
             IndexError: there is no such piece.
@@ -72,12 +71,12 @@ class Arriving:
         if not 0 <= piece < len(self.pieces):
             raise IndexError(f"piece: required one of {len(self.pieces)} pieces, got {piece}")
         if self._wait is None:
-            raise FiccoError("wait: the block of ficco.arriving is over; wait within it")
+            raise FiccoError("wait: the block of ficco.arriving is over; wait within the block")
         self._wait(piece)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """First and last row, exclusive, of the own rows and then of each piece, once it is there
-        (:meth:`wait`); all rows in all."""
+        """Yield first and last row, exclusive: of the own rows, then of each piece after waiting
+        for it (:meth:`wait`). Together they cover all rows."""
         yield self.own
         for index, piece in enumerate(self.pieces):
             self.wait(index)
@@ -98,7 +97,7 @@ def arriving(
     order: str = "peer",
     pull: bool = False,
 ) -> Iterator[Arriving]:
-    """Gather the rows of all ranks around kernels of the caller's own (TileLink, section 3.2)::
+    """Gather the rows of all ranks around the caller's own kernels (TileLink, section 3.2)::
 
         with ficco.arriving(a_shard) as rows:
             kernel[grid](rows.buffer, rows.words, ...)  # waits by ficco.tile.wait
@@ -106,28 +105,28 @@ def arriving(
     ================  ===============================================================
     ``a_shard``       [m/W, k]; leading dimensions are flattened into the rows
     ``rows.buffer``   [m, k], the rows of all ranks in the order of the ranks
-    ``rows.words``    int32, one for each piece of a peer's rows: 1 once it is there
-    ``rows.pieces``   which rows these are, in the order in which they are expected
+    ``rows.words``    int32, one for each piece of a peer's rows: 1 once it has arrived
+    ``rows.pieces``   the rows of each word, in the expected order of arrival
     ================  ===============================================================
 
-    On a GPU entering enqueues the copies, which go on beside the block, and returns. What the block
-    enqueues on the current stream begins at once, and reads a piece after it has waited for its
-    word: in a kernel (:func:`ficco.tile.wait`), or between kernels (``rows.wait``). On CPUs threads
-    copy, and ``rows.wait`` blocks. Leaving waits for all pieces, clears the words and hands the
-    memory on after what the stream of the block did. Other streams must have joined by then. Blocks
-    can be captured in graphs, as a whole. A kernel that waits must leave multiprocessors for the
-    copies where ranks share a GPU.
+    On a GPU, entering the block enqueues the copies and returns; the copies run concurrently with
+    the block. Kernels that the block enqueues on the current stream start at once. They must wait
+    for the word of a piece before they read it: in a kernel (:func:`ficco.tile.wait`), or between
+    kernels (``rows.wait``). On CPUs threads copy, and ``rows.wait`` blocks. Leaving the block waits
+    for all pieces, clears the words and releases the memory after the work on the block's stream.
+    Other streams must have joined by then. A whole block can be captured in a graph. Where ranks
+    share a GPU, a kernel that waits must leave multiprocessors for the copies.
 
-    Every rank of the group enters at the same place among its calls, with the same arguments but
-    for ``a_shard``. The group serves no other call within the block. There is no gradient.
+    Every rank enters the block at the same place among its calls, with the same arguments except
+    ``a_shard``. The group serves no other call within the block. There is no gradient.
 
     Args:
         a_shard: this rank's rows, which copies read: do not change them within the block.
         group: the ranks, default WORLD.
-        rows: rows of each rank, where their numbers differ.
-        pieces: pieces per shard, or their relative sizes.
+        rows: number of rows of each rank, if the ranks differ.
+        pieces: number of pieces per shard, or their relative sizes.
         order: ``"peer"``: peer after peer, or ``"piece"``: a piece of each peer in turn.
-        pull: receivers fetch; otherwise senders push.
+        pull: receivers fetch the rows; otherwise senders push them.
 
     Raises:
         ValueError: an argument is wrong.
@@ -137,9 +136,9 @@ def arriving(
         SignalTimeout, PeerFailed: as for any call: on CPUs from ``rows.wait`` or on leaving, on a
             GPU by the watchdog, which also ends kernels that wait. The time counts from the entry.
 
-    An exception of the block leaves it as usual: the peers get their rows, the group stays usable,
-    and the exception goes on. Only one that is no ``Exception``, such as KeyboardInterrupt, breaks
-    the call off.
+    An exception in the block propagates after the call has been completed: the peers get their
+    rows and the group stays usable. Only an exception that is not an ``Exception``, such as
+    KeyboardInterrupt, aborts the call.
     """
     workspace = _checked(a_shard, group)
     try:
@@ -153,7 +152,7 @@ def arriving(
     except BaseException as error:
         workspace.end(error)
         raise
-    found = Arriving(
+    arrivals = Arriving(
         engine.rows(program, call),
         engine.words(program, call),
         pieces_of(program.plan),
@@ -162,28 +161,28 @@ def arriving(
     )
     workspace.block_open, outcome = True, None
     try:
-        yield found
+        yield arrivals
     except BaseException as error:
         outcome = error
     workspace.block_open = False
-    found._close()
-    broken = outcome if not isinstance(outcome, Exception) else None
+    arrivals._close()
+    abort = outcome if not isinstance(outcome, Exception) else None
     try:
-        around.__exit__(type(broken) if broken else None, broken, None)
+        around.__exit__(type(abort) if abort else None, abort, None)
         workspace.raise_error()
     except BaseException as error:
         workspace.end(error)
         raise
     workspace.thread = 0
     if outcome is not None:
-        if broken is not None:
-            workspace.end(broken)
+        if abort is not None:
+            workspace.end(abort)
         raise outcome
 
 
 @tells_refusals
 def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> Workspace:
-    """The workspace of a call that can be one."""
+    """Check the operand of a call, and return the workspace of its group and device."""
     if not isinstance(a_shard, torch.Tensor):
         raise ValueError(f"a_shard: required a torch.Tensor, got {type(a_shard).__name__}")
     if watched(a_shard):
@@ -202,7 +201,7 @@ def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> 
 
 @dataclass(eq=False)
 class ArrivingCall(Invocation):
-    """A block of the caller's own, around which rows arrive."""
+    """An all-gather around a block of the caller's code."""
 
     a: torch.Tensor
     rows: Any
@@ -236,9 +235,9 @@ class ArrivingCall(Invocation):
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, a, source = workspace.engine, self.a, self.source
         kind = OPERATORS["all_gather_matmul"]
-        each = rows_by_rank(kind, self.rows, a.shape[0], engine.rank, engine.world)
+        by_rank = rows_by_rank(kind, self.rows, a.shape[0], engine.rank, engine.world)
         dtype = str(a.dtype).removeprefix("torch.")
-        problem = Gathering(each, a.shape[1], dtype, source is not None)
+        problem = Gathering(by_rank, a.shape[1], dtype, source is not None)
         (plan,) = gathering(problem, self.schedule, [engine.rank])
         keep_to_cap(engine, plan, options.workspace_bytes)
         pulls = source is not None and self.schedule.pull
@@ -251,8 +250,8 @@ class ArrivingCall(Invocation):
 
 
 def _schedule(pieces: int | tuple[int, ...], order: str, pull: bool) -> Schedule:
-    whole = (pieces,) if isinstance(pieces, int) else pieces
-    if not isinstance(whole, tuple) or any(type(size) is not int or size < 1 for size in whole):
+    sizes = (pieces,) if isinstance(pieces, int) else pieces
+    if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(
             f"pieces: required a positive number, or a tuple of relative sizes, got {pieces!r}"
         )

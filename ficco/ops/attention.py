@@ -31,10 +31,10 @@ from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 
-#: What errors and the board call it.
+#: Name of the operator in errors and on the board.
 NAME = "all_gather_attention"
 
-#: Largest head, and of what its size is a multiple, on GPUs.
+#: On GPUs, the largest head size, and the number that head sizes are multiples of.
 MOST_SIZE, MULTIPLE = 256, 8
 
 
@@ -54,9 +54,9 @@ def all_gather_attention(
 ) -> torch.Tensor:
     """Attend to the keys and values of all ranks while they travel (TileLink, section 5).
 
-    With W ranks that hold S/W positions of a sequence each, it computes what
-    ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)`` does
-    with the whole sequence, for this rank's positions.
+    With W ranks that hold S/W positions of a sequence each, it computes
+    ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)`` over
+    the whole sequence, for this rank's positions.
 
     =====================  ==============================================================
     ``q``                  [batch, heads, S/W, size]
@@ -64,25 +64,26 @@ def all_gather_attention(
     result                 [batch, heads, S/W, size]
     =====================  ==============================================================
 
-    Copy engines move pieces of keys and values, in the order that the schedule sets; attention of
-    the vendor's library takes each group of pieces that has arrived in one call, and the results
-    are merged in float32 by their log-sum-exp. What a mask hides from all of a rank's queries is
+    Copy engines move pieces of keys and values, in the order that the schedule sets. The vendor's
+    attention library processes each group of arrived pieces in one call, and the results are
+    merged in float32 by their log-sum-exp. Keys that a mask hides from all queries of a rank are
     not sent to it. On a GPU the call is enqueued on the current stream and returns.
 
-    For the gradients of all three keys and values are gathered again; with
-    ``options(save_gathered=True)`` the forward keeps those that it has got, and only gradients
-    travel. All ranks need gradients of the same operands, or none does.
+    The backward gathers keys and values again. With ``options(save_gathered=True)`` the forward
+    keeps the gathered ones, and only gradients travel. The same operands must need gradients on
+    every rank.
 
     Args:
         causal: a query attends to no later position.
-        scale: of the scores; 1 / sqrt(size) by default.
-        placement: which positions a rank holds: ``"ranks"``, the sequence in the order of the
-            ranks, or ``"head-tail"``, of 2 W chunks those of number r and 2 W - 1 - r, in this
-            order, which gives all ranks of a causal call equally much to do (as
-            ``torch.distributed.tensor.experimental.context_parallel`` places them).
-        window: with ``causal``, a query attends to its own position and to at most so many before.
-        cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
-            on the host. A query attends to its own one only.
+        scale: factor of the scores; 1 / sqrt(size) by default.
+        placement: the positions that rank r holds. ``"ranks"``: the r-th part of the sequence.
+            ``"head-tail"``: chunks r and 2 W - 1 - r out of 2 W, in this order, which balances the
+            work of causal calls, as in
+            ``torch.distributed.tensor.experimental.context_parallel``.
+        window: with ``causal``, a query attends to its own position and at most ``window`` earlier
+            ones.
+        cu_seqlens: first position of each packed sequence, followed by S; on the host. A query
+            attends to its own sequence only.
         group: the ranks; the default group if None.
         schedule: a name, a :class:`Schedule`, or ``"auto"``: the fastest of a few in simulation.
 
@@ -94,16 +95,19 @@ def all_gather_attention(
     """
     traced = check_traced(q=q, k_shard=k_shard, v_shard=v_shard)
     q, k_shard, v_shard = under_autocast(q, k_shard, v_shard)
-    asked = asked_for(traced, causal, scale, window, cu_seqlens, placement=placement)
-    return ATTENTION(Request(process_group(group), schedule, asked), (q, k_shard, v_shard), traced)
+    facts = asked_for(traced, causal, scale, window, cu_seqlens, placement=placement)
+    return ATTENTION(Request(process_group(group), schedule, facts), (q, k_shard, v_shard), traced)
 
 
 @dataclass(eq=False)
 class AttentionCall(Invocation):
-    """A call of attention, or of its backward where there is a gradient (``of``).
+    """A call of attention, or of its backward if ``of`` is set.
 
     Attributes:
-        results: what the caller gets, once allocated.
+        of: result, log-sum-exp and gradient that a backward starts from.
+        keeps: the forward returns the tensors that its backward needs.
+        kept: the gathered keys and values of the forward, for a backward.
+        results: the tensors that the caller gets, once allocated.
     """
 
     operator: str
@@ -166,8 +170,8 @@ class AttentionCall(Invocation):
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         if source is not None and chosen.pull:
             agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
-        kept = None if "publish" in plan.buffer else source
-        return new_kind(workspace, plan, options, agreed, cap is not None, kept)
+        read_in_place = None if "publish" in plan.buffer else source
+        return new_kind(workspace, plan, options, agreed, cap is not None, read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         if self.of is None:
@@ -185,9 +189,9 @@ def asked_for(
     cu_seqlens: Any,
     **more: Any,
 ) -> dict[str, Any]:
-    """What a call is asked for, as a hashable key unless :func:`check_asked` refuses it: at once if
-    the call is traced, or else where the peers learn of it."""
-    asked = {
+    """Return the arguments of a call as hashable values. :func:`check_asked` refuses invalid ones:
+    here if the call is traced, otherwise within the call, so that the peers learn of it."""
+    facts = {
         "causal": causal,
         "scale": scale if scale is None else _number(scale, Real, float),
         "window": window if window is None else _number(window, Integral, index),
@@ -195,16 +199,16 @@ def asked_for(
         **more,
     }
     if traced:
-        asked["cu_seqlens"] = listed(cu_seqlens)
-        check_asked(asked)
-    return asked
+        facts["cu_seqlens"] = listed(cu_seqlens)
+        check_asked(facts)
+    return facts
 
 
 def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
-    """``cu_seqlens`` as an operator of ``torch.library`` takes them; can be traced.
+    """Return ``cu_seqlens`` as a list for an operator of ``torch.library``; can be traced.
 
     Raises:
-        ValueError: they are none.
+        ValueError: it is not a list of positions.
     """
     if not torch.compiler.is_compiling():
         positions = bounds_of(bounds)
@@ -218,7 +222,7 @@ def listed(bounds: Sequence[int] | torch.Tensor | None) -> list[int]:
 
 
 def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
-    """A number of any type, such as NumPy's, as Python's; anything else as it is."""
+    """Convert a number of any type, such as NumPy's, to Python's; return other values unchanged."""
     if isinstance(value, (bool, int, float)) or not isinstance(value, kind):
         return value
     return convert(value)
@@ -227,7 +231,7 @@ def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 def check_together(
     operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
 ) -> None:
-    """Refuse queries, keys and values, by name, that do not fit together."""
+    """Raise on queries, keys and values, passed by name, that do not fit together."""
     q, k, _ = operands.values()
     _, keys, _ = operands
     if not isinstance(schedule, (str, Schedule)):
@@ -247,10 +251,10 @@ def check_together(
             )
     batch, _, rows, size = q.shape
     for name, tensor in list(operands.items())[1:]:
-        wanted = [batch, k.shape[1], rows, size]
-        if list(tensor.shape) != wanted:
+        required = [batch, k.shape[1], rows, size]
+        if list(tensor.shape) != required:
             raise ValueError(
-                f"{name}: required [batch, kv_heads, S/W, size] {wanted} beside q of shape "
+                f"{name}: required [batch, kv_heads, S/W, size] {required} for q of shape "
                 f"{list(q.shape)}, got {list(tensor.shape)}; pass this rank's part of the sequence"
             )
     heads, kv_heads = q.shape[1], k.shape[1]
@@ -274,7 +278,7 @@ def check_together(
 
 
 def check_asked(asked: Mapping[str, Any]) -> None:
-    """Refuse what no call can be asked for, whatever its operands."""
+    """Raise ``ValueError`` for arguments that are invalid with any operands."""
     for name, kinds in (("scale", (float, int)), ("window", (int,))):
         value = asked[name]
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
@@ -291,52 +295,53 @@ def check_asked(asked: Mapping[str, Any]) -> None:
 
 
 def _heads(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as memory holds it, with adjacent elements in a head."""
+    """Return a tensor whose memory holds its values, with contiguous elements in each head."""
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """KV as it travels, [rows, columns]: with no copy if the caller has laid k and v out so."""
+    """Return k and v as the matrix that travels, [rows, 2 * batch * heads * size]: a view if they
+    are stored that way, else a copy."""
     batch, heads, rows, size = k.shape
-    half = batch * heads * size
-    strides = heads * size, size, 2 * half, 1
-    if v.data_ptr() - k.data_ptr() == half * k.element_size() and all(
-        one.shape[i] == 1 or one.stride(i) == strides[i] for one in (k, v) for i in range(4)
+    columns = batch * heads * size
+    strides = heads * size, size, 2 * columns, 1
+    if v.data_ptr() - k.data_ptr() == columns * k.element_size() and all(
+        half.shape[i] == 1 or half.stride(i) == strides[i] for half in (k, v) for i in range(4)
     ):
         storage = k.untyped_storage()
-        end = k.storage_offset() * k.element_size() + rows * 2 * half * k.element_size()
+        end = k.storage_offset() * k.element_size() + rows * 2 * columns * k.element_size()
         if v.untyped_storage().data_ptr() == storage.data_ptr() and end <= storage.nbytes():
-            return k.as_strided((rows, 2 * half), (2 * half, 1))
+            return k.as_strided((rows, 2 * columns), (2 * columns, 1))
     kv = k.new_empty(rows, 2, batch, heads, size)
-    for i, one in enumerate((k, v)):
-        kv[:, i].copy_(one.permute(2, 0, 1, 3))
-    return kv.view(rows, 2 * half)
+    for i, tensor in enumerate((k, v)):
+        kv[:, i].copy_(tensor.permute(2, 0, 1, 3))
+    return kv.view(rows, 2 * columns)
 
 
 def _forward(
     cached: CachedCall, q: torch.Tensor, kv: torch.Tensor, keeps: bool
 ) -> tuple[Call, tuple[torch.Tensor, ...]]:
-    """A call with its results allocated, and these as the caller sees them. Tensors of a call have
-    rows first."""
+    """Allocate the results of a forward. Return the call, whose tensors have rows first, and the
+    results in the caller's layout."""
     batch, heads, rows, size = q.shape
     out = q.new_empty(batch, rows, heads, size)
     call = Call({"kv": kv, "q": _by_rows(q), "out": out.transpose(0, 1)})
     if not keeps:
         return call, (out.transpose(1, 2),)
-    made = [q.new_empty(batch, heads, rows, dtype=_wide(q))]
-    call.tensors["lse"] = made[0]
+    saved = [q.new_empty(batch, heads, rows, dtype=_wide(q))]
+    call.tensors["lse"] = saved[0]
     if "gathered" in cached.plan.buffer:
-        made.append(kv.new_empty(cached.plan.shape("gathered")))
-        call.tensors["gathered"] = made[1]
-    return call, (out.transpose(1, 2), *made)
+        saved.append(kv.new_empty(cached.plan.shape("gathered")))
+        call.tensors["gathered"] = saved[1]
+    return call, (out.transpose(1, 2), *saved)
 
 
 def _backward(
     cached: CachedCall, q: torch.Tensor, k: torch.Tensor, kv: torch.Tensor, of: Result
 ) -> tuple[Call, tuple[torch.Tensor, ...]]:
-    """The same for gradients."""
+    """Do the same for a backward. The results are the gradients of q, and of k and v packed."""
     batch, heads, rows, size = q.shape
     sums, dq = (q.new_empty(batch, rows, heads, size, dtype=dtype) for dtype in (_wide(q), q.dtype))
     tensors = {"q": _by_rows(q), "o": _by_rows(of.out), "grad": _by_rows(of.grad)}
@@ -349,14 +354,14 @@ def _backward(
     return Call(tensors), (dq.transpose(1, 2), dkv)
 
 
-def _gradients(made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Those of q, k and v, of which the last two lie side by side."""
-    dq, dkv = made
-    return dq, *(one.permute(1, 2, 0, 3) for one in dkv.unbind(1))
+def _gradients(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k and v, from those of q and of k and v packed."""
+    dq, dkv = results
+    return dq, *(half.permute(1, 2, 0, 3) for half in dkv.unbind(1))
 
 
 def _by_rows(heads: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, rows, size] as [rows, batch, heads, size]."""
+    """View [batch, heads, rows, size] as [rows, batch, heads, size]."""
     return heads.permute(2, 0, 1, 3)
 
 
@@ -373,8 +378,8 @@ FACTS = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "i
 def _record_forward(
     request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    """The result and, if a gradient is needed, the log-sum-exp [batch, heads, S/W] and, by the
-    options, the keys and values that have arrived, as rows."""
+    """Return the result. If a gradient is needed, also return the log-sum-exp [batch, heads, S/W]
+    and, with ``save_gathered``, the gathered keys and values as rows."""
     q, k, v = operands
     invocation = AttentionCall(NAME, q, k, v, request.schedule, request.facts, keeps=any(needs))
     invoke(request.group, invocation, q, "q")
@@ -382,8 +387,8 @@ def _record_forward(
 
 
 def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
-    """All is needed for any of the gradients; of keys and values only their shapes where the rows
-    that have arrived are kept."""
+    """Return all tensors, which every gradient needs. If the gathered rows are kept, only the
+    shapes of k and v are saved."""
     q, k, v, out, lse, *gathered = tensors
     return (q, stand_in(k), stand_in(v), out, lse, *gathered) if gathered else tensors
 
@@ -391,7 +396,7 @@ def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tenso
 def _record_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q and, as [S/W, 2, batch, kv_heads, size], of k and v."""
+    """Return the gradients of q, and of k and v packed, [S/W, 2, batch, kv_heads, size]."""
     q, k, v, out, lse, *gathered = saved
     of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
@@ -420,8 +425,8 @@ def _fake_backward(
 
 
 def flops(request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None) -> int:
-    """Those of two products, or of the five of the gradients, with every key, masked or not, as
-    PyTorch counts them."""
+    """Count two products for a forward, five for a backward, over every key, masked or not, as
+    PyTorch does."""
     batch, heads, rows, size = shapes[0]
     products = 2 if needs is None else 5
     return 2 * products * batch * heads * rows * rows * request.group.size() * size

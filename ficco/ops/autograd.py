@@ -1,5 +1,5 @@
-"""Gradients of ficco's own: one ``torch.autograd.Function``, which carries out records of a forward
-and its backward."""
+"""The ``torch.autograd.Function`` of all ficco operators, which runs pairs of a forward and a
+backward."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Differentiable(NamedTuple):
     """A forward, and the backward that belongs to it.
 
     Attributes:
-        forward: of a request, its operands, and which of these need gradients: the results, and
-            the tensors that the backward needs.
-        backward: of the request, the gradients of the results, the tensors that the forward saved,
-            and which operands need gradients: one gradient for each operand, or None. It runs under
+        forward: takes a request, its operands, and which operands need gradients. Returns the
+            results, and the tensors that the backward needs.
+        backward: takes the request, the gradients of the results, the saved tensors, and which
+            operands need gradients. Returns one gradient or None for each operand. It runs under
             the options of the forward.
         zeros: the gradient of an unused result is a tensor of zeros; otherwise it is None.
     """
@@ -37,7 +37,7 @@ class Differentiable(NamedTuple):
 
 
 def differentiable(record: Differentiable, request: Any, *operands: torch.Tensor) -> Any:
-    """The results of a call, with gradients if an operand needs one."""
+    """Return the results of a call, with gradients if an operand needs one."""
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         return Function.apply(record, request, *operands)
     return record.forward(request, operands, (False,) * len(operands))[0]
@@ -61,15 +61,15 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, which cannot be differentiated again.
+        """Return the gradients, which refuse a second differentiation.
 
-        PyTorch's ``once_differentiable`` refuses only if an incoming gradient requires a gradient
-        itself, and only where the engine comes by its node. But a gradient also depends on the
-        other operand, and ``torch.autograd.grad`` visits only what leads to its inputs: so the node
-        that refuses lies between the gradients and all that they depend on.
+        PyTorch's ``once_differentiable`` refuses only if an incoming gradient itself requires a
+        gradient, and only if the engine visits its node. But a gradient also depends on the other
+        operand, and ``torch.autograd.grad`` visits only nodes that lead to its inputs. So the
+        refusing node is placed between the gradients and every tensor that they depend on.
         """
         refuse_batched(*grads)
-        saved = ctx.saved_tensors  # once: a checkpointed block would run for each time
+        saved = ctx.saved_tensors  # read once: each read reruns a checkpointed block
         record, request, needs = ctx.record, ctx.request, ctx.needs_input_grad[2:]
         differentiated = torch.is_grad_enabled()
         with (
@@ -77,7 +77,7 @@ class Function(torch.autograd.Function):
             nullcontext() if ctx.options is None else carried(ctx.options),
         ):
             results = None, None, *record.backward(request, grads, saved, needs)
-        if not differentiated or torch.compiler.is_compiling():  # which refuses by itself
+        if not differentiated or torch.compiler.is_compiling():  # a compiler refuses by itself
             return results
         sources = [source for source in (*saved, *grads) if source is not None]
         refuse: Any = torch._C._functions.DelayedError(
@@ -89,7 +89,7 @@ class Function(torch.autograd.Function):
 
 
 def refuse_batched(*grads: torch.Tensor | None) -> None:
-    """``NotImplementedError`` for batched gradients, as ``vmap`` makes them."""
+    """Raise ``NotImplementedError`` for batched gradients, such as those of ``vmap``."""
     if torch.compiler.is_compiling():
         return
     kinds = torch._C._functorch
@@ -104,5 +104,5 @@ def refuse_batched(*grads: torch.Tensor | None) -> None:
 
 
 def refuse_second(ctx: Any, *grads: Any) -> NoReturn:
-    """The gradients of an operator of ``torch.library`` that makes gradients itself."""
+    """Refuse to differentiate a ``torch.library`` operator that computes gradients."""
     raise NotImplementedError(REFUSAL)

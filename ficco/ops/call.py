@@ -48,35 +48,35 @@ def run(
     scales: Scales | None = None,
     transposed: bool = False,
 ) -> Result:
-    """One call of an operator: its result, and the gathered A if it was asked for.
+    """Run one call of an operator; return its result, and the gathered A if requested.
 
-    ``rows`` are one number per rank, or a W x W table for an all-to-all. The result goes to
-    ``out`` if that is given. What a call of a backward is for, its ``purpose``, is part of what the
-    ranks agree on. ``scales`` are those of float8 operands. ``transposed``: see :class:`Problem`; A
-    or the result is then [W, rows, columns].
+    ``rows`` is one number per rank, or a W x W table for an all-to-all. The result is written to
+    ``out``, if passed. The ranks compare the ``purpose`` of a backward call. ``scales`` belong to
+    float8 operands. ``transposed``: see :class:`Problem`; A or the result is then
+    [W, rows, columns].
     """
     rows = rows if rows is None else frozen(rows)
-    given = schedule, rows, return_gathered, out, purpose, scales, transposed
-    call = invoke(group, ProductCall(operator, a, b, *given), a, LEFT[operator])
+    request = schedule, rows, return_gathered, out, purpose, scales, transposed
+    call = invoke(group, ProductCall(operator, a, b, *request), a, LEFT[operator])
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 
 
-#: The same for backwards and operators of ``torch.library``: Dynamo may be tracing where they run,
-#: and would compile this path and everything below it.
+#: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
+#: run, and would compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
 
 
 def _empty(
     a: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Buffer
 ) -> torch.Tensor:
-    """Memory of a buffer, as it lies there."""
+    """Allocate a buffer in its memory layout."""
     if buffer.layout == "rows":
         return a.new_empty(shape, dtype=dtype)
     rows, cols = shape
     if not buffer.matrices:
         return a.new_empty((cols, rows), dtype=dtype).t()
-    each = rows // buffer.matrices
-    return a.new_empty((buffer.matrices, cols, each), dtype=dtype).transpose(1, 2)
+    matrix_rows = rows // buffer.matrices
+    return a.new_empty((buffer.matrices, cols, matrix_rows), dtype=dtype).transpose(1, 2)
 
 
 @dataclass(eq=False)
@@ -107,7 +107,7 @@ class ProductCall(Invocation):
         a, b, place = self.a, plain(self.b), None
         blocks = self.transposed and not scatters
         casts = scales is not None and scales.quantize is not None
-        copied = not scatters and not casts and not blocks  # copies read it where it lies
+        copied = not scatters and not casts and not blocks  # copies read A in place
         if blocks:
             a = plain(a)
         else:
@@ -163,15 +163,15 @@ class ProductCall(Invocation):
             agreed.append(f"{left} in symmetric allocation {memory.serial} at byte {start}")
         if purpose:
             agreed.append(purpose)
-        kept = None if "publish" in plan.buffer else source
-        return new_kind(workspace, plan, options, agreed, fit.single, kept)
+        read_in_place = None if "publish" in plan.buffer else source
+        return new_kind(workspace, plan, options, agreed, fit.single, read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         a, out, buffers = self.a, self.out, cached.plan.buffer
         out = _empty(a, cached.out, cached.dtype, buffers["out"]) if out is None else out
-        left = cached.plan.buffers[0].name  # of A: ``a``, or what the call casts to that
+        left = cached.plan.buffers[0].name  # ``a``, or the source that the call casts to ``a``
         tensors = {left: a, "b": self.b, "out": out}
-        if not cached.columns:  # else its parts allocate the rest
+        if not cached.columns:  # otherwise the calls by columns allocate the rest
             for name, shape, dtype in cached.allocated:
                 if buffers[name].layout == "transposed":
                     tensors[name] = _empty(a, shape, dtype, buffers[name])
@@ -189,6 +189,6 @@ class ProductCall(Invocation):
         for first in range(0, n, cached.columns):
             last = min(first + cached.columns, n)
             into = call.tensors["out"][..., first:last]
-            of = scales.columns(first, last, n) if scales else None
-            given = self.schedule, self.rows, False, into, self.purpose, of, self.transposed
-            run(self.operator, self.a, self.b[:, first:last], workspace.group, *given)
+            part = scales.columns(first, last, n) if scales else None
+            request = self.schedule, self.rows, False, into, self.purpose, part, self.transposed
+            run(self.operator, self.a, self.b[:, first:last], workspace.group, *request)

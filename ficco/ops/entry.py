@@ -1,10 +1,10 @@
-"""What the entry of every operator does: it checks in which mode a call is made, and tells the
-peers what this rank refuses before the call has a number.
+"""Checks at the entry of every operator: the mode of the call, and refusals, which are reported to
+the peers.
 
-The peers make the call and would wait for this rank until their limit passes, without the reason.
-A refused call counts as one on the board, and so the peers raise ``RankMismatch`` at once, with the
-class and the text of the refusal. If all ranks refuse a call, no rank waits, and the group stays
-usable.
+A rank may refuse a call before the call has a number. Its peers, which make the call, would then
+wait until their time limit, without a reason. So a refused call counts as a call on the board: the
+peers raise ``RankMismatch`` at once, with the class and the text of the refusal. If all ranks
+refuse a call, no rank waits, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ficco.options import current, options
 from ficco.runtime.workspace import Workspace, is_told, workspace_for, workspaces
 from ficco.schedules import Schedule
 
-#: Tensors that hold data of their own; others (fake ones, wrappers) define what an operator does.
+#: Tensor types that hold data. Other types (fake tensors, wrappers) override operators.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 #: Device types that have an engine. Autocast queries raise for some other types.
@@ -35,7 +35,7 @@ _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
 def watched(*operands: torch.Tensor) -> Any:
-    """Whether a call is traced or watched, or has operands other than plain tensors."""
+    """Return whether a call is traced or watched, or has operands that are not plain tensors."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
@@ -45,8 +45,9 @@ def watched(*operands: torch.Tensor) -> Any:
 
 
 def check_traced(**operands: torch.Tensor) -> bool:
-    """Whether a call is traced or watched. ``ValueError`` if an operand is no tensor or, of such a
-    call, a DTensor; ``NotImplementedError`` inside ``torch.jit.trace``, or if one has a tangent."""
+    """Return whether a call is traced or watched. Raises ``ValueError`` if an operand is not a
+    tensor, or is a DTensor in a traced call; ``NotImplementedError`` inside ``torch.jit.trace``, or
+    if an operand has a tangent."""
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
@@ -59,8 +60,8 @@ def check_traced(**operands: torch.Tensor) -> bool:
 
 
 def check_eager(operator: str, **operands: torch.Tensor) -> None:
-    """Refuse operands of an operator that is not traced: ``ValueError`` if one is no tensor, or a
-    DTensor, ``NotImplementedError`` if the call is traced or watched."""
+    """Check the operands of an operator that is not traced. Raises ``ValueError`` if an operand is
+    not a plain tensor, ``NotImplementedError`` if the call is traced or watched."""
     if check_traced(**operands):
         raise NotImplementedError(
             f"ficco.{operator} is not traced; keep it out of compiled functions, or decorate its "
@@ -72,11 +73,11 @@ def refuse_derivatives(vmap: bool = True) -> None:
     """Refuse transforms of ``torch.func`` that are not served.
 
     Args:
-        vmap: whether ``torch.func.vmap`` is served, too, as by operators of ``torch.library``.
+        vmap: whether ``torch.func.vmap`` is served, as by operators of ``torch.library``.
 
     Raises:
         NotImplementedError: inside ``torch.func.grad`` or a transform built on it, or inside
-            ``vmap`` if that is not served.
+            ``vmap`` unless it is served.
     """
     if torch.compiler.is_compiling():
         return
@@ -95,8 +96,8 @@ def refuse_derivatives(vmap: bool = True) -> None:
 
 
 def refuse_other_modes(*operands: torch.Tensor) -> None:
-    """``NotImplementedError`` inside ``torch.jit.trace``, or if an operand has a tangent."""
-    if torch._C._get_tracing_state() is not None:  # in which sizes are tensors
+    """Raise ``NotImplementedError`` inside ``torch.jit.trace``, or if an operand has a tangent."""
+    if torch._C._get_tracing_state() is not None:  # sizes are tensors there
         raise NotImplementedError(
             "torch.jit.trace is not served; use torch.compile or torch.export"
         )
@@ -110,15 +111,15 @@ def refuse_other_modes(*operands: torch.Tensor) -> None:
 
 
 def refuse_unserved(operands: Mapping[str, torch.Tensor], vmap: bool = False) -> None:
-    """Refuse the operands and transforms that a layer does not serve: see
-    :func:`refuse_derivatives`, :func:`refuse_other_modes` and :func:`refuse_sharded`."""
+    """Refuse operands and transforms that layers do not serve: see :func:`refuse_derivatives`,
+    :func:`refuse_other_modes` and :func:`refuse_sharded`."""
     refuse_derivatives(vmap)
     refuse_other_modes(*operands.values())
     refuse_sharded(**operands)
 
 
 def refuse_sharded(**operands: torch.Tensor) -> None:
-    """``ValueError`` for DTensors: operands are plain tensors, this rank's parts."""
+    """Raise ``ValueError`` for a DTensor: operands are plain tensors with this rank's part."""
     for name, operand in operands.items():
         # Detected by an attribute: importing DTensor takes longer than importing ficco.
         if hasattr(operand, "placements"):
@@ -129,17 +130,17 @@ def refuse_sharded(**operands: torch.Tensor) -> None:
 
 
 def under_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Operands as ``torch.mm`` would take them: cast under autocast; gradients are cast back."""
+    """Return operands as ``torch.mm`` casts them under autocast; gradients are cast back."""
     kind = operands[0].device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
-        return tuple(_cast(one, kind) for one in operands)
+        return tuple(_cast(operand, kind) for operand in operands)
     return operands
 
 
 def _cast(operand: torch.Tensor, kind: str) -> torch.Tensor:
     if operand.device.type != kind or not operand.is_floating_point():
         return operand
-    if operand.dtype == torch.float64 or operand.itemsize == 1:  # float8 lacks its scales
+    if operand.dtype == torch.float64 or operand.itemsize == 1:  # a cast of float8 needs its scales
         return operand
     return operand.to(torch.get_autocast_dtype(kind))
 
@@ -148,11 +149,11 @@ def name_of_schedule(schedule: Schedule) -> str:
     return str(schedule)
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler at once.
+# Equals torch.compiler.assume_constant_result, which would import the compiler at once.
 name_of_schedule._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-#: Seconds that a rank which refuses the first call of a group waits for its peers, to tell them.
+#: Seconds that a rank waits for its peers to report that it refuses the first call of a group.
 JOIN_S = 60.0
 
 P = ParamSpec("P")
@@ -160,38 +161,39 @@ R = TypeVar("R")
 
 
 def tells_refusals(entry: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that makes calls: the peers learn of what the function raises before
-    its call has a number.
+    """Decorate a function that makes calls: errors raised before its call has a number are
+    reported to the peers.
 
     The group is the argument ``group``, or the group of a layer or a call among the arguments. The
-    workspace is the one on the device of an operand, or the only one of the group. Two kinds of
-    refusals are not told: those while a compiler traces, and those in a group without a workspace
-    if no argument is a tensor on a device that an engine serves.
+    workspace is that on the device of an operand, or the only workspace of the group. Two kinds of
+    refusals are not reported: while a compiler traces, and in a group without a workspace if no
+    argument is a tensor on a device that an engine serves.
     """
 
     @wraps(entry)
-    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+    def reporting(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return entry(*args, **kwargs)
         except BaseException as error:
             if not torch.compiler.is_compiling():
-                with suppress(Exception):  # the refusal says more than what keeps it from the peers
-                    _tell(error, entry, args, kwargs)
+                with suppress(Exception):  # raise the refusal, not an error while reporting it
+                    _report(error, entry, args, kwargs)
             raise
 
-    return told
+    return reporting
 
 
-def _tell(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def _report(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Post a refused call to the board, as a call that ended with ``error``."""
     if isinstance(error, FiccoError) or is_told(error):
-        return  # the peers know, or it is no refusal
+        return  # not a refusal, or already reported
     arguments = signature(entry).bind(*args, **kwargs).arguments
     values = list(_values(arguments.values()))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if detect_fake_mode(tensors) is not None:
         return
-    of_others = [value.group for value in values if hasattr(value, "group")]
-    group = process_group(arguments.get("group", *of_others[:1]))
+    groups = [value.group for value in values if hasattr(value, "group")]
+    group = process_group(arguments.get("group", *groups[:1]))
     operator = arguments.get("operator", entry.__qualname__)
     with options(timeout_s=min(JOIN_S, current().timeout_s or JOIN_S)):
         workspace = _workspace(group, tensors, operator)
@@ -202,7 +204,7 @@ def _tell(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: An
 
 
 def _values(arguments: Iterable[Any]) -> Iterator[Any]:
-    """Arguments, those in tuples and lists, and the parameters of layers."""
+    """Yield arguments, the elements of tuples and lists, and the parameters of layers."""
     for argument in arguments:
         yield argument
         if isinstance(argument, (tuple, list)):
@@ -212,14 +214,14 @@ def _values(arguments: Iterable[Any]) -> Iterator[Any]:
 
 
 def _workspace(group: ProcessGroup, tensors: list[torch.Tensor], operator: str) -> Workspace | None:
-    """The workspace in which the peers make the refused call; None if that is not known. The first
-    workspace of a group is made here, together with the peers."""
-    known = workspaces(group)
+    """Return the workspace where the peers make the refused call, or None if it is unknown. Creates
+    the first workspace of a group, together with the peers."""
+    existing = workspaces(group)
     for tensor in tensors:
-        for workspace in known:
+        for workspace in existing:
             if workspace.engine.device == tensor.device:
                 return workspace
-        if not known:
+        if not existing:
             with suppress(ValueError, NotImplementedError):  # no engine serves the device
                 return workspace_for(group, tensor, "operand", operator, current())
-    return known[0] if len(known) == 1 else None
+    return existing[0] if len(existing) == 1 else None

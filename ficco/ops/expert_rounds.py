@@ -1,17 +1,16 @@
-"""One round of an expert-parallel layer, and its gradients, as Plans and what surrounds them.
+"""One round of an expert-parallel layer and its gradients: Plans, and PyTorch code around them.
 
-What depends on the routing is done by PyTorch, before and after a Plan: tokens are copied to the
-rows that they have for their experts, and what comes back is summed by the router's weights. The
-backward is the same exchange twice. Let g be the gradient of the result, and s the row of a token's
-pair:
+The PyTorch code follows the routing. Before a Plan it copies tokens to the rows of their experts.
+After it, it sums the returned rows of each token, times the router's weights. The backward runs
+the same exchange twice. Let g be the gradient of the result, and s the row of a token's pair:
 
 ===========  ===================================================================
 dY           w g in row s, dispatched to the experts
 dH           dY @ down.T, through the function's derivative
 d tokens     the sum over a token's pairs of dH @ up.T, brought back
-d weights    <row s of what the forward brought back, g>
-d up         X.T @ dH for each expert, with the tokens X that the forward kept
-d down       function(hidden).T @ dY for each expert, with hidden that it kept
+d weights    <row s that came back in the forward, g>
+d up         X.T @ dH for each expert; X: tokens that the forward kept
+d down       function(hidden).T @ dY for each expert; hidden: kept by the forward
 ===========  ===================================================================
 """
 
@@ -46,15 +45,15 @@ from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 
-#: What errors and the board call it.
+#: Name of the operator in errors and on the board.
 NAME = "experts"
 
-#: Layers of calls: few kinds of them.
-_known = lru_cache(maxsize=256)(ExpertLayer)
+#: An ExpertLayer of these fields, cached: calls repeat few kinds of layers.
+_cached_layer = lru_cache(maxsize=256)(ExpertLayer)
 
 
 class ExpertCall(NamedTuple):
-    """What a call is, without its operands."""
+    """A call without its operands."""
 
     group: ProcessGroup
     schedule: str | Schedule
@@ -63,13 +62,13 @@ class ExpertCall(NamedTuple):
 
 
 class ExpertRound(NamedTuple):
-    """One round.
+    """Result of one round.
 
     Attributes:
         summed: [t, n], the weighted sums.
-        back: the rows that came back, with one of zeros, if the weights need a gradient.
-        arrived, hidden: the rows that arrived, and their products with ``up``, if anything else
-            needs one.
+        back: the rows that came back, followed by a row of zeros, if the weights need a gradient.
+        arrived, hidden: the rows that arrived, and their products with ``up``, if another operand
+            needs a gradient.
     """
 
     summed: torch.Tensor
@@ -87,20 +86,19 @@ def run_round(
     needs: Needs,
     dtype: torch.dtype | None,
 ) -> ExpertRound:
-    """One round of tokens, weights, up and down, with what the gradients that these need are made
-    of. ``dtype``: that to which its sums are rounded."""
+    """Run one round; return its sums and the tensors that its gradients need. ``operands``: tokens,
+    weights, up and down. ``dtype``: of the sums; None leaves them wide."""
     tokens, weights, up, down = operands
-    of_tokens, of_weights, of_up, of_down = needs
-    keeps = of_tokens or of_up or of_down
-    # What no token has is multiplied by zeros in the backward: it must be finite.
-    given = {**_sent(tokens, slots, blocks, keeps), "b": up, "c": down}
+    needs_tokens, needs_weights, needs_up, needs_down = needs
+    keeps = needs_tokens or needs_up or needs_down
+    # The backward multiplies padding rows by zeros, so they must be finite.
+    inputs = {**_dispatched(tokens, slots, blocks, keeps), "b": up, "c": down}
     layer = _layer(NAME, call, blocks, tokens, up, down, keeps)  # may wait for counts
-    made = _run(layer, call, blocks, given)
-    back = _terms(made["out"], layer)
+    results = _run(layer, call, blocks, inputs)
+    back = _returned_rows(results["out"], layer)
     summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
-    return ExpertRound(
-        summed, back if of_weights else None, made.get("gathered"), made.get("hidden")
-    )
+    kept = back if needs_weights else None, results.get("gathered"), results.get("hidden")
+    return ExpertRound(summed, *kept)
 
 
 @tells_refusals
@@ -113,50 +111,51 @@ def round_gradients(
     kept: Sequence[torch.Tensor | None],
     needs: Needs,
 ) -> list[torch.Tensor | None]:
-    """The gradients of tokens, weights, up and down that are needed, of that of a round's sums; of
-    the last three operands, and of what the round kept."""
+    """Return the gradients of tokens, weights, up and down; None for those not needed. ``grad``:
+    gradient of the round's sums. ``operands``: weights, up and down. ``kept``: back, arrived and
+    hidden of the :class:`ExpertRound`."""
     (weights, up, down), (back, arrived, hidden) = operands, kept
-    of_tokens, of_weights, of_up, of_down = needs
+    needs_tokens, needs_weights, needs_up, needs_down = needs
     grad, dtype = grad.to(wide_of(grad.dtype)), up.dtype
     d_tokens = d_weights = d_up = d_down = None
-    if back is not None and of_weights:
-        d_weights = _inner(back, slots, grad).to(weights.dtype)
-    if not (of_tokens or of_up or of_down):
+    if back is not None and needs_weights:
+        d_weights = _inner_products(back, slots, grad).to(weights.dtype)
+    if not (needs_tokens or needs_up or needs_down):
         return [None, d_weights, None, None]
     assert arrived is not None and hidden is not None
-    d_out = _leaving(grad, slots, blocks, weights, dtype)
+    d_out = _weighted_rows(grad, slots, blocks, weights, dtype)
     down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
-    layer = _layer("dispatch_matmul", call, blocks, d_out, down_t, None, of_down)
-    made = _run(layer, call, blocks, {"a": d_out, "b": down_t}, "gradients")
-    active, d_hidden = _derived(call.function, hidden, made["hidden"])
-    if of_tokens:
+    layer = _layer("dispatch_matmul", call, blocks, d_out, down_t, None, needs_down)
+    results = _run(layer, call, blocks, {"a": d_out, "b": down_t}, "gradients")
+    active, d_hidden = _activation_backward(call.function, hidden, results["hidden"])
+    if needs_tokens:
         layer = _layer("matmul_combine", call, blocks, d_hidden, None, up_t, False)
-        given = {"active": d_hidden, "c": up_t}
-        terms = _terms(_run(layer, call, blocks, given, "gradients")["out"], layer)
+        inputs = {"active": d_hidden, "c": up_t}
+        terms = _returned_rows(_run(layer, call, blocks, inputs, "gradients")["out"], layer)
         d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
     rank, starts = call.group.rank(), None
     if blocks.exact:
-        starts = _starts(layer, blocks)[LANDING[0]][rank].tolist()
-    if of_up:
-        d_up = _of_weights(arrived, d_hidden, up, layer, starts)
-    if of_down:
-        d_down = _of_weights(active, made["gathered"], down, layer, starts)
+        starts = _cached_starts(layer, blocks)[LANDING[0]][rank].tolist()
+    if needs_up:
+        d_up = _expert_gradients(arrived, d_hidden, up, layer, starts)
+    if needs_down:
+        d_down = _expert_gradients(active, results["gathered"], down, layer, starts)
     return [d_tokens, d_weights, d_up, d_down]
 
 
-def _derived(
+def _activation_backward(
     function: str, hidden: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A function of rows, and the gradient of these of that of the result. Autograd does not record
-    inside operators."""
+    """Return the function of ``hidden``, and the gradient of ``hidden`` given that of the function.
+    Autograd does not record inside operators."""
     name, gates = FUNCTIONS[function]
     activation = ACTIVATIONS[name]
     if not gates:
         return activation.of(hidden), activation.derivative(grad, hidden)
-    gate, rest = hidden.chunk(2, 1)
-    through = activation.of(gate)
-    of_gate = activation.derivative(grad * rest, gate)
-    return through * rest, torch.cat([of_gate, grad * through], 1)
+    gate, linear = hidden.chunk(2, 1)
+    activated = activation.of(gate)
+    d_gate = activation.derivative(grad * linear, gate)
+    return activated * linear, torch.cat([d_gate, grad * activated], 1)
 
 
 def _layer(
@@ -168,24 +167,26 @@ def _layer(
     c: torch.Tensor | None,
     keeps: bool,
 ) -> ExpertLayer:
-    some = b if b is not None else c
-    assert some is not None
-    k, h, n = left.shape[1] if b is not None else 0, some.shape[2], 0
+    """Return the layer that an operator computes with the rows ``left`` and the matrices of each
+    expert, ``b`` before and ``c`` after the function."""
+    matrices = b if b is not None else c
+    assert matrices is not None
+    k, h, n = left.shape[1] if b is not None else 0, matrices.shape[2], 0
     if c is not None:
         h, n = c.shape[1:]
     dtype = str(left.dtype).removeprefix("torch.")
     function = call.function if operator == NAME else ""
-    each = some.shape[0]
-    sizes = call.group.size(), each, blocks.capacity, k, h, n
+    experts = matrices.shape[0]
+    sizes = call.group.size(), experts, blocks.capacity, k, h, n
     flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
-    room = _room(blocks, each, call.gathers) if blocks.exact else (0, 0)
+    room = _room(blocks, experts, call.gathers) if blocks.exact else (0, 0)
     hosts = _engine(call, left).hosts.count
-    return _known(operator, *sizes, dtype, function, *flags, room, hosts)
+    return _cached_layer(operator, *sizes, dtype, function, *flags, room, hosts)
 
 
-def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
-    """The layer by which a schedule is chosen: blocks of an exact one are as large as the mean of
-    all, not as the largest."""
+def _mean_layer(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
+    """Return the layer that a schedule is chosen for. The capacity of an exact layer becomes the
+    mean size of all blocks, instead of the largest."""
     if not layer.exact:
         return layer
     pairs, blocks_of_all = int(blocks.every.sum()), blocks.every.size
@@ -193,35 +194,36 @@ def _usual(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
 
 
 def _room(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
-    """The most rows that any rank multiplies, and gets back, rounded up: few numbers."""
+    """Return the most rows that any rank multiplies, and the most that any gets back. They are
+    rounded up, so that few values occur."""
     sent = blocks.every.sum(1)
-    most = int(sent.max())
+    most_sent = int(sent.max())
     if gathers:
-        return rounded(int(sent.sum())), rounded(len(sent) * most)
-    there = blocks.every.sum(0).reshape(-1, experts).sum(1)
-    return rounded(int(there.max())), rounded(most)
+        return rounded(int(sent.sum())), rounded(len(sent) * most_sent)
+    received = blocks.every.sum(0).reshape(-1, experts).sum(1)
+    return rounded(int(received.max())), rounded(most_sent)
 
 
 def _run(
     layer: ExpertLayer,
-    given: ExpertCall,
+    call: ExpertCall,
     blocks: Blocks,
     operands: dict[str, torch.Tensor],
     purpose: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Run a layer, or a half of one; returns its results by name. The result has one more row at
-    its end, of zeros if there are pairs without a row, which read it."""
-    invocation = RoundCall(layer, given.schedule, blocks, operands, purpose)
-    invoke(given.group, invocation, invocation.like, "tokens")
+    """Run a layer or one of its halves; return its results by name. ``out`` has an extra last row.
+    Pairs without a row read it, so it is zero unless the layer is exact."""
+    invocation = RoundCall(layer, call.schedule, blocks, operands, purpose)
+    invoke(call.group, invocation, invocation.like, "tokens")
     return invocation.results
 
 
 @dataclass(eq=False)
 class RoundCall(Invocation):
-    """A call of a layer of experts, or of a half of one.
+    """A call of a layer of experts or one of its halves.
 
     Attributes:
-        results: by name, once allocated.
+        results: result tensors by name, once allocated.
     """
 
     layer: ExpertLayer
@@ -236,14 +238,14 @@ class RoundCall(Invocation):
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         self.engine, layer = workspace.engine, self.layer
-        given = options.workspace_bytes, options.machine, self.like.device
-        return NAME, layer, layer.room, self.schedule, *given
+        setting = options.workspace_bytes, options.machine, self.like.device
+        return NAME, layer, layer.room, self.schedule, *setting
 
     def plan(self, workspace: Workspace, options: Options) -> ExpertKind:
         engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
         mode = "idle" if layer.exact else "queued"  # the host has waited for the device
-        usual = _usual(layer, self.blocks)
-        decision = decide(usual, self.schedule, machine=known.machine, mode=mode)
+        mean = _mean_layer(layer, self.blocks)
+        decision = decide(mean, self.schedule, machine=known.machine, mode=mode)
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
@@ -253,14 +255,14 @@ class RoundCall(Invocation):
     def allocate(self, cached: CachedCall) -> Call:
         assert isinstance(cached, ExpertKind)
         tensors = {name: plain(tensor) for name, tensor in self.operands.items()}
-        engine, like, filled, whole = self.engine, self.like, None, frozenset[str]()
+        engine, like, filled, unallocated = self.engine, self.like, None, frozenset[str]()
         if self.layer.exact:
-            starts = _starts(self.layer, self.blocks)
+            starts = _cached_starts(self.layer, self.blocks)
             landing = starts[LANDING[0]][engine.rank]
             filled = Filled(starts, ends_of(cached.groups, landing, like.device))
-            whole = cached.whole if engine.keeps_made else whole
+            unallocated = cached.whole if engine.keeps_made else unallocated
         for buffer in cached.plan.buffers:
-            if buffer.memory in ("result", "local") and buffer.name not in whole:
+            if buffer.memory in ("result", "local") and buffer.name not in unallocated:
                 rows, cols = buffer.shapes[engine.rank]
                 if filled is not None:
                     rows = int(filled.starts[buffer.name][engine.rank, -1])
@@ -278,58 +280,57 @@ def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
 
 
 class ExpertKind(CachedCall):
-    """What is kept for a kind of layer."""
+    """Cached plan of a kind of layer."""
 
     @cached_property
     def groups(self) -> list[Groups]:
-        """Those of its grouped products."""
+        """Groups of the plan's grouped products."""
         return groups_of(self.plan)
 
     @cached_property
     def whole(self) -> frozenset[str]:
-        """Buffers that these make."""
+        """Buffers written only by grouped products, whose output can be kept instead."""
         return made_whole(self.plan)
 
 
-def _starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:
-    """What calls of an exact layer, and of its halves, have before each block."""
+def _cached_starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Return :func:`block_starts` of an exact layer, which its halves share."""
     if layer.gathers not in blocks.filled:
         blocks.filled[layer.gathers] = block_starts(layer, blocks.every)
-    found: dict[str, np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
-    return found
+    starts: dict[str, np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
+    return starts
 
 
-# What depends on the blocks.
+# Rows of tokens in blocks.
 
 
-def _sent(
+def _dispatched(
     tokens: torch.Tensor, slots: torch.Tensor, blocks: Blocks, zeros: bool
 ) -> dict[str, torch.Tensor]:
-    """What ``a`` is: the rows of all pairs, where there are exactly these, which a device brings
-    there while the host waits for counts. Else tokens, and which of them each row of a block is;
-    where it is none it is zeros or, unless these are asked for, any."""
-    many = tokens.shape[0]
+    """Return the operand ``a``. For exact blocks it is the rows of all pairs, which the device
+    gathers while the host waits for counts. Otherwise it is the tokens and a row index. Padding
+    rows index a zero row if ``zeros``, else an arbitrary row."""
     if blocks.exact:
         return {"a": tokens.index_select(0, blocks.tokens(slots, 0))}
-    if zeros or not many:
+    if zeros or not tokens.shape[0]:
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
     return {"a": tokens, index_of("a"): blocks.tokens(slots, tokens.shape[0] - 1)}
 
 
-def _leaving(
+def _weighted_rows(
     grad: torch.Tensor,
     slots: torch.Tensor,
     blocks: Blocks,
     weights: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The rows of all pairs, those of a gradient times their weights."""
+    """Return a row for each pair: the gradient of its token, times its weight."""
     if not blocks.exact:
         return spread(grad, slots, blocks.rows, weights, dtype)
     rows = grad.new_empty(blocks.rows, grad.shape[1], dtype=dtype)
     for choice in range(slots.shape[1]):
-        some = grad * weights[:, choice, None].to(grad.dtype)
-        rows.index_copy_(0, slots[:, choice], some.to(dtype))
+        scaled = grad * weights[:, choice, None].to(grad.dtype)
+        rows.index_copy_(0, slots[:, choice], scaled.to(dtype))
     return rows
 
 
@@ -340,18 +341,18 @@ def spread(
     weights: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The rows of all pairs in blocks, zeros in rows that no pair has. Pairs without a row share
-    another one."""
-    spread = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
+    """Return the rows of all pairs in blocks, with zeros as padding. Pairs without a row are
+    written to an extra row, which is cut off."""
+    out = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
     for choice in range(slots.shape[1]):
-        some = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
-        spread.index_copy_(0, slots[:, choice], some.to(spread.dtype))
-    return spread[:-1]
+        scaled = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
+        out.index_copy_(0, slots[:, choice], scaled.to(out.dtype))
+    return out[:-1]
 
 
-def _terms(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
-    """What comes back to a rank; where these are terms from all ranks, their sums, in the order of
-    the ranks."""
+def _returned_rows(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
+    """Return the rows that came back to this rank. If each rank sent a term of every row, sum the
+    terms in the order of the ranks."""
     if not layer.gathers:
         return rows
     terms = rows[:-1].view(layer.world, -1, layer.n)
@@ -368,8 +369,8 @@ def weighted_sum(
     dtype: torch.dtype | None = None,
     engine: Engine | None = None,
 ) -> torch.Tensor:
-    """The sum of the rows of each token's pairs, by their weights, in float32 or float64; rounded
-    once if that is not the dtype. An engine may have a kernel for it."""
+    """Sum the rows of each token's pairs, times their weights, in float32 or float64, and round
+    once to ``dtype``. Uses the engine's kernel if it has one."""
     wide = wide_of(rows.dtype)
     shape, choices = (slots.shape[0], rows.shape[1]), slots.shape[1]
     if engine is not None and dtype == rows.dtype:
@@ -378,43 +379,43 @@ def weighted_sum(
         if engine.combine(out, rows, slots, factors):
             return out
     total = rows.new_zeros(shape, dtype=dtype or wide) if not choices else None
-    for choice in range(choices):  # each pass widens, and the last one rounds, as it goes
-        some = rows.index_select(0, slots[:, choice])
+    for choice in range(choices):  # each pass adds in the wide dtype; the last one also rounds
+        picked = rows.index_select(0, slots[:, choice])
         factor = None if weights is None else weights[:, choice, None].to(wide)
         last = choice == choices - 1
         out = rows.new_empty(shape, dtype=dtype or wide if last else wide)
         if total is None:
-            total = out.copy_(some) if factor is None else torch.mul(some, factor, out=out)
+            total = out.copy_(picked) if factor is None else torch.mul(picked, factor, out=out)
         elif factor is None:
-            total = torch.add(total, some, out=out)
+            total = torch.add(total, picked, out=out)
         else:
-            total = torch.addcmul(total, some, factor, out=out)
+            total = torch.addcmul(total, picked, factor, out=out)
     assert total is not None
     return total
 
 
-def _inner(rows: torch.Tensor, slots: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The products of the rows of each token's pairs with a gradient."""
-    chosen = (rows.index_select(0, some).to(grad.dtype) for some in slots.unbind(1))
-    inner = [(one * grad).sum(1) for one in chosen]
-    return torch.stack(inner, 1) if inner else grad.new_zeros(slots.shape)
+def _inner_products(rows: torch.Tensor, slots: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the inner product of each pair's row with the gradient of its token, [t, top_k]."""
+    chosen = (rows.index_select(0, choice).to(grad.dtype) for choice in slots.unbind(1))
+    products = [(picked * grad).sum(1) for picked in chosen]
+    return torch.stack(products, 1) if products else grad.new_zeros(slots.shape)
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _of_weights(
+def _expert_gradients(
     left: torch.Tensor,
     right: torch.Tensor,
     weights: torch.Tensor,
     layer: ExpertLayer,
     starts: Sequence[int] | None,
 ) -> torch.Tensor:
-    """For each expert the product of its rows of two matrices, the first one transposed.
-    ``starts``: of the blocks of an exact layer."""
+    """Return ``left.T @ right`` over the rows of each expert. ``starts``: first rows of the blocks
+    of an exact layer; None for blocks of equal size."""
     if starts is None:
-        left, right = (one.view(weights.shape[0], -1, one.shape[1]) for one in (left, right))
+        left, right = (rows.view(weights.shape[0], -1, rows.shape[1]) for rows in (left, right))
         return left.transpose(1, 2) @ right
     grad = torch.empty_like(weights, memory_format=torch.contiguous_format)
     for i, (first, last) in enumerate(pairwise(starts[:: layer.world])):

@@ -1,4 +1,4 @@
-"""Expert-parallel layers, of rounds as :mod:`ficco.ops.expert_rounds` runs them."""
+"""Expert-parallel layers, which run in rounds (:mod:`ficco.ops.expert_rounds`)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ficco.ops.routing import Blocks, Routing, make_routing, route
 from ficco.problems.specification import ACTIVATIONS, gated
 from ficco.schedules import Schedule
 
-#: The operator of compilers for layers that serve all pairs.
+#: Name of the compilers' operator for layers that serve all pairs.
 ALL = "experts_all"
 
-#: What of the experts a rank has.
+#: How the ranks split the experts.
 SPLITS = ("experts", "columns")
 
 
@@ -47,14 +47,14 @@ def experts(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """A mixture of experts that is spread over the ranks, as an all-to-all, grouped products and an
-    all-to-all back, overlapped::
+    """Apply a mixture of experts that is spread over the ranks: an all-to-all, grouped products and
+    an all-to-all back, overlapped::
 
         y[t] = sum over j of weights[t, j] * f(tokens[t] @ up[e]) @ down[e],  e = indices[t, j]
 
     ===========  ==============================================================================
     ``tokens``   [t, k]; t may differ between ranks, and may be 0
-    ``indices``  [t, top_k], whole numbers, or what :func:`ficco.route` made of them
+    ``indices``  [t, top_k], integers, or the :class:`Routing` from :func:`ficco.route`
     ``weights``  [t, top_k], the router's, of any floating-point dtype
     ``up``       [E/W, k, h], this rank's experts: rank r has r * E/W and following; or
                  [E/W, k, 2h]: gate and up, f(gate) * up
@@ -67,25 +67,25 @@ def experts(
     The exchanges are then an all-gather and a reduce-scatter of the blocks (tensor parallelism
     within experts).
 
-    Tokens travel in blocks of ``capacity`` rows for each expert. They are multiplied as they arrive
-    and sent back as they are made. Sums over a token's experts are in float32, in the order of its
-    choices, and rounded once. With a capacity and ``on_overflow="drop"`` the host never waits for
-    its device, and calls can be captured in graphs, which serve other tokens and routes.
+    Tokens travel in blocks of ``capacity`` rows for each expert. They are multiplied as they
+    arrive, and results are sent back as they are computed. A token's results are summed in float32,
+    in the order of its choices, and rounded once. With a capacity and ``on_overflow="drop"`` the
+    host never waits for its device. Captured graphs of such calls serve other tokens and routes.
 
-    Every rank makes the call, and needs gradients of the same operands. ``torch.compile`` traces
-    it; without a capacity, or with further rounds, compiled code makes the forward again for its
-    gradients, whose sizes it would have to know. There are gradients of ``tokens``, ``weights``,
-    ``up`` and ``down``; for others than that of ``weights`` the forward keeps the rows that
-    arrived, and the products with ``up``, as large as the blocks of all experts.
+    Every rank makes the call and needs gradients of the same operands: any of ``tokens``,
+    ``weights``, ``up`` and ``down``. Unless only ``weights`` needs one, the forward keeps the
+    arrived rows and their products with ``up``, as large as the blocks of all experts.
+    ``torch.compile`` traces the call. Without a capacity, or with further rounds, sizes depend on
+    data, so the backward of compiled code recomputes the forward.
 
     Args:
-        capacity, on_overflow: see :func:`ficco.route`; not if ``indices`` is what that made.
+        capacity, on_overflow: see :func:`ficco.route`; not with a :class:`Routing`.
         activation: f, one of relu, silu, gelu.
-        split: what of the experts a rank has: ``"experts"``, some of them, or ``"columns"``, some
-            columns of all.
+        split: ``"experts"``: a rank has some of the experts. ``"columns"``: it has some columns of
+            all experts.
         group: the ranks, default WORLD.
-        schedule: ``"auto"``, a name or a Schedule: how tokens are cut and in which order they are
-            multiplied. Those with 2d, pull, beta, a tail or another mover are not served.
+        schedule: ``"auto"``, a name or a Schedule: how tokens are cut, and the order of products.
+            Schedules with 2d, pull, beta, a tail or another mover are not served.
 
     Raises:
         ValueError: an operand or argument is wrong.
@@ -94,10 +94,9 @@ def experts(
         SignalTimeout, PeerFailed: as for any call.
     """
     members = process_group(group)
-    given = {"tokens": tokens, "weights": weights, "up": up, "down": down}
-    traced = check_traced(**given)
+    traced = check_traced(tokens=tokens, weights=weights, up=up, down=down)
     tokens, up, down = under_autocast(tokens, up, down)
-    wanted = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
+    routed = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
     function = _function(tokens, weights, up, down, activation)
     gathers = check_split(split)
     total = up.shape[0] * (1 if gathers else members.size())
@@ -105,35 +104,35 @@ def experts(
         _check_routing(indices, total, capacity, on_overflow, members)
     _fits(indices, tokens, weights)
     if not isinstance(indices, Routing) and capacity is not None and on_overflow == "drop":
-        indices = wanted(indices, total)
+        indices = routed(indices, total)
     request = Request(members, schedule, {"function": function, "gathers": gathers})
     operands = tokens, weights, up, down
     if traced:
         return _trace(request, operands, indices, capacity, on_overflow)
-    routing = indices if isinstance(indices, Routing) else wanted(indices, total)
+    routing = indices if isinstance(indices, Routing) else routed(indices, total)
     return summed(_rounds(request, routing, operands), tokens.dtype)
 
 
 def _rounds(
     request: Request, routing: Routing, operands: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """The weighted sums of each round, one after the other."""
+    """Yield the weighted sums of each round."""
     request = request._replace(facts={**request.facts, "blocks": routing})
     for slots in map(routing.slots, range(routing.rounds)):
         yield EXPERTS(request, (*operands, slots), traced=False)
 
 
 def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The result of a layer, of its rounds."""
+    """Return the result of a layer: the sum of its rounds in ``dtype``."""
     total = reduce(torch.add, rounds)
     return total.to(dtype)
 
 
 def check_split(split: str) -> bool:
-    """Whether all ranks get the tokens of all.
+    """Return whether every rank gets the tokens of all ranks.
 
     Raises:
-        ValueError: nothing is split like that.
+        ValueError: there is no such split.
     """
     if split not in SPLITS:
         raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
@@ -147,7 +146,7 @@ def _function(
     down: torch.Tensor,
     activation: str,
 ) -> str:
-    """The function between the products; refuses operands that do not fit."""
+    """Return the function between the products; refuse operands that do not fit."""
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: required one of {', '.join(ACTIVATIONS)}, got {activation!r}"
@@ -191,19 +190,19 @@ def _check_routing(
         )
     if routing.experts != experts:
         raise ValueError(
-            f"up: required those of {routing.experts} experts in all, as the routing has, got "
-            f"those of {experts}; pass this rank's"
+            f"up: required {routing.experts} experts in all, as the routing has, got {experts}; "
+            "pass this rank's experts"
         )
     if not routing.known_to(group):
         raise ValueError(
-            "indices: required a routing of the group of the call, with whose ranks it has "
-            "exchanged counts, got one of another group; pass group= to ficco.route"
+            "indices: required a routing made for the group of the call, since its ranks exchange "
+            "counts, got one of another group; pass group= to ficco.route"
         )
 
 
-def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Tensor) -> None:
-    """Whether a routing is one of these tokens."""
-    indices = given.indices if isinstance(given, Routing) else given
+def _fits(routing: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless a routing, or its indices, fits the tokens and weights."""
+    indices = routing.indices if isinstance(routing, Routing) else routing
     if not isinstance(indices, torch.Tensor):
         raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
     if indices.shape != weights.shape or indices.shape[:1] != tokens.shape[:1]:
@@ -213,14 +212,14 @@ def _fits(given: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.Te
         )
     if indices.device != tokens.device:
         raise ValueError(
-            f"indices: required them on {tokens.device} as the tokens, got {indices.device}; move "
-            "them"
+            f"indices: required the device of the tokens, {tokens.device}, got {indices.device}; "
+            "move them"
         )
 
 
-# The records: of one round of a layer, which compilers see of layers with a capacity, of which
-# nothing goes in further rounds; and, for compilers only, of a layer that serves all pairs, whose
-# rows depend on data, and which is computed again for its gradients.
+# The records. EXPERTS is one round; compilers see it for layers with a capacity and one round.
+# EXPERTS_ALL, for compilers only, serves all pairs. Its rows depend on data, so its backward
+# computes the forward again.
 
 
 def _trace(
@@ -246,12 +245,12 @@ def _call_of(request: Request) -> ExpertCall:
 
 
 def _total(request: Request, up: torch.Tensor) -> int:
-    """Experts of all ranks."""
+    """Return the number of experts of all ranks."""
     return up.shape[0] * (1 if request.facts["gathers"] else request.group.size())
 
 
 def _blocks(request: Request, up: torch.Tensor) -> Blocks:
-    """The blocks of a round: those of the routing, or as many as a compiler knows."""
+    """Return the blocks of a round: the routing's, or under a compiler those of a capacity."""
     facts = request.facts
     return facts["blocks"] if "blocks" in facts else Blocks(_total(request, up), facts["capacity"])
 
@@ -270,13 +269,13 @@ def _fake_forward(
 ) -> Sequence[torch.Tensor | None]:
     (tokens, _, up, down, _), gathers = operands, request.facts["gathers"]
     own = _total(request, up) * request.facts["capacity"]
-    there = own * (request.group.size() if gathers else 1)
+    arrived = own * (request.group.size() if gathers else 1)
     summed = tokens.new_empty(tokens.shape[0], down.shape[2])
     dtype = wide_of(tokens.dtype) if gathers else tokens.dtype
     back = tokens.new_empty(own + 1, down.shape[2], dtype=dtype) if needs[1] else None
     if not (needs[0] or needs[2] or needs[3]):
         return summed, back
-    return summed, back, *(tokens.new_empty(there, columns) for columns in up.shape[1:])
+    return summed, back, *(tokens.new_empty(arrived, columns) for columns in up.shape[1:])
 
 
 def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
@@ -290,7 +289,7 @@ def _backward(
     _, weights, up, down, slots, _, *kept = saved
     operands, blocks = (weights, up, down), _blocks(request, up)
     gradients = round_gradients(_call_of(request), blocks, slots, grad, operands, kept, needs[:4])
-    return [one for one in gradients if one is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def _fake_backward(
@@ -298,8 +297,9 @@ def _fake_backward(
 ) -> list[torch.Tensor]:
     _, weights, up, down, *_ = saved
     d_tokens = up.new_empty(grad.shape[0], up.shape[1])
-    others = (one.new_empty(one.shape) for one in (weights, up, down))
-    return [one for one, need in zip((d_tokens, *others), needs, strict=False) if need]
+    others = (operand.new_empty(operand.shape) for operand in (weights, up, down))
+    gradients = zip((d_tokens, *others), needs, strict=False)
+    return [gradient for gradient, need in gradients if need]
 
 
 def _routed(request: Request, up: torch.Tensor, indices: torch.Tensor) -> Routing:
@@ -331,28 +331,28 @@ def _all_save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.T
 def _all_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    """Round by round, the last one first, as autograd goes."""
+    """Sum the gradients of all rounds, the last round first, which is autograd's order."""
     (*operands, indices, _), call = saved, _call_of(request)
     routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):
         slots = routing.slots(turn)
         _, *kept = run_round(call, routing, slots, operands, needs[:4], None)
-        more = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
-        gradients = [one for one in more if one is not None]
+        parts = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
+        gradients = [part for part in parts if part is not None]
         total = gradients if total is None else list(map(torch.add, total, gradients))
     assert total is not None
     return total
 
 
 def _flops(request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None) -> int:
-    """Those of the products of all rows of this rank's blocks, empty ones too."""
+    """Count the products of all rows of this rank's blocks, padding included."""
     _, _, up, down, _ = shapes
     rows: int = up[0] * request.facts["capacity"] * request.group.size()
-    of_up, of_down = 2 * rows * up[1] * up[2], 2 * rows * down[1] * down[2]
+    up_flops, down_flops = 2 * rows * up[1] * up[2], 2 * rows * down[1] * down[2]
     if needs is None:
-        return of_up + of_down
+        return up_flops + down_flops
     tokens, _, d_up, d_down, _ = needs
-    return of_up * (tokens + d_up) + of_down * ((tokens or d_up or d_down) + d_down)
+    return up_flops * (tokens + d_up) + down_flops * ((tokens or d_up or d_down) + d_down)
 
 
 EXPERTS = Record(

@@ -1,6 +1,6 @@
-"""Plans that keep to the memory that is allowed (``workspace_bytes``).
+"""Plans that fit into the memory that ``workspace_bytes`` allows.
 
-Gathering operators turn their staging into a ring of steps; scattering ones go by columns of b.
+Gathering operators use their staging as a ring of steps. Scattering operators run by columns of b.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ficco.problems.specification import ALIGNMENT
 from ficco.runtime.workspace import Workspace
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
 
-#: What ``auto`` tries under a memory cap if no schedule that it compared keeps to the cap.
+#: Schedules that ``auto`` tries under a memory cap if no candidate fits.
 FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
 
 
 class Fit(NamedTuple):
-    """A rank's plan, and how its calls keep to a cap.
+    """A rank's plan, and how its calls fit under a memory cap.
 
     Attributes:
-        single: calls of it take one slot, and so wait for each other.
-        columns: a call is several, of so many columns of b each; 0: it is one.
+        single: calls take one slot, and so wait for each other.
+        columns: a call runs as several, each on this number of columns of b; 0: as one.
     """
 
     plan: Plan
@@ -37,16 +37,16 @@ class Fit(NamedTuple):
 
 
 class _NoRoom(ValueError):
-    """A schedule needs more memory than is allowed."""
+    """A schedule does not fit under the memory cap."""
 
 
 def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
-    """A schedule's plan on this rank, with slots of at most ``cap`` bytes; None: any.
+    """Return a schedule's plan on this rank, with slots of at most ``cap`` bytes (None: no cap).
 
     Raises:
-        ValueError: it cannot keep to the cap.
+        ValueError: the plan does not fit under the cap.
         NotImplementedError: the engine lacks the schedule's mover, or a product whose tiles wait.
-        FiccoError: it takes a collective of a group that can have no more.
+        FiccoError: the schedule uses a collective, and the group can run no more collectives.
     """
     try:
         return _fitted(workspace, problem, schedule, cap)
@@ -55,9 +55,8 @@ def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int 
 
 
 def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int | None) -> Fit:
-    """The same for the schedule that was decided on; if the engine refuses that or it does not keep
-    to the cap, for the best of those that it does not refuse and that do; if none does, for the
-    collective of the group's library, where that serves the problem."""
+    """Return the plan of the best schedule that the engine accepts and that fits under the cap, or
+    else the plan of the library's collective, where it serves the problem."""
     for schedule in _in_order(decision):
         if not workspace.engine.refuses(problem, schedule):
             with contextlib.suppress(_NoRoom):
@@ -67,10 +66,10 @@ def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: i
 
 
 def keep_to_cap(engine: Engine, whole: Plan, cap: int | None) -> None:
-    """Refuse a plan that has no smaller form and takes slots of more than ``cap`` bytes.
+    """Refuse a plan that takes slots of more than ``cap`` bytes and has no smaller form.
 
     Raises:
-        ValueError: it does.
+        ValueError: the plan takes more.
     """
     needed = engine.slot_bytes(whole.words, whole.slot_bytes) if whole.words else 0
     if cap is not None and needed > cap:
@@ -81,8 +80,9 @@ def keep_to_cap(engine: Engine, whole: Plan, cap: int | None) -> None:
 
 
 def _in_order(decision: Decision) -> Iterator[Schedule]:
+    """Yield the schedules to try, the best first."""
     yield decision.schedule
-    yield from decision.others  # predicted only if asked for
+    yield from decision.others  # predicted only when read
     yield from map(Schedule.parse, FINER)
 
 
@@ -93,9 +93,9 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
     whole = plan(problem, schedule, engine.rank, packs_columns=engine.packs_columns)
     if whole.collective and engine.out_of_step:
         raise FiccoError(
-            f"schedule {schedule}: a collective of this group was broken off before, so that its "
-            "ranks may take data of that for data of this one; destroy the group and make a new "
-            "one, or use another schedule"
+            f"schedule {schedule}: a collective of this group was broken off before, so its ranks "
+            "may take old data for data of this call; destroy the group and make a new one, or "
+            "use another schedule"
         )
     if cap is None or not whole.words:
         return Fit(whole)
@@ -114,26 +114,26 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
         except ValueError as error:
             raise _NoRoom(str(error)) from None
     words = engine.slot_bytes(whole.words, 0)
-    left = max(0, cap - words)
+    data_bytes = max(0, cap - words)
     if words + whole.slot_bytes <= cap:
         return Fit(whole, single=True)
     granule = max(GRANULE, problem.cuts[1])
-    columns = problem.n * left // max(whole.slot_bytes, 1) // granule * granule
-    while columns and _bytes_of(whole, columns) > left:  # buffers are rounded up
+    columns = problem.n * data_bytes // max(whole.slot_bytes, 1) // granule * granule
+    while columns and _bytes_of(whole, columns) > data_bytes:  # buffers are rounded up
         columns -= granule
     if not columns:
-        few = min(granule, problem.n)
+        fewest = min(granule, problem.n)
         raise _NoRoom(
-            f"workspace_bytes: required at least {words + _bytes_of(whole, few)} for "
-            f"{few} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
+            f"workspace_bytes: required at least {words + _bytes_of(whole, fewest)} for "
+            f"{fewest} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
             "serial:collective"
         )
     return Fit(whole, single=True, columns=columns)
 
 
 def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> Plan:
-    """The plan of a gather whose staging becomes a ring if its slot takes more than ``cap`` bytes;
-    ``make`` plans it with so many bytes of staging.
+    """Return the plan of a gather whose staging is a ring if its slot would exceed ``cap`` bytes.
+    ``make`` returns the plan for a number of bytes of staging.
 
     Raises:
         ValueError: the largest step does not fit.
@@ -151,7 +151,7 @@ def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> 
 
 
 def _bytes_of(whole: Plan, columns: int) -> int:
-    """Bytes of a slot's data for so many columns of b."""
+    """Return the bytes of a slot's data for a number of columns of b."""
     n = max(whole.shape("b")[1], 1)
     sizes = (whole.buffer[name].nbytes(whole.rank) for name in whole.offsets)
     return sum(aligned(-(-size * columns // n)) for size in sizes)

@@ -32,15 +32,15 @@ What overlaps with what:
 - With ``options(save_gathered=True)`` the forward of the upper two keeps the gathered A: m k
   elements from forward to backward instead of the m k / W of the shard, and no copies of A in the
   backward.
-- A layer of float8 (``OperatorCall.recipe``) casts dY and b for dA. dB is a product of the dtype of
-  its input, for which the rows are gathered in that dtype.
+- A float8 layer (``OperatorCall.recipe``) casts dY and b for dA. dB is a product in the dtype of
+  the layer's input; its rows are gathered in that dtype.
 - ``matmul_all_reduce``: each rank adds up its rows of all dY in float32, before the gathering
   product starts. ``options(all_reduce_gradients="equal")`` needs no communication.
 
 Only gradients that are needed are computed, and only tensors that they need are saved. Backwards
 are calls like any other: all ranks make the same ones in the same order. So the same operands must
-need gradients on every rank, and the same results must be used. What a call is for is part of what
-the ranks compare, so otherwise they get ``RankMismatch``.
+need gradients on every rank, and the same results must be used. The ranks compare the purpose of
+each call; if it differs, they get ``RankMismatch``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from ficco.schedules import Schedule
 #: Operators that multiply the rows that they gather or exchange: dB needs those rows again.
 GATHERS = frozenset({"all_gather_matmul", "all_to_all_matmul"})
 
-#: For dB only: the operator with the same exchange that sums over the arriving rows; and back.
+#: The operator with the same exchange that sums over the arriving rows, for dB only; and back.
 TRANSPOSED = {
     "all_gather_matmul": "all_gather_transposed_matmul",
     "all_to_all_matmul": "all_to_all_transposed_matmul",
@@ -90,7 +90,7 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
 class OperatorCall(NamedTuple):
-    """One call of an operator, without its operands; ``purpose``: which gradients it is for;
+    """One call of an operator without its operands. ``purpose``: the gradients that it computes;
     ``recipe``: how its operands, and those of the product for dA, are cast to float8."""
 
     operator: str
@@ -103,7 +103,7 @@ class OperatorCall(NamedTuple):
     def operands(
         self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
-        """The operands of ``a @ weight.t()`` as they are multiplied, and scales of float8."""
+        """Return the operands of ``a @ weight.t()``, cast if there is a recipe, and scales."""
         recipe = self.recipe
         if recipe is None or (backward and recipe.gradient is None):
             return a, weight.t(), None
@@ -111,13 +111,13 @@ class OperatorCall(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """What a forward saves for its backward.
+    """The tensors that a forward saves for its backward.
 
     Attributes:
         a, b: the operands; None if no gradient needs them.
         gathered: the rows that the forward gathered or exchanged, if they were saved.
         shape: of ``a``, leading dimensions included.
-        columns: b is column-major in memory, and so its gradient should be.
+        columns: b is column-major in memory, so its gradient should be column-major, too.
     """
 
     a: torch.Tensor | None
@@ -134,7 +134,7 @@ def backward(
     saved: SavedTensors,
     wanted: Sequence[bool],
 ) -> Gradients:
-    """dA and dB, under the options of the forward; None for one that is not wanted or is zero.
+    """Return dA and dB, under the options of the forward; None if not wanted or zero.
 
     Args:
         grad: gradient of the product; None for zero.
@@ -163,7 +163,7 @@ def _purpose(operator: str, to_a: bool, to_b: bool) -> str:
 def _of_product(
     call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    """dA as a matrix, and dB, for the gradient of the product."""
+    """Return dA as a matrix, and dB, from the gradient of the product."""
     if OPERATORS[call.operator].inner:
         return _of_transposed(call, grad, saved, to_a, to_b)
     if call.operator in GATHERS:
@@ -173,10 +173,10 @@ def _of_product(
     if current().all_reduce_gradients == "equal":
         recipe, grad_a = call.recipe, None
         if to_a and recipe is not None and recipe.gradient:
-            grad_a = recipe.product(grad, _there(saved.b), backward=True)
+            grad_a = recipe.product(grad, _required(saved.b), backward=True)
         elif to_a:
-            grad_a = _product(grad, _there(saved.b).t())
-        return grad_a, weight_gradient(_there(saved.a), grad, saved.columns) if to_b else None
+            grad_a = _product(grad, _required(saved.b).t())
+        return grad_a, weight_gradient(_required(saved.a), grad, saved.columns) if to_b else None
     world, m = call.group.size(), grad.shape[0]
     call = call._replace(rows=tuple(m // world + (rank < m % world) for rank in range(world)))
     return _of_scattering(call, _summed_rows(call, grad), saved, to_a, to_b)
@@ -186,25 +186,25 @@ def _of_gathering(
     call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
     if not to_a and saved.gathered is None:
-        a = _there(saved.a)
+        a = _required(saved.a)
         return None, _transposed_product(call, a, grad, a.shape[1], saved.columns)
     gathered, grad_a = saved.gathered, None
-    regather = _regather(call, _there(saved.a)) if to_b and gathered is None else None
+    regather = _regather(call, _required(saved.a)) if to_b and gathered is None else None
     try:
         if to_a:
-            grad_a, _ = _dual(call, grad, _there(saved.b), False)
+            grad_a, _ = _dual(call, grad, _required(saved.b), False)
     finally:  # the caller's stream waits for the side stream, after an error, too
         gathered = regather() if regather else gathered
-    return grad_a, weight_gradient(_there(gathered), grad, saved.columns) if to_b else None
+    return grad_a, weight_gradient(_required(gathered), grad, saved.columns) if to_b else None
 
 
 def _of_transposed(
     call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    grad_a = _dual(call, _there(saved.b), grad, False)[0] if to_a else None
+    grad_a = _dual(call, _required(saved.b), grad, False)[0] if to_a else None
     if not to_b:
         return grad_a, None
-    a = _there(saved.a)
+    a = _required(saved.a)
     height = rows_multiplied(call, a.shape[0])
     return grad_a, _transposed_product(call, a, grad, height, saved.columns)
 
@@ -212,21 +212,21 @@ def _of_transposed(
 def _of_scattering(
     call: OperatorCall, grad: torch.Tensor, saved: SavedTensors, to_a: bool, to_b: bool
 ) -> Gradients:
-    # What a gradient in float8 gathers is not what dB is to be made of.
-    apart = call.recipe is not None and call.recipe.gradient is not None
+    # A float8 product for dA gathers cast rows; dB needs rows that are not cast.
+    casts = call.recipe is not None and call.recipe.gradient is not None
     grad_a = gathered = None
     if to_a:
-        grad_a, gathered = _dual(call, grad, _there(saved.b), to_b and not apart)
+        grad_a, gathered = _dual(call, grad, _required(saved.b), to_b and not casts)
     if not to_b:
         return grad_a, None
     if gathered is None:
-        a, back = _there(saved.a), _dual_of(call)
+        a, back = _required(saved.a), _dual_of(call)
         return grad_a, _transposed_product(back, grad, a, grad.shape[1], not saved.columns).t()
-    return grad_a, weight_gradient(_there(saved.a), _there(gathered), saved.columns)
+    return grad_a, weight_gradient(_required(saved.a), _required(gathered), saved.columns)
 
 
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    """A tensor that was saved, since a gradient that is wanted needs it."""
+def _required(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return a saved tensor, which exists because a wanted gradient needs it."""
     assert tensor is not None
     return tensor
 
@@ -234,17 +234,16 @@ def _there(tensor: torch.Tensor | None) -> torch.Tensor:
 def _transposed_product(
     call: OperatorCall, left: torch.Tensor, right: torch.Tensor, rows: int, columns: bool
 ) -> torch.Tensor:
-    """The product by the operator of ``TRANSPOSED``, which has the same exchange; its result has
+    """Return the product of the operator in ``TRANSPOSED``, which has the same exchange. It has
     ``rows`` rows, and is column-major if ``columns``."""
     operator, schedule = TRANSPOSED[call.operator], _schedule(call.schedule, whole_rows=False)
     out = right.new_empty((right.shape[1], rows)).t() if columns else None
-    what = call.group, schedule, call.rows, False, out, call.purpose
-    return run(operator, left, right, *what)[0]
+    arguments = call.group, schedule, call.rows, False, out, call.purpose
+    return run(operator, left, right, *arguments)[0]
 
 
 def rows_multiplied(call: OperatorCall, m: int) -> int:
-    """Rows of the product that a call with m rows of A returns on this rank, or of the A that it
-    gathers."""
+    """Return the number of rows of this rank's product, or of the gathered A, for m rows of A."""
     world, rank, rows = call.group.size(), call.group.rank(), call.rows
     if OPERATORS[call.operator].collective == "all-gather":
         return m * world if rows is None else sum(rows)
@@ -254,23 +253,23 @@ def rows_multiplied(call: OperatorCall, m: int) -> int:
 
 
 def _returned(call: OperatorCall, grad_gathered: torch.Tensor) -> torch.Tensor:
-    """The gradient of the gathered rows, sent back to where the rows came from."""
+    """Send the gradient of the gathered rows back to the ranks that the rows came from."""
     if OPERATORS[call.operator].blocks:
         return _gathered(call._replace(rows=_rows_back(call)), grad_gathered)
-    # All ranks were given the same rows, so their gradients add up.
+    # All ranks got the same rows, so their gradients add up.
     world = call.group.size()
     rows = call.rows or (grad_gathered.shape[0] // world,) * world
     return _summed_rows(call._replace(rows=rows), grad_gathered)
 
 
 def weight_gradient(a: torch.Tensor, grad: torch.Tensor, columns: bool) -> torch.Tensor:
-    """``a.t() @ grad``, [k, n], column-major if ``columns``: autograd copies a gradient whose
-    layout is not that of its parameter."""
+    """Return ``a.t() @ grad``, [k, n], column-major if ``columns``: autograd copies a gradient
+    whose layout differs from its parameter's."""
     return _product(grad.t(), a).t() if columns else _product(a.t(), grad)
 
 
 def by_columns(b: torch.Tensor) -> bool:
-    """Whether a matrix is the transposed view of a plain one, as ``weight.t()`` is."""
+    """Return whether a matrix is the transpose of a contiguous one, such as ``weight.t()``."""
     return not b.is_contiguous() and b.t().is_contiguous()
 
 
@@ -280,14 +279,14 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_back(call: OperatorCall) -> Rows | None:
-    """Rows of the call that sends everything back to where it came from."""
+    """Return ``rows`` of the reverse call, which sends every row back to its origin."""
     if call.rows is None or not OPERATORS[call.operator].blocks:
         return call.rows
     return tuple(zip(*call.rows, strict=True))
 
 
 def _dual_of(call: OperatorCall) -> OperatorCall:
-    """The call that sends everything back, by the dual operator."""
+    """Return the reverse call, by the dual operator."""
     schedule = _schedule(call.schedule)
     rows = _rows_back(call)
     return call._replace(operator=DUAL[call.operator], schedule=schedule, rows=rows)
@@ -295,33 +294,33 @@ def _dual_of(call: OperatorCall) -> OperatorCall:
 
 @cache
 def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedule:
-    """The schedule of a backward: that of the forward, or "auto" if only sums have that one, such
-    as a ``one-shot`` or one with ``beta``: the dual of a sum is not a sum; or if it is one of the
-    user's own. ``tiled`` is for ``whole_rows``, each of which is one product."""
+    """Return the schedule of a backward: the forward's, or "auto" if it suits only the forward. The
+    dual of a sum is not a sum, so ``one-shot`` and ``beta`` do not suit it. Neither do a user's own
+    schedule, and ``tiled`` if the backward does not multiply ``whole_rows``."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    lacks = parsed.beta or parsed.grouping in ("one-shot", "own")
-    return "auto" if lacks or (parsed.grouping == "tiled" and not whole_rows) else schedule
+    unsuited = parsed.beta or parsed.grouping in ("one-shot", "own")
+    return "auto" if unsuited or (parsed.grouping == "tiled" and not whole_rows) else schedule
 
 
 def _dual(call: OperatorCall, grad: torch.Tensor, b: torch.Tensor, return_gathered: bool) -> Result:
     operator, group, schedule, rows, purpose, _ = _dual_of(call)
     left, right, scales = call.operands(grad, b, backward=True)
-    what = group, schedule, rows, return_gathered, None, purpose
-    return run(operator, left, right, *what, scales=scales)
+    arguments = group, schedule, rows, return_gathered, None, purpose
+    return run(operator, left, right, *arguments, scales=scales)
 
 
 def _gathered(call: OperatorCall, a: torch.Tensor) -> torch.Tensor:
-    """Only the gathered or exchanged A, from a call whose ``b`` has no columns."""
-    nothing = a.new_empty((a.shape[1], 0))
+    """Return only the gathered or exchanged A, by a call whose ``b`` has no columns."""
+    empty = a.new_empty((a.shape[1], 0))
     schedule = _schedule(call.schedule, whole_rows=False)
-    what = call.group, schedule, call.rows, True, None, call.purpose
-    return _there(run(call.operator, a, nothing, *what)[1])
+    arguments = call.group, schedule, call.rows, True, None, call.purpose
+    return _required(run(call.operator, a, empty, *arguments)[1])
 
 
 def _summed_rows(call: OperatorCall, x: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' x, added up in float32 and rounded once."""
+    """Return this rank's rows of the sum of all ranks' x, added in float32 and rounded once."""
     world, rank, rows = call.group.size(), call.group.rank(), call.rows
     assert rows is not None
     table = (tuple(rows),) * world
@@ -331,7 +330,7 @@ def _summed_rows(call: OperatorCall, x: torch.Tensor) -> torch.Tensor:
 
 
 def _regather(call: OperatorCall, a: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Gather A once more, on a GPU on a side stream of the caller's; returns what waits for it."""
+    """Gather A once more, on a GPU on a side stream; return a function that waits for the rows."""
     if not a.is_cuda:
         gathered = _gathered(call, a)
         return lambda: gathered
@@ -351,7 +350,7 @@ def _regather(call: OperatorCall, a: torch.Tensor) -> Callable[[], torch.Tensor]
 
 @cache
 def _side_stream(caller: gpu.Stream) -> gpu.Stream:
-    """The side stream of a stream, always the same one, so that recorded graphs can be reused."""
+    """Return a stream's side stream, always the same one, so that recorded graphs can be reused."""
     return gpu.Stream(caller.device)
 
 
@@ -361,7 +360,7 @@ def _side_stream(caller: gpu.Stream) -> gpu.Stream:
 def to_save(
     a: torch.Tensor, b: torch.Tensor, gathered: torch.Tensor | None, needs: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Of the tensors of a forward those that its backward needs: see :class:`SavedTensors`."""
+    """Return the tensors of a forward that its backward needs: see :class:`SavedTensors`."""
     needs_a, needs_b = needs
     return (
         a if needs_b and gathered is None else None,
@@ -377,7 +376,7 @@ class ProductRequest(NamedTuple):
         shape: of A.
         columns: see :class:`SavedTensors`.
         gathers: the caller gets the gathered A.
-        scales: those of an A that the call casts, and of a B of float8.
+        scales: scales of a float8 B, and of an A that the call casts.
         dtype: of A.
     """
 
@@ -395,7 +394,7 @@ def _forward(
     (operator, group, schedule, rows, *_), (a, b) = request.call, operands
     saves = current().save_gathered and operator in GATHERS and needs[1]
     out, gathered = run(operator, a, b, group, schedule, rows, request.gathers or saves)
-    # What is saved is a result, too: autograd then knows that it comes from ``a``.
+    # The saved tensors are results, too, so that autograd knows that they come from ``a``.
     return (out, gathered), to_save(a, b, gathered if saves else None, needs)
 
 
@@ -407,7 +406,7 @@ def _backward(
     return backward(request.call, grad, grad_gathered, saved, needs)
 
 
-#: Products: of A and B, the product and the gathered A.
+#: The product of A and B, and the gathered A.
 PRODUCT = Differentiable(_forward, _backward, zeros=False)
 
 
@@ -428,9 +427,9 @@ def _casting_backward(
         None, dequantized(*tensors).to(grad.dtype), None, request.shape, columns=True
     )
     grad_a, _ = backward(request.call, grad, None, saved, (True, False))
-    return _there(grad_a).to(request.dtype), None
+    return _required(grad_a).to(request.dtype), None
 
 
-#: Products that cast A. The gradient of A is that of A without the cast: a product of the dtype of
-#: the result with B as float8 has it.
+#: Products that cast A to float8. The gradient of A ignores the cast: it is a product with the
+#: dequantized B in the dtype of the result.
 CASTING = Differentiable(_casting_forward, _casting_backward)

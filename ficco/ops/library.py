@@ -2,19 +2,19 @@
 
 For each operator there are, in the namespace ``ficco``:
 
-- ``<name>``: the product; with ``recipe``, the text of a :class:`ficco.ops.recipes.Float8Recipe`,
-  of operands that the call casts to float8, its gradients accordingly;
+- ``<name>``: the product. With ``recipe``, the text of a :class:`ficco.ops.recipes.Float8Recipe`,
+  the call and its gradients cast the operands to float8;
 - ``<name>_gathered``: the product and the gathered A, for ``all_gather_matmul`` and
   ``all_to_all_matmul``;
-- ``<name>_scaled`` and ``<name>_scaled_gathered``: the same of float8 operands, without gradients;
+- ``<name>_scaled`` and ``<name>_scaled_gathered``: the same for float8 operands, without gradients;
 - ``<name>_backward``: the gradients that are needed, in the order A, B, by
   :mod:`ficco.ops.gradients`. It is one operator, so that the parts that overlap stay together.
 
 A group is passed by its name, as in PyTorch's functional collectives, and a schedule by its name.
-``rows`` is a flat list, even for an all-to-all's table. ``options`` are those of a call and its
-backward, see :func:`ficco.options.current_text`; the default is those in force at the call.
+``rows`` is a flat list, even for an all-to-all's table. ``options`` hold for a call and its
+backward, see :func:`ficco.options.current_text`; the default is the options in force at the call.
 A call inside a compiled backward thus runs under the options of its compilation, wherever the
-backward runs. Eager calls do not come here, see :mod:`ficco.ops.operators`.
+backward runs. Eager calls bypass this module, see :mod:`ficco.ops.operators`.
 
 PyTorch's ``FlopCounterMode`` counts the products that this rank computes.
 """
@@ -161,7 +161,7 @@ def call(
     scales: Scales | None = None,
     recipe: str = "",
 ) -> Result:
-    """A call through the ``torch.library`` operator; can be traced."""
+    """Make a call through its ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
     flat = None
@@ -171,7 +171,7 @@ def call(
     if scales is not None:
         return _call_scaled(ops, a, b, scales, (group, schedule, flat, options), return_gathered)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
-    # What is gathered in float8 is not what the gradient of b is made of.
+    # A float8 product gathers cast rows; the gradient of b needs rows that are not cast.
     if ops.gathered and (return_gathered or saves) and not recipe:
         out, gathered = ops.gathered(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
@@ -183,28 +183,29 @@ def _call_scaled(
     a: torch.Tensor,
     b: torch.Tensor,
     scales: Scales,
-    where: tuple[Any, ...],
+    call_arguments: tuple[Any, ...],
     return_gathered: bool,
 ) -> Result:
     *others, quantize = scales
-    given = *others, *where, quantize
+    arguments = *others, *call_arguments, quantize
     if return_gathered and ops.scaled_gathered:
-        both: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *given)
-        return both
+        results: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *arguments)
+        return results
     if ops.scaled is None:
         raise NotImplementedError(f"{ops.operator} does not take float8 operands; pass bfloat16")
-    return ops.scaled(a, b, *given), None
+    return ops.scaled(a, b, *arguments), None
 
 
-def _called(operator: str, given: _Forward | _Scaled | _Backward) -> OperatorCall:
-    ranks = distributed_c10d._resolve_process_group(given.group)  # type: ignore[arg-type]
-    world, rows = ranks.size(), given.rows
+def _operator_call(operator: str, inputs: _Forward | _Scaled | _Backward) -> OperatorCall:
+    """Return the call that the arguments of a ``torch.library`` operator stand for."""
+    ranks = distributed_c10d._resolve_process_group(inputs.group)  # type: ignore[arg-type]
+    world, rows = ranks.size(), inputs.rows
     table: tuple[Any, ...] | None = None if rows is None else tuple(rows)
     if table is not None and OPERATORS[operator].blocks and len(table) == world * world:
         table = tuple(table[i : i + world] for i in range(0, world * world, world))
-    recipe = None if isinstance(given, _Scaled) else recipe_from(given.recipe)
+    recipe = None if isinstance(inputs, _Scaled) else recipe_from(inputs.recipe)
     # The rest is checked by the call path.
-    return OperatorCall(operator, ranks, given.schedule, table, recipe=recipe)
+    return OperatorCall(operator, ranks, inputs.schedule, table, recipe=recipe)
 
 
 def _forward(
@@ -214,14 +215,14 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = form(*args, **kwargs)
-    called = _called(operator, given)
-    a, b, scales = given.a, given.b, given.scales if isinstance(given, _Scaled) else None
+    inputs = form(*args, **kwargs)
+    called = _operator_call(operator, inputs)
+    a, b, scales = inputs.a, inputs.b, inputs.scales if isinstance(inputs, _Scaled) else None
     if called.recipe is not None:
         a, b, scales = called.operands(a if a.dim() == 2 else a.flatten(0, -2), b.t())
-    where = a, b, called.group, given.schedule, called.rows, return_gathered
-    with carried(from_text(given.options)) if given.options else nullcontext():
-        result = run(operator, *where, scales=scales)
+    request = a, b, called.group, inputs.schedule, called.rows, return_gathered
+    with carried(from_text(inputs.options)) if inputs.options else nullcontext():
+        result = run(operator, *request, scales=scales)
     return result if return_gathered else result[0]
 
 
@@ -232,9 +233,9 @@ def _fake_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = form(*args, **kwargs)
-    a, b, called, kind = given.a, given.b, _called(operator, given), OPERATORS[operator]
-    scales = given.scales if isinstance(given, _Scaled) else None
+    inputs = form(*args, **kwargs)
+    a, b, called, kind = inputs.a, inputs.b, _operator_call(operator, inputs), OPERATORS[operator]
+    scales = inputs.scales if isinstance(inputs, _Scaled) else None
     check_operands(operator, a, b, scales)  # the call itself checks the rest
     (*m, k), n = a.shape, b.shape[1]
     held = prod(m)
@@ -242,8 +243,8 @@ def _fake_forward(
     if scales is not None:
         dtype = scales.out_dtype or torch.bfloat16
         shared = not (kind.scatters or kind.blocks)
-        each = tuple(called.rows or (held,) * called.group.size()) if shared else ()
-        check_scaled(operator, a, b, scales, each)
+        by_rank = tuple(called.rows or (held,) * called.group.size()) if shared else ()
+        check_scaled(operator, a, b, scales, by_rank)
     if called.recipe is not None:
         check_operands_of(a, b.t())
     multiplied = rows_multiplied(called, held)
@@ -269,31 +270,31 @@ def _autograd(
     needs_b = ctx.needs_input_grad[1] and grad is not None
     grads: list[torch.Tensor] = []
     if needs_a or needs_b:
-        which = ctx.shape, ctx.columns, needs_a, needs_b
-        grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *which, *ctx.call)
-    rest = iter(grads)
-    return next(rest) if needs_a else None, next(rest) if needs_b else None, *[None] * 5
+        rest = ctx.shape, ctx.columns, needs_a, needs_b, *ctx.call
+        grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *rest)
+    results = iter(grads)
+    return next(results) if needs_a else None, next(results) if needs_b else None, *[None] * 5
 
 
 def _backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    given = _Backward(*args, **kwargs)
-    saved = SavedTensors(given.a, given.b, given.gathered, given.shape, given.columns)
-    grads, needed = (given.grad, given.grad_gathered), (given.needs_a, given.needs_b)
-    with carried(from_text(given.options)):
-        results = backward(_called(operator, given), *grads, saved, needed)
+    inputs = _Backward(*args, **kwargs)
+    saved = SavedTensors(inputs.a, inputs.b, inputs.gathered, inputs.shape, inputs.columns)
+    grads, needed = (inputs.grad, inputs.grad_gathered), (inputs.needs_a, inputs.needs_b)
+    with carried(from_text(inputs.options)):
+        results = backward(_operator_call(operator, inputs), *grads, saved, needed)
     return [gradient for gradient in results if gradient is not None]
 
 
 def _fake_backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    given = _Backward(*args, **kwargs)
-    like = given.grad if given.grad is not None else given.grad_gathered
+    inputs = _Backward(*args, **kwargs)
+    like = inputs.grad if inputs.grad is not None else inputs.grad_gathered
     assert like is not None
-    grads = [like.new_empty(tuple(given.shape))] if given.needs_a else []
-    if given.needs_b:
-        (*m, k), n = given.shape, like.shape[1]
+    grads = [like.new_empty(tuple(inputs.shape))] if inputs.needs_a else []
+    if inputs.needs_b:
+        (*m, k), n = inputs.shape, like.shape[1]
         if OPERATORS[operator].inner:
-            k = rows_multiplied(_called(operator, given), prod(m))
-        grads.append(like.new_empty((n, k)).t() if given.columns else like.new_empty((k, n)))
+            k = rows_multiplied(_operator_call(operator, inputs), prod(m))
+        grads.append(like.new_empty((n, k)).t() if inputs.columns else like.new_empty((k, n)))
     return grads
 
 
@@ -301,7 +302,7 @@ def _fake_backward(operator: str, *args: Any, **kwargs: Any) -> list[torch.Tenso
 
 
 def _forward_flops(operator: str, gathered: bool, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    """Operations of one rank's product: two for each multiplication."""
+    """Count the operations of one rank's product: two for each multiplication."""
     a, b = ((kwargs | dict(zip("ab", args, strict=False)))[name] for name in "ab")
     if OPERATORS[operator].inner:
         rows = b[0]
@@ -314,22 +315,22 @@ def _forward_flops(operator: str, gathered: bool, *args: Any, out_shape: Any, **
 
 
 def _backward_flops(operator: str, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    """Operations of one rank's gradients: each takes a product as large as the forward's."""
-    given: Any = _Backward(*args, **kwargs)
-    if given.grad is None:  # only the gradient of the gathered rows goes back, without a product
+    """Count the operations of one rank's gradients, each a product as large as the forward's."""
+    inputs: Any = _Backward(*args, **kwargs)
+    if inputs.grad is None:  # only the gradient of the gathered rows goes back, without a product
         return 0
     if OPERATORS[operator].inner:
-        rows = out_shape[-1][0] if given.needs_b else given.b[0]
+        rows = out_shape[-1][0] if inputs.needs_b else inputs.b[0]
     elif operator in GATHERS:
-        rows = given.grad[0]
+        rows = inputs.grad[0]
     else:
-        rows = prod(given.shape[:-1])
-    count: int = 2 * rows * given.shape[-1] * given.grad[1] * (given.needs_a + given.needs_b)
+        rows = prod(inputs.shape[:-1])
+    count: int = 2 * rows * inputs.shape[-1] * inputs.grad[1] * (inputs.needs_a + inputs.needs_b)
     return count
 
 
 def _declare(operator: str) -> None:
-    """The ``torch.library`` operators of one of ficco's operators."""
+    """Declare the ``torch.library`` operators of one of ficco's operators."""
     forms: tuple[type[_Forward] | type[_Scaled], ...] = (_Forward, _Scaled)
     for gathered, form in product((False, True), forms):
         scaled = form is _Scaled

@@ -1,4 +1,4 @@
-"""Checks of a call's operands, and the Problem that they make up."""
+"""Checks of a call's operands, and the Problem that they define."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ficco.problems.scaling import (
     factor_count,
 )
 
-#: The attribute of a mesh whose order has been checked. Equal meshes can have other groups.
+#: Attribute of a mesh whose order has been checked. Equal meshes can have different groups.
 _IN_ORDER = "_ficco_in_order"
 
 
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """The group of a call: WORLD by default, and for a mesh of one dimension that of the mesh.
+    """Return the group of a call: WORLD by default, or the group of a one-dimensional mesh.
 
     Raises:
-        ValueError: this is not a group that this rank is in, or the mesh has more dimensions.
+        ValueError: this rank is not in the group, or the mesh has more dimensions.
     """
     if group is None and (group := dist.group.WORLD) is None:
         raise ValueError(
@@ -61,8 +61,8 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 
 
 def _check_order(mesh: DeviceMesh, group: ProcessGroup) -> None:
-    """``ValueError`` if a mesh has its ranks in another order than its group. The operators put the
-    parts of ranks together in the order of the group, DTensor in that of the mesh."""
+    """Raise ``ValueError`` if a mesh orders its ranks differently from its group: operators join
+    the parts of ranks in the order of the group, DTensor in the order of the mesh."""
     if torch.compiler.is_compiling() or getattr(mesh, _IN_ORDER, False):
         return
     ranks = mesh.mesh.flatten().tolist()
@@ -75,8 +75,8 @@ def _check_order(mesh: DeviceMesh, group: ProcessGroup) -> None:
 
 
 def frozen(rows: Any) -> Any:
-    """Rows as a hashable key, valid or not. Whole numbers of any type, including NumPy's and those
-    of tensors on the CPU, become ints."""
+    """Return rows as a hashable key, valid or not. Integers of any type become ints, including
+    those of NumPy and of CPU tensors."""
     if rows is None:  # most calls; the checks below take microseconds
         return None
     if isinstance(rows, (list, tuple)):
@@ -89,21 +89,21 @@ def frozen(rows: Any) -> Any:
         return tuple([frozen(row) for row in rows])
     if isinstance(rows, torch.SymInt):
         return rows
-    whole = isinstance(rows, SupportsIndex) and not isinstance(rows, bool)
-    return index(rows) if whole else _NoSize(rows)
+    integral = isinstance(rows, SupportsIndex) and not isinstance(rows, bool)
+    return index(rows) if integral else _InvalidSize(rows)
 
 
 def bounds_of(cu_seqlens: Any) -> Any:
-    """``cu_seqlens`` as a hashable key, an empty one for None; of what is no list, one that
-    :func:`check_bounds` refuses."""
+    """Return ``cu_seqlens`` as a hashable key: () for None, and for a value that is not a list a
+    key that :func:`check_bounds` refuses."""
     if cu_seqlens is None:  # most calls
         return ()
     bounds = frozen(cu_seqlens)
-    return bounds if isinstance(bounds, tuple) and bounds else _NoSize(cu_seqlens)
+    return bounds if isinstance(bounds, tuple) and bounds else _InvalidSize(cu_seqlens)
 
 
 def check_bounds(bounds: Any) -> None:
-    """``ValueError`` unless these are whole numbers, or empty: then no sequences are packed."""
+    """Raise ``ValueError`` unless bounds are integers, or empty if no sequences are packed."""
     if not isinstance(bounds, (tuple, list)) or not all(type(bound) is int for bound in bounds):
         raise ValueError(
             "cu_seqlens: required a list of whole numbers on the host, or None where no sequences "
@@ -112,17 +112,17 @@ def check_bounds(bounds: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _NoSize:
-    """What was given as a number of rows, or as bounds, and is none. As a key ``4.0`` would equal
-    ``4``, and a call that must be refused would be taken for one that was served before."""
+class _InvalidSize:
+    """An invalid number of rows, or invalid bounds. As a key ``4.0`` would equal ``4``, and an
+    invalid call would be taken for an earlier valid one."""
 
-    given: Any
+    value: Any
 
     def __repr__(self) -> str:
-        return repr(self.given)
+        return repr(self.value)
 
 
-#: The operators' names for their left operands.
+#: Name of each operator's left operand.
 LEFT = {
     name: "a_shard" if operator.collective == "all-gather" else "a"
     for name, operator in OPERATORS.items()
@@ -130,19 +130,19 @@ LEFT = {
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """An operand whose memory holds its values; the memory of a view such as ``z.conj().imag``
-    holds their negatives."""
+    """Return an operand whose memory holds its values. The memory of a view such as
+    ``z.conj().imag`` holds negated values."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def flat(a: torch.Tensor) -> torch.Tensor:
-    """A with its leading dimensions flattened into rows."""
+    """Return A with its leading dimensions flattened into rows."""
     return a.flatten(0, -2) if a.dim() > 2 and a.layout is torch.strided else a
 
 
 def row_major(a: torch.Tensor) -> torch.Tensor:
-    """A as :func:`plain` and :func:`flat` have it, with contiguous rows: copy engines cannot move
-    strided elements, and libraries do not multiply those of float8."""
+    """Return A as :func:`plain` and :func:`flat` do, with contiguous rows: copy engines cannot move
+    strided elements, and libraries do not multiply strided float8 elements."""
     if a.layout is not torch.strided or a.dim() < 2:
         return a  # refused by problem_of_operands
     if a.is_neg():
@@ -155,7 +155,7 @@ def row_major(a: torch.Tensor) -> torch.Tensor:
 
 
 class Scales(NamedTuple):
-    """What a call of float8 operands has besides them, as its caller gives it."""
+    """The arguments of a call that concern float8 operands, as the caller passed them."""
 
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
@@ -166,35 +166,35 @@ class Scales(NamedTuple):
 
     @property
     def given(self) -> bool:
-        """Whether the caller gave any."""
+        """Whether the caller passed any of the arguments."""
         tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
         rest = self.out_dtype is not None or self.quantize is not None
         return tensors or rest or self.use_fast_accum is not False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are given, by name."""
-        found = {"scale_a": self.scale_a, "scale_b": self.scale_b, "bias": self.bias}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """The tensors that the caller passed, by name."""
+        tensors = {"scale_a": self.scale_a, "scale_b": self.scale_b, "bias": self.bias}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def key(self, b: torch.Tensor) -> tuple[Any, ...]:
-        """What distinguishes kinds of calls. That of a ``b`` in another order must be refused."""
-        tensors = [one is not None and (one.shape, one.dtype, one.device) for one in self[:3]]
+        """Return a key of the kind of call. It has the strides of ``b``, since some are refused."""
+        tensors = [item is not None and (item.shape, item.dtype, item.device) for item in self[:3]]
         return *tensors, *self[3:], b.stride()
 
     def columns(self, first: int, last: int, n: int) -> Scales:
-        """Those of some columns of b; the first is one at which a piece may begin."""
+        """Return the arguments for a range of columns of b. A piece may begin at ``first``."""
         assert self.scale_b is not None
-        of_b = self.scale_b
-        if of_b.numel() > 1 and (count := of_b.shape[1]) > 1:
+        scale_b = self.scale_b
+        if scale_b.numel() > 1 and (count := scale_b.shape[1]) > 1:
             share = 1 if count == n else RECIPES["block"].b[1]
-            of_b = of_b[:, first // share : -(-last // share)]
+            scale_b = scale_b[:, first // share : -(-last // share)]
         bias = None if self.bias is None else self.bias[first:last]
-        return self._replace(scale_b=of_b, bias=bias)
+        return self._replace(scale_b=scale_b, bias=bias)
 
 
 def check_types(scales: Scales) -> None:
-    """Refuse what no call can have, before it counts as one."""
+    """Raise ``ValueError`` for arguments that no call can have, before the call has a number."""
     if scales.quantize is not None:
         if scales.quantize not in CASTS:
             raise ValueError(
@@ -207,11 +207,11 @@ def check_types(scales: Scales) -> None:
                 "scale_a: required none with quantize, which makes the scales of the rows that it "
                 "casts, got one; leave out one of both"
             )
-    for which, value in enumerate(scales[:3]):
-        required = which == 1 or which == 0 and scales.quantize is None
+    for position, value in enumerate(scales[:3]):
+        required = position == 1 or position == 0 and scales.quantize is None
         if not isinstance(value, torch.Tensor) and (value is not None or required):
             raise ValueError(
-                f"{scales._fields[which]}: required a torch.Tensor, got {type(value).__name__}; "
+                f"{scales._fields[position]}: required a torch.Tensor, got {type(value).__name__}; "
                 "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
                 "pass both scales, or none of these"
             )
@@ -222,7 +222,7 @@ def check_types(scales: Scales) -> None:
 
 
 def check_scales(scales: Scales, a: torch.Tensor, b: torch.Tensor, left: str) -> None:
-    """Refuse scales and orders in memory that no call can have."""
+    """Raise ``ValueError`` for scales and memory orders of b that are invalid in any call."""
     for name, tensor in scales.tensors.items():
         if tensor.device != a.device:
             raise ValueError(
@@ -230,9 +230,9 @@ def check_scales(scales: Scales, a: torch.Tensor, b: torch.Tensor, left: str) ->
                 "move it"
             )
     rows, cols = b.shape
-    in_columns = rows < 2 or b.stride(0) == 1 and (cols < 2 or b.stride(1) >= rows)
-    apart = cols < 2 or b.stride(1) % MULTIPLE == 0 or rows % MULTIPLE  # of k the Problem says more
-    if b.numel() and not (in_columns and apart):
+    column_major = rows < 2 or b.stride(0) == 1 and (cols < 2 or b.stride(1) >= rows)
+    aligned = cols < 2 or b.stride(1) % MULTIPLE == 0 or rows % MULTIPLE  # the Problem checks k
+    if b.numel() and not (column_major and aligned):
         raise ValueError(
             f"b: required columns that are contiguous, {MULTIPLE} bytes or a multiple apart, for "
             f"operands of float8, got strides {list(b.stride())}; pass weight.t(), or "
@@ -243,32 +243,33 @@ def check_scales(scales: Scales, a: torch.Tensor, b: torch.Tensor, left: str) ->
 def scaling_of(
     scales: Scales, a: torch.Tensor, b: torch.Tensor, each: tuple[int, ...], left: str
 ) -> Scaling:
-    """How a call's operands are scaled, told by the shapes of the scales. ``each``: rows by rank,
-    of which every rank may have all scales; empty where it cannot."""
-    of_a, of_b = scales.scale_a, scales.scale_b
-    assert of_b is not None
-    dtype, right = (str(one.dtype).removeprefix("torch.") for one in (a, b))
+    """Return how a call's operands are scaled, which the shapes of the scales tell. ``each``: rows
+    by rank if every rank may have the scales of all rows, else empty."""
+    scale_a, scale_b = scales.scale_a, scales.scale_b
+    assert scale_b is not None
+    dtype, right = (str(operand.dtype).removeprefix("torch.") for operand in (a, b))
     out = str(scales.out_dtype or torch.bfloat16).removeprefix("torch.")
     source = dtype if scales.quantize is not None else ""
     if source and (source not in RESULTS or right not in FAMILIES):
         raise ValueError(
             f"quantize: required {left} of {', '.join(RESULTS)} and b of float8, got {a.dtype} and "
-            f"{b.dtype}; quantize casts {left} alone"
+            f"{b.dtype}; quantize casts only {left}"
         )
-    kinds = {str(one.dtype).removeprefix("torch.") for one in (of_a, of_b) if one is not None}
+    tensors = [scale_b] if scale_a is None else [scale_a, scale_b]
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
 
     def scaling(recipe: str, replicated: bool = False) -> Scaling:
         biased = scales.bias is not None
         return Scaling(recipe, right, out, biased, scales.use_fast_accum, replicated, source)
 
     if dtype.startswith("float4"):
-        return scaling("mxfp4" if "float8_e8m0fnu" in kinds else "nvfp4")
-    if "float8_e8m0fnu" in kinds:
+        return scaling("mxfp4" if "float8_e8m0fnu" in dtypes else "nvfp4")
+    if "float8_e8m0fnu" in dtypes:
         return scaling("mxfp8")
-    if kinds != {"float32"}:
-        dtypes = " and ".join(f"torch.{one}" for one in sorted(kinds))
+    if dtypes != {"float32"}:
+        names = " and ".join(f"torch.{name}" for name in sorted(dtypes))
         raise ValueError(
-            f"scale_a, scale_b: required torch.float32, got {dtypes}; convert them with .float()"
+            f"scale_a, scale_b: required torch.float32, got {names}; convert them with .float()"
         )
     if scales.bias is not None and out != "float32":
         expected = getattr(torch, out, None), (b.shape[1],)
@@ -277,75 +278,76 @@ def scaling_of(
                 f"bias: required [{b.shape[1]}] of out_dtype torch.{out}, got "
                 f"{list(scales.bias.shape)} of {scales.bias.dtype}; convert it"
             )
-    if of_a is None:
+    if scale_a is None:
         assert scales.quantize is not None
         rules = RECIPES[scales.quantize]
         shape = factor_count(b.shape[0], rules.b[0]), factor_count(b.shape[1], rules.b[1])
-        if tuple(of_b.shape) != shape:
+        if tuple(scale_b.shape) != shape:
             raise ValueError(
                 f"scale_b: required {list(shape)} with quantize={scales.quantize!r}, got "
-                f"{list(of_b.shape)}; scale b alike"
+                f"{list(scale_b.shape)}; scale b alike"
             )
         return scaling(scales.quantize)
-    got = tuple(flat(of_a).shape), tuple(of_b.shape)
-    counts = {False: a.shape[0], **({True: sum(each)} if each else {})}
-    wanted = []
+    got = tuple(flat(scale_a).shape), tuple(scale_b.shape)
+    row_counts = {False: a.shape[0], **({True: sum(each)} if each else {})}
+    accepted = []
     for recipe, rules in RECIPES.items():
-        for replicated, rows in counts.items() if not rules.needs else ():
+        for replicated, rows in row_counts.items() if not rules.needs else ():
             shapes = (
                 (factor_count(rows, rules.a[0]), factor_count(a.shape[1], rules.a[1])),
                 (factor_count(b.shape[0], rules.b[0]), factor_count(b.shape[1], rules.b[1])),
             )
-            single = recipe == "tensor" and of_a.numel() == of_b.numel() == 1
+            single = recipe == "tensor" and scale_a.numel() == scale_b.numel() == 1
             if single or recipe != "tensor" and got == shapes:
-                # Where one rank has all rows, it cannot tell which of both its scales are.
+                # If one rank has all rows, its own scales and those of all rows look alike.
                 return scaling(recipe, replicated and max(each) < rows)
-            wanted.append(" and ".join(str(list(shape)) for shape in shapes))
+            accepted.append(" and ".join(str(list(shape)) for shape in shapes))
     raise ValueError(
         f"scale_a, scale_b: required, for these {left} and b, one of the pairs of shapes "
-        f"{'; '.join(dict.fromkeys(wanted))}, got {list(of_a.shape)} and {list(of_b.shape)}; pass "
-        "one scale for all, one for each row and column, or one for each 1 x 128 and 128 x 128"
+        f"{'; '.join(dict.fromkeys(accepted))}, got {list(scale_a.shape)} and "
+        f"{list(scale_b.shape)}; pass one scale for all, one for each row and column, or one for "
+        "each 1 x 128 and 128 x 128"
     )
 
 
 def check_scaled(
     operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales, each: tuple[int, ...]
 ) -> None:
-    """Refuse scales and sizes that no call can have, as far as a tracer knows them."""
+    """Raise on scales and sizes that are invalid in any call, as far as a tracer knows them."""
     scaling = scaling_of(scales, flat(a), b, each, LEFT[operator])
     sizes = b.shape[1], b.shape[0]
     if all(isinstance(size, int) for size in sizes):
         rows, dtype = (RECIPES[scaling.recipe].rows,), travelling(a, b, scales)
-        own = replace(scaling, replicated=False, source="")  # any operator refuses the rest
-        Problem("matmul_reduce_scatter", rows, *sizes, dtype, scaling=own)
+        common = replace(scaling, replicated=False, source="")  # all operators check these fields
+        Problem("matmul_reduce_scatter", rows, *sizes, dtype, scaling=common)
 
 
 def travelling(a: torch.Tensor, b: torch.Tensor, scales: Scales | None) -> str:
-    """Name of the dtype in which A travels, or is multiplied."""
+    """Return the name of the dtype of A when it travels, or when it is multiplied."""
     if scales is None or scales.quantize is None:
         return str(a.dtype).removeprefix("torch.")
     family = FAMILIES.get(str(b.dtype).removeprefix("torch."), "OCP")
-    return next(name for name, one in FAMILIES.items() if one == family)
+    return next(name for name, candidate in FAMILIES.items() if candidate == family)
 
 
 def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
-    """The operands of a Plan that scales and bias make: row by row if copies move them, else column
-    by column, with what pads these, as libraries read those of blocks."""
-    found, buffers, rank = {}, plan.buffer, plan.rank
+    """Return scales and bias as operands of a Plan: row-major if copies move them, else
+    column-major and padded, as libraries read scales of blocks."""
+    operands, buffers, rank = {}, plan.buffer, plan.rank
     for name, tensor in scales.tensors.items():
         buffer = buffers[name]
         rows, cols = shape = buffer.shapes[rank]
         if tensor.shape != shape:
             tensor = tensor.reshape(-1 if cols else rows, cols)[:rows]
         by_rows = buffer.leaves or rows < 2 or (cols < 2 and name != "scale_b")
-        found[name] = tensor.contiguous() if by_rows else in_columns(tensor)
-    return found
+        operands[name] = tensor.contiguous() if by_rows else in_columns(tensor)
+    return operands
 
 
 def check_operands(
     operator: str, a: torch.Tensor, b: torch.Tensor, scales: Scales | None = None
 ) -> None:
-    """Refuse shapes, dtypes and devices that no call can have; a tracer can check this much."""
+    """Raise on shapes, dtypes and devices that are invalid in any call; works under a tracer."""
     left, inner = LEFT[operator], OPERATORS[operator].inner
     if a.dim() < 2 or b.dim() != 2:
         shape = "[..., m/W, k]" if left == "a_shard" else "[..., m, k]"
@@ -371,14 +373,14 @@ def check_operands(
         return
     if str(a.dtype).removeprefix("torch.") in FAMILIES and not inner:
         raise ValueError(
-            f"scale_a, scale_b: required for operands of {a.dtype}, got none; pass by what they "
-            "are to be multiplied, one for all if need be"
+            f"scale_a, scale_b: required for operands of {a.dtype}, got none; pass the factors of "
+            "both operands, one factor for each operand if need be"
         )
     check_dtype(a)
 
 
 def check_dtype(a: torch.Tensor) -> None:
-    """Refuse a dtype that no engine of the device serves."""
+    """Raise ``NotImplementedError`` for a dtype that no engine of the device serves."""
     served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
     if str(a.dtype).removeprefix("torch.") not in served:
         raise NotImplementedError(
@@ -398,11 +400,11 @@ def problem_of_operands(
     hosts: int = 1,
     transposed: bool = False,
 ) -> Problem:
-    """The Problem that the operands make up; the group's ranks are on so many ``hosts``. Where A
-    travels and lies ``transposed`` it is [W, rows, k].
+    """Return the Problem that the operands define. ``hosts``: number of hosts of the group.
+    ``transposed``: an A that travels is [W, rows, k].
 
     Raises:
-        ValueError, NotImplementedError: they are wrong, or not supported.
+        ValueError, NotImplementedError: an operand is wrong, or not supported.
     """
     left, inner = LEFT[operator], OPERATORS[operator].inner
     for name, tensor in ((left, a), ("b", b)):
@@ -435,21 +437,21 @@ def problem_of_operands(
             hosts=hosts,
             transposed=transposed,
         )
-    each = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
-    if inner and sum(each) != b.shape[0]:
+    by_rank = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
+    if inner and sum(by_rank) != b.shape[0]:
         raise ValueError(
             f"required as many rows of b as all ranks have of {left}, got {b.shape[0]} and "
-            f"{sum(each)}; pass all rows of b, and rows= where ranks have different numbers"
+            f"{sum(by_rank)}; pass all rows of b, and rows= where ranks have different numbers"
         )
-    shared = () if OPERATORS[operator].scatters else each
+    shared = () if OPERATORS[operator].scatters else by_rank
     scaling = scaling_of(scales, a, b, shared, left) if scales else None
-    given = return_gathered, symmetric
-    return Problem(operator, each, *sizes, *given, scaling=scaling, hosts=hosts)
+    flags = return_gathered, symmetric
+    return Problem(operator, by_rank, *sizes, *flags, scaling=scaling, hosts=hosts)
 
 
 def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:
-    """Rows that belong to each rank. ``held``: rows of this rank's left operand."""
-    if kind.returns:  # all-reduce: which rank sums which rows does not show in the result
+    """Return the number of rows of each rank. ``held``: rows of this rank's left operand."""
+    if kind.returns:  # all-reduce: any split of the sums gives the same result
         return tuple(held // world + (peer < held % world) for peer in range(world))
     if rows is None:
         if not kind.scatters:
@@ -480,7 +482,7 @@ def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) ->
 
 
 def _blocks(rows: Any, held: int, rank: int, world: int) -> tuple[tuple[int, ...], ...]:
-    """The table of rows from each rank to each rank."""
+    """Return the table of rows from each rank to each rank."""
     if rows is None:
         if held % world:
             raise ValueError(

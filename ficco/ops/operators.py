@@ -2,9 +2,9 @@
 
 - An eager call that needs no gradient goes straight to the call path, after a few checks.
 - A call that needs gradients goes through an ``autograd.Function``.
-- A call that is traced or watched becomes an operator of ``torch.library``. That is the case under
-  ``torch.compile``, fake tensors, a dispatch mode such as that of selective checkpointing, and
-  transforms of ``torch.func``.
+- A call that is traced or watched becomes an operator of ``torch.library``: under
+  ``torch.compile``, with fake tensors, under a dispatch mode such as selective checkpointing, and
+  in transforms of ``torch.func``.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def all_gather_matmul(
         schedule: ``"auto"``, a name such as ``"hetero-fused-1d:pieces=4,pull"``, or a Schedule.
         rows: rows of every rank's shard, if they are not equal; the same on every rank.
         return_gathered: also return the gathered A, a tensor of its own.
-        scale_a, scale_b: float32, by what operands of float8 are multiplied before the product, as
-            in ``torch._scaled_mm``; their shapes say how they are scaled (docs/fp8.md):
+        scale_a, scale_b: float32 factors that multiply float8 operands before the product, as in
+            ``torch._scaled_mm``. Their shapes select the scaling (docs/fp8.md):
 
             ==================  ==========================  ==================
             one for all         any shape of one element    the same
@@ -153,20 +153,20 @@ def all_gather_matmul(
             1x128 by 128x128    [m/W, k/128], or [m, ...]   [k/128, n/128]
             ==================  ==========================  ==================
 
-            Each rank passes those of its shard, which travel with its rows, or all of them. Ranks
-            may have different ones for all. ``b`` is column-major, n and k are multiples of 16.
+            Each rank passes the scales of its shard, which travel with its rows, or of all rows. A
+            single scale may differ between ranks. ``b`` is column-major; n and k are multiples
+            of 16.
         bias: [n] of the result's dtype, added to each row; for float8 only.
-        out_dtype: of the result: bfloat16 (default), float16 or float32; for float8 only.
-        use_fast_accum: let the library add up in less than float32; for float8 only.
-        quantize: ``"row"`` or ``"block"``: cast ``a_shard`` of bfloat16, float16 or float32 to
-            float8, each piece in front of its copies, instead of passing ``scale_a``. Scales are
-            powers of two, the smallest by which nothing overflows. ``b`` is float8 with
-            ``scale_b`` alike. Eager calls have a gradient for ``a_shard``: that of the product with
-            b as it was cast.
+        out_dtype: dtype of the result: bfloat16 (default), float16 or float32; for float8 only.
+        use_fast_accum: let the library accumulate in less than float32; for float8 only.
+        quantize: ``"row"`` or ``"block"``: cast ``a_shard`` from bfloat16, float16 or float32 to
+            float8, each piece before its copies, instead of passing ``scale_a``. Scales are the
+            smallest powers of two that avoid overflow. ``b`` is float8, and ``scale_b`` has the
+            same scaling. Eager calls have a gradient for ``a_shard``: the gradient of the product
+            with the float8 ``b``.
 
     Raises:
-        ValueError: an argument is wrong. The text says what is required, what was given and what
-            to do.
+        ValueError: an argument is wrong. The text names the requirement, the value and a remedy.
         NotImplementedError: the dtype is not bfloat16, float16, float32, float8 with scales or, on
             CPUs, float64; the library or the device lacks the dtype or the scales; operands of
             float8 need a gradient; an operand is sparse; the device has no engine;
@@ -183,8 +183,8 @@ def all_gather_matmul(
         y = ficco.all_gather_matmul(x_shard, linear.weight.t())
     """
     scales = Scales(scale_a, scale_b, bias, out_dtype, use_fast_accum, quantize)
-    given = group, schedule, rows, return_gathered, scales
-    out, gathered = operate("all_gather_matmul", a_shard, b, *given)
+    arguments = group, schedule, rows, return_gathered, scales
+    out, gathered = operate("all_gather_matmul", a_shard, b, *arguments)
     return out if gathered is None else (out, gathered)
 
 
@@ -530,7 +530,7 @@ def operate(
     return_gathered: bool = False,
     scales: Scales | None = None,
 ) -> Result:
-    """One call of an operator: the product, and the gathered A or None."""
+    """Return the product of one call, and the gathered A or None."""
     for name, tensor in ((LEFT[operator], a), ("b", b)):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
@@ -564,7 +564,7 @@ def _scaled(
     return_gathered: bool,
     scales: Scales,
 ) -> Result:
-    """The same for operands of float8, which autocast leaves alone."""
+    """Return the same for float8 operands, which autocast does not cast."""
     check_types(scales)
     tensors = {LEFT[operator]: a, "b": b, **scales.tensors}
     traced = watched(*tensors.values())
@@ -581,8 +581,8 @@ def _scaled(
     if traced:
         name = ranks.group_name
         text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
-        where = operator, a, b, name, text, rows, current_text(), return_gathered
-        return library.call(*where, scales=scales)
+        arguments = operator, a, b, name, text, rows, current_text(), return_gathered
+        return library.call(*arguments, scales=scales)
     if torch.is_grad_enabled() and a.requires_grad:
         call = OperatorCall(operator, ranks, schedule, frozen(rows))
         request = ProductRequest(call, a.shape, True, scales=scales, dtype=a.dtype)

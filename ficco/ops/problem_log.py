@@ -1,5 +1,5 @@
-"""What a program asks for and what it gets: its problems as lines of JSON, for ``ficco tune`` and
-``ficco explain --from-log``, and a line in its own log on what each of them takes."""
+"""Logs of a program's problems: lines of JSON, for ``ficco tune`` and ``ficco explain --from-log``,
+and log messages with the schedule of each problem."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _said: set[str] = set()
 
 
 def note(path: str | None, problem: Problem, rank: int) -> None:
-    """Append a problem that this process sees for the first time; rank 0 writes for all.
+    """Append a problem that this process sees for the first time; rank 0 writes for all ranks.
 
-    Warns if the file cannot be written; the call itself goes on.
+    Warns if the file cannot be written; the call itself continues.
     """
     if not path or rank or (path, problem) in _noted:
         return
@@ -32,17 +32,17 @@ def note(path: str | None, problem: Problem, rank: int) -> None:
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(problem)) + "\n")  # one write: lines do not mix
-    except (OSError, ValueError) as error:  # ValueError: no name for a file
+    except (OSError, ValueError) as error:  # ValueError: not a file name
         why = getattr(error, "strerror", None) or error
         warnings.warn(f"{path!r}: problems are not logged: {why}", stacklevel=2)
 
 
 def read(path: Path, world: int | None = None) -> list[Problem]:
-    """The problems that a program has noted, each once, without empty ones; all of them, or those
-    of so many ranks.
+    """Return the problems of a log, each once and without empty ones. With ``world``, return only
+    problems of that number of ranks.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not of a problem.
+        ConfigError: the file cannot be read, or a line does not describe a problem.
     """
     try:
         lines = path.read_text().splitlines()
@@ -58,28 +58,21 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             blocks = tuple(tuple(map(int, sent)) for sent in data.get("blocks", ()))
             scaling = Scaling(**data["scaling"]) if data.get("scaling") else None
             sizes = rows, n, k, str(data["dtype"])
-            more: Any = {"blocks": blocks, "scaling": scaling, "hosts": data.get("hosts", 1)}
-            more["transposed"] = data.get("transposed", False)
-            logged[Problem(str(data["operator"]), *sizes, **more)] = None
+            extra: Any = {"blocks": blocks, "scaling": scaling, "hosts": data.get("hosts", 1)}
+            extra["transposed"] = data.get("transposed", False)
+            logged[Problem(str(data["operator"]), *sizes, **extra)] = None
         except (ValueError, KeyError, TypeError, NotImplementedError) as error:
             why = f"{type(error).__name__}: {error}"
-            wanted = f"required a problem as options(log_problems=...) writes it: {why}"
-            raise ConfigError(str(path), f"line {number}", wanted) from None
-    return [one for one in logged if one.flops and world in (None, one.world)]
+            expected = f"required a problem as options(log_problems=...) writes it: {why}"
+            raise ConfigError(str(path), f"line {number}", expected) from None
+    return [problem for problem in logged if problem.flops and world in (None, problem.world)]
 
 
-def say(
-    on: bool,
-    decision: Decision,
-    taken: str,
-    purpose: str,
-    rank: int,
-) -> None:
-    """Log what a problem takes that this process sees for the first time; rank 0 speaks for all.
+def say(on: bool, decision: Decision, taken: str, purpose: str, rank: int) -> None:
+    """Log the schedule of a problem that this process sees for the first time, on rank 0.
 
-    ``taken`` is the schedule of its plan, which may be another than the one decided on where that
-    cannot be had. If the log is turned on by the option, the line is on the standard error
-    unless the program has handlers of its own.
+    ``taken``: schedule of the plan; it differs from the decision if that cannot be used. If the
+    option turns the log on, the line goes to the standard error unless the program has handlers.
     """
     if rank:
         return
@@ -99,11 +92,11 @@ def say(
 
 
 def choice(decision: Decision, taken: str = "", purpose: str = "") -> str:
-    """A problem, the schedule that it takes and why, in a line."""
-    wanted, machine = str(decision.schedule), decision.machine
-    text = f"{decision.problem}{purpose and ', ' + purpose}: {taken or wanted}"
-    if taken and taken != wanted:
-        text += f" in place of {wanted}"
+    """Return a line with a problem, its schedule and the reason."""
+    decided, machine = str(decision.schedule), decision.machine
+    text = f"{decision.problem}{purpose and ', ' + purpose}: {taken or decided}"
+    if taken and taken != decided:
+        text += f" in place of {decided}"
     known = machine is None or machine.name in decision.reason
-    where = "" if machine is None or known else f"; machine {machine.name}"
-    return f"{text} ({decision.why}{where})"
+    suffix = "" if machine is None or known else f"; machine {machine.name}"
+    return f"{text} ({decision.why}{suffix})"

@@ -1,9 +1,9 @@
-"""The projections around attention by heads, with its exchanges (DeepSpeed-Ulysses).
+"""Projections around attention by heads, fused with its exchanges (DeepSpeed-Ulysses).
 
-Rows that travel are channels, those of a rank's heads one after the other, and columns are
-positions. So the projection of queries, keys and values is a ``matmul_all_to_all`` of the weights
-with the transposed input, and that of the results an ``all_to_all_transposed_matmul``. What travels
-lies transposed: position after position, as the libraries of attention read it and write it.
+Rows that travel are channels, grouped by rank and head; columns are positions. So the projection of
+queries, keys and values is a ``matmul_all_to_all`` of the weights with the transposed input, and
+the output projection an ``all_to_all_transposed_matmul``. Matrices that travel are stored
+transposed, position after position, which is the layout of attention libraries.
 
 ============  ======================================  ====================================
 gradient of   ``ulysses_project``                     ``ulysses_output``
@@ -31,7 +31,7 @@ from ficco.ops.record import Record, Request, Shapes, stand_in
 from ficco.problems.heads import keys_of
 from ficco.schedules import Schedule
 
-#: What errors and the board call them.
+#: Names of the operators in errors and on the board.
 PROJECT, OUTPUT = "ulysses_project", "ulysses_output"
 
 
@@ -46,8 +46,8 @@ def ulysses_project(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The queries, keys and values of a rank's heads at all positions (DeepSpeed-Ulysses, section
-    3), from an input whose positions the ranks share. With W ranks it computes, for its heads::
+    """Return the queries, keys and values of a rank's heads at all positions (DeepSpeed-Ulysses,
+    section 3), from an input sharded by positions. With W ranks it computes, for its heads::
 
         x_whole = torch.cat([the x of each rank], dim=1)  # [batch, S, features]
         q, k, v = (functional.linear(x_whole, weight) for weight in (q_weight, k_weight, v_weight))
@@ -56,24 +56,24 @@ def ulysses_project(
     ``x``                   [batch, S/W, features], this rank's positions
     ``q_weight``            [heads * size, features], as ``nn.Linear`` has it; W divides heads
     ``k_weight, v_weight``  [kv_heads * size, features]; ``kv_heads`` divides heads
-    q                       [batch, heads/W, S, size]: rank r has those from r * heads/W on
-    k, v                    [batch, n, S, size]: those that these attend to, as
-                            ``scaled_dot_product_attention(..., enable_gqa=True)`` takes them
+    q                       [batch, heads/W, S, size]: the heads of rank r start at r * heads/W
+    k, v                    [batch, n, S, size]: the n heads that these queries attend to, for
+                            ``scaled_dot_product_attention(..., enable_gqa=True)``
     ======================  ===================================================================
 
     Each rank multiplies its positions by the weights of a peer's heads, and a copy engine sends the
-    product while it goes on with the next (:func:`ficco.matmul_all_to_all`). What arrives lies
-    [S, batch, heads, size], where libraries of attention read it by strides: no pass brings it into
-    another order. A head of keys that several ranks attend with is made and sent for each of them.
-    The weights are copied into the order of the ranks in each call; ``x`` is, too, for a batch of
-    more than 1, unless it lies [S/W, batch, features].
+    product while the next one is computed (:func:`ficco.matmul_all_to_all`). Results are stored
+    [S, batch, heads, size], which attention libraries read by strides: no pass reorders them. A
+    head of keys that several ranks use is computed and sent for each of them. Each call copies the
+    weights into the order of the ranks. It also copies ``x`` for a batch of more than 1, unless
+    memory holds it as [S/W, batch, features].
 
-    There are gradients of all operands; those of weights are of this rank's positions, as under
-    data parallelism. All ranks need gradients of the same operands. The gradients of q, k and v are
-    copied once, side by side. On a GPU the call is enqueued on the current stream and returns.
+    All operands have gradients. A weight's gradient covers this rank's positions, as under data
+    parallelism. All ranks need gradients of the same operands. The gradients of q, k and v are
+    copied once, into one tensor. On a GPU the call is enqueued on the current stream and returns.
 
     Args:
-        size: of a head.
+        size: number of channels of a head.
         group: the ranks; the default group if None.
         schedule: of a :func:`ficco.matmul_all_to_all`: a name, a :class:`Schedule` or ``"auto"``.
 
@@ -88,8 +88,8 @@ def ulysses_project(
     x, *weights = _checked(group, operands, partial(_check_project, size))
     request = Request(group, schedule, {"size": size, "batch": x.shape[0]})
     rows, keys = _by_positions(x), _Shares.of(request, weights[0].shape, weights[1].shape).keys_each
-    whole = PROJECTION(request, (rows, *weights), traced)
-    return _split(whole.unflatten(0, (-1, x.shape[0])), keys)
+    heads = PROJECTION(request, (rows, *weights), traced)
+    return _split(heads.unflatten(0, (-1, x.shape[0])), keys)
 
 
 @tells_refusals
@@ -100,8 +100,8 @@ def ulysses_output(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """The output projection of attention by heads, at a rank's positions (DeepSpeed-Ulysses,
-    section 3). With W ranks it computes, for its positions::
+    """Return the output projection of attention by heads, at this rank's positions
+    (DeepSpeed-Ulysses, section 3). With W ranks it computes, for its positions::
 
         whole = torch.cat([the out of each rank], dim=1)  # [batch, heads, S, size]
         functional.linear(whole.transpose(1, 2).flatten(2), weight)
@@ -112,13 +112,13 @@ def ulysses_output(
     result       [batch, S/W, features]
     ===========  =====================================================================
 
-    Copy engines bring each rank its positions of its peers' heads, and the products of those that
-    have arrived add up in float32 (:func:`ficco.all_to_all_transposed_matmul`). ``out`` is read in
-    place if it lies [S, batch, heads/W, size], as flash attention makes it for a batch of 1;
-    other orders are copied first. On a GPU the call is enqueued on the current stream and returns.
+    Copy engines bring each rank its positions of the peers' heads. The products of arrived heads
+    are summed in float32 (:func:`ficco.all_to_all_transposed_matmul`). ``out`` is read in place if
+    memory holds it as [S, batch, heads/W, size], as from flash attention for a batch of 1; other
+    orders are copied first. On a GPU the call is enqueued on the current stream and returns.
 
-    There are gradients of both; that of the weight is of this rank's positions, for which ``out``
-    travels again. All ranks need gradients of the same operands.
+    Both operands have gradients. The weight's gradient covers this rank's positions; ``out``
+    travels again for it. All ranks need gradients of the same operands.
 
     Args:
         group: the ranks; the default group if None.
@@ -141,18 +141,18 @@ def ulysses_output(
 
 
 def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
-    """Attention of a rank's heads as rows of positions, a block of them for each rank."""
+    """Return attention of a rank's heads as rows of positions, one block for each rank."""
     batch, heads, positions, size = out.shape
     return out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
 
 
 def _by_positions(x: torch.Tensor) -> torch.Tensor:
-    """[batch, S/W, features] as rows of positions, each of all of a batch."""
+    """Return [batch, S/W, features] as rows, [S/W * batch, features]."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
 def _by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
-    """The reverse."""
+    """Return [S/W * batch, features] as [batch, S/W, features]."""
     return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
 
 
@@ -161,7 +161,7 @@ def _checked(
     operands: dict[str, torch.Tensor],
     check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
 ) -> list[torch.Tensor]:
-    """The operands, cast under autocast, if a call can have them."""
+    """Return the operands, cast under autocast, after ``check`` has accepted them."""
     cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
     check(group, cast)
     return list(cast.values())
@@ -224,20 +224,20 @@ def _check_alike(operands: Mapping[str, torch.Tensor]) -> None:
 
 
 def _purpose(operator: str, names: Sequence[str], needs: Sequence[bool]) -> str:
-    wanted = " and ".join(name for name, need in zip(names, needs, strict=True) if need)
-    return f"for the gradients of {wanted} of {operator}"
+    needed = " and ".join(name for name, need in zip(names, needs, strict=True) if need)
+    return f"for the gradients of {needed} of {operator}"
 
 
-def _split(whole: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Heads that lie side by side, [S, batch, heads, size], as [batch, heads, S, size]: those of
-    queries, of keys and of values, ``keys`` of both."""
-    sizes = whole.shape[2] - 2 * keys, keys, keys
-    q, k, v = whole.unsafe_split_with_sizes(sizes, 2)  # each of which may be changed in place
+def _split(heads: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split heads [S, batch, heads, size] into queries, ``keys`` keys and as many values, each as
+    [batch, heads, S, size]."""
+    sizes = heads.shape[2] - 2 * keys, keys, keys
+    q, k, v = heads.unsafe_split_with_sizes(sizes, 2)  # unsafe: each may be changed in place
     return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 class _Shares(NamedTuple):
-    """Which channels each rank has: of its heads of queries, of keys, and of values."""
+    """The channels of each rank: those of its heads of queries, keys and values."""
 
     world: int
     rank: int
@@ -247,7 +247,7 @@ class _Shares(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, q: Sequence[int], k: Sequence[int]) -> _Shares:
-        """Those of weights of these shapes; their number is none that a compiler leaves open."""
+        """Return the shares for two shapes of weights. A compiler must know the number of heads."""
         size = request.facts["size"]
         heads, keys = int(q[0] // size), int(k[0] // size)
         return cls(request.group.size(), request.group.rank(), heads, keys, size)
@@ -256,25 +256,25 @@ class _Shares(NamedTuple):
         return keys_of(rank, self.world, self.heads_in_all, self.kv_heads)
 
     @property
-    def each(self) -> int:
-        """Heads of queries of a rank."""
+    def queries_each(self) -> int:
+        """Number of heads of queries of a rank."""
         return self.heads_in_all // self.world
 
     @property
     def keys_each(self) -> int:
-        """Heads of keys of this rank."""
+        """Number of heads of keys of this rank."""
         return len(self.keys(self.rank))
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Of each rank."""
+        """Number of channels of each rank."""
         ranks = range(self.world)
-        return tuple((self.each + 2 * len(self.keys(rank))) * self.size for rank in ranks)
+        return tuple((self.queries_each + 2 * len(self.keys(rank))) * self.size for rank in ranks)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Heads side by side, in the order of the ranks: of which weight, and which."""
+        """Yield runs of adjacent heads in the order of the ranks: weight, first head and end."""
         for rank in range(self.world):
-            yield 0, rank * self.each, (rank + 1) * self.each
+            yield 0, rank * self.queries_each, (rank + 1) * self.queries_each
             keys = self.keys(rank)
             adjacent = keys == list(range(keys[0], keys[-1] + 1))
             for weight in (1, 2):
@@ -284,13 +284,13 @@ class _Shares(NamedTuple):
                     yield from ((weight, key, key + 1) for key in keys)
 
     def packed(self, *weights: torch.Tensor) -> torch.Tensor:
-        """The weights in the order of the ranks."""
-        size = self.size
-        return torch.cat([weights[i][a * size : b * size] for i, a, b in self.runs()])
+        """Return the rows of the weights in the order of the ranks."""
+        size, runs = self.size, self.runs()
+        return torch.cat([weights[i][first * size : last * size] for i, first, last in runs])
 
     def unpacked(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of the weights from those in the order of the ranks. A head that several ranks
-        have is summed in float32 at least, and rounded once."""
+        """Return the weights' gradients, from rows in the order of the ranks. The rows of a head
+        that several ranks have are summed in at least float32, and rounded once."""
         counts = self.heads_in_all, self.kv_heads, self.kv_heads
         parts: list[list[list[torch.Tensor]]] = [[[] for _ in range(count)] for count in counts]
         rows = iter(packed.split(self.size))
@@ -299,15 +299,15 @@ class _Shares(NamedTuple):
                 parts[weight][head].append(next(rows))
         wide = torch.promote_types(packed.dtype, torch.float32)
 
-        def summed(some: list[torch.Tensor]) -> torch.Tensor:
-            if len(some) == 1:
-                return some[0]
-            return torch.stack(some).sum(0, dtype=wide).to(packed.dtype)
+        def summed(terms: list[torch.Tensor]) -> torch.Tensor:
+            if len(terms) == 1:
+                return terms[0]
+            return torch.stack(terms).sum(0, dtype=wide).to(packed.dtype)
 
-        return [torch.cat([summed(some) for some in heads]) for heads in parts]
+        return [torch.cat([summed(terms) for terms in heads]) for heads in parts]
 
 
-# The records: of rows of positions, and of blocks of them.
+# The records. Their first operands are rows of positions, and blocks of rows of positions.
 
 
 def _run(
@@ -320,14 +320,14 @@ def _run(
     out: torch.Tensor | None = None,
     purpose: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One call of an operator, of what travels transposed."""
-    what = request.group, request.schedule, rows, gathers, out, purpose
-    return run(operator, a, b, *what, transposed=True)
+    """Run an operator whose travelling matrix is stored transposed."""
+    arguments = request.group, request.schedule, rows, gathers, out, purpose
+    return run(operator, a, b, *arguments, transposed=True)
 
 
 def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
-    """The first operand, where weights need gradients, and the weights; only their shapes, where
-    the first operand needs none."""
+    """Return the first operand if a weight needs a gradient, and the weights, or only their shapes
+    if the first operand needs no gradient."""
     first, *weights, _ = tensors
     if not needs[0]:
         weights = [stand_in(weight) for weight in weights]
@@ -337,8 +337,8 @@ def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tenso
 def _project(
     request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    """The heads of this rank at all positions, those of queries, of keys and of values side by
-    side, [S * batch, heads, size]; of rows of its positions and the weights of all ranks."""
+    """Return this rank's heads of queries, then keys, then values at all positions, [S * batch,
+    heads, size]. Operands: rows of this rank's positions, and the weights of all heads."""
     rows, *weights = operands
     shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     table = (shares.channels,) * shares.world
@@ -356,15 +356,15 @@ def _fake_project(
 ) -> tuple[torch.Tensor]:
     rows, *weights = operands
     shares = _Shares.of(request, weights[0].shape, weights[1].shape)
-    heads = shares.each + 2 * shares.keys_each
+    heads = shares.queries_each + 2 * shares.keys_each
     return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
 
 
 def _project_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    """The gradients of the rows of positions, which need the weights of all ranks, and of each
-    weight, which need these rows. ``grad``: of the heads as they lie."""
+    """Return the gradients of the rows, which need all weights, and of each weight, which need the
+    rows. ``grad``: of the result of :func:`_project`."""
     rows, *weights, _ = saved
     shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     blocks = grad.contiguous().view(shares.world, -1, shares.channels[shares.rank])
@@ -375,27 +375,28 @@ def _project_backward(
         assert packed is not None
         operator = "all_to_all_transposed_matmul"
         return [_run(request, operator, blocks, packed, table, purpose=purpose)[0]]
-    of_weights, gathered = _run(
+    d_packed, gathered = _run(
         request, "all_to_all_matmul", blocks, rows, table, packed is not None, purpose=purpose
     )
-    gradients = [None, *shares.unpacked(of_weights)]
+    gradients = [None, *shares.unpacked(d_packed)]
     if packed is not None and gathered is not None:
         gradients[0] = torch.mm(gathered.t(), packed)
-    return [one for one, need in zip(gradients, needs, strict=True) if need and one is not None]
+    needed = (grad for grad, need in zip(gradients, needs, strict=True) if need)
+    return [gradient for gradient in needed if gradient is not None]
 
 
 def _fake_project_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
     (_, *weights, _), world = saved, request.group.size()
-    shapes = (grad.shape[0] // world, weights[0].shape[1]), *(one.shape for one in weights)
+    shapes = (grad.shape[0] // world, weights[0].shape[1]), *(weight.shape for weight in weights)
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
 def _output(
     request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor]:
-    """The projection of blocks of rows at this rank's positions, [S/W * batch, features]."""
+    """Return the projection at this rank's positions, [S/W * batch, features]."""
     blocks, weight = operands
     facts, operator = request.facts, "all_to_all_transposed_matmul"
     purpose = f"for {OUTPUT} of {facts['heads']} heads a rank, batch {facts['batch']}"
@@ -412,7 +413,7 @@ def _fake_output(
 def _output_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
 ) -> list[torch.Tensor]:
-    """The gradients of the blocks, which need the weight, and of the weight, which need the
+    """Return the gradients of the blocks, which need the weight, and of the weight, which need the
     blocks."""
     (blocks, weight, _), gradients = saved, []
     purpose = _purpose(OUTPUT, OUTPUT_PROJECTION.operands, needs)
@@ -420,10 +421,10 @@ def _output_backward(
         sent, _ = _run(request, "matmul_all_to_all", weight.t(), grad.t(), purpose=purpose)
         gradients.append(sent.transpose(1, 2))
     if needs[1]:
-        of_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
-        what = "all_to_all_matmul", blocks.transpose(1, 2), grad, None, False, of_weight.t()
-        _run(request, *what, purpose=purpose)
-        gradients.append(of_weight)
+        d_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
+        arguments = "all_to_all_matmul", blocks.transpose(1, 2), grad, None, False, d_weight.t()
+        _run(request, *arguments, purpose=purpose)
+        gradients.append(d_weight)
     return gradients
 
 
@@ -438,7 +439,7 @@ def _fake_output_backward(
 def _project_flops(
     request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None
 ) -> int:
-    """Those of this rank's positions with the weights of all ranks, for each product."""
+    """Count products of this rank's positions with the weights of all heads."""
     (_, q, k, _), world = shapes, request.group.size()
     products = 1 if needs is None else needs[0] + any(needs[1:])
     channels = sum(_Shares.of(request, q, k).channels)

@@ -1,4 +1,4 @@
-"""Recipes of float8: how the operands of a layer are cast, forward and backward."""
+"""Float8 recipes: how the operands of a layer are cast, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ficco.ops.operands import Scales
 from ficco.ops.record import Declared, declare
 from ficco.problems.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
-#: Scalings that every engine may serve.
+#: Scalings of devices that have an engine.
 _SERVED = tuple(name for name, rules in RECIPES.items() if not rules.needs)
 
 
@@ -22,17 +22,18 @@ class Float8Recipe:
     """How a linear layer multiplies in float8.
 
     The layer casts its input and its weight in every forward, and the gradient of its result in
-    the backward. Scales are powers of two, the smallest by which nothing overflows, so that parts
-    of a matrix with scales of their own are rounded as the whole is, but for values some 2**14
+    the backward. Scales are the smallest powers of two that avoid overflow. A part of a matrix
+    with a separate scale is therefore rounded like the whole matrix, except for values about 2**14
     times smaller than the largest. The gradient of the weight is a product in the dtype of the
     input.
 
     Args:
-        forward: how fine scales are, ``"tensor"``, ``"row"`` or ``"block"`` (see ``docs/fp8.md``).
-        gradient: the same for the product that gives the gradient of the input; None: that is a
-            product in the dtype of the input, too. The gradient is cast to e4m3, for ``"tensor"``
-            to e5m2 where the device has it.
-        use_fast_accum: the library may add up in less than float32, in the forward.
+        forward: granularity of the scales, ``"tensor"``, ``"row"`` or ``"block"`` (see
+            ``docs/fp8.md``).
+        gradient: the same for the product that computes the gradient of the input; None: a product
+            in the dtype of the input. The gradient is cast to e4m3; with ``"tensor"`` to e5m2 if
+            the device has it.
+        use_fast_accum: the library may accumulate in less than float32, in the forward.
 
     Raises:
         ValueError: there is no such scaling.
@@ -54,8 +55,8 @@ class Float8Recipe:
     def operands(
         self, a: torch.Tensor, weight: torch.Tensor, backward: bool = False, call: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-        """The operands of ``a [m, k] @ weight [n, k].t()`` in float8, and their scales. It is left
-        to a ``call`` of an operator to cast ``a`` where it can."""
+        """Return the operands of ``a [m, k] @ weight [n, k].t()`` in float8, and their scales.
+        ``call``: an operator gets them, so ``a`` is left for it to cast where it can."""
         scaling = self.gradient if backward else self.forward
         assert scaling is not None
         check_operands_of(a, weight)
@@ -77,13 +78,13 @@ class Float8Recipe:
 
     @property
     def text(self) -> str:
-        """It as a text, see :func:`recipe_from`, in words that ``torch.compile`` can trace."""
+        """The recipe as text, see :func:`recipe_from`; ``torch.compile`` can trace this."""
         return f"{self.forward} {self.gradient} {self.use_fast_accum}"
 
 
 @cache
 def recipe_from(text: str) -> Float8Recipe | None:
-    """The recipe that a text stands for; None for an empty one."""
+    """Return the recipe of a text; None for an empty text."""
     if not text:
         return None
     forward, gradient, fast = text.split()
@@ -116,10 +117,10 @@ declare(
 
 
 def recipe_of(given: Any) -> Float8Recipe | None:
-    """The recipe that an argument stands for: one, None, or the name of a scaling for both ways.
+    """Return the recipe of an argument: a recipe, None, or the name of a scaling for both passes.
 
     Raises:
-        ValueError: it stands for none.
+        ValueError: the argument is something else.
     """
     if given is None or isinstance(given, Float8Recipe):
         return given
@@ -132,7 +133,7 @@ def recipe_of(given: Any) -> Float8Recipe | None:
 
 
 def check_operands_of(a: torch.Tensor, weight: torch.Tensor) -> None:
-    """``ValueError`` for operands of ``a @ weight.t()`` that no recipe casts."""
+    """Raise ``ValueError`` for operands of ``a @ weight.t()`` that no recipe casts."""
     if a.dtype != weight.dtype or str(a.dtype).removeprefix("torch.") not in RESULTS:
         raise ValueError(
             f"recipe: required x and weight of one dtype of {', '.join(RESULTS)}, got "
@@ -142,7 +143,7 @@ def check_operands_of(a: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def check_multiples(outputs: int, inputs: int) -> None:
-    """``ValueError`` if no library multiplies a weight of this rank's in float8."""
+    """Raise ``ValueError`` if no library multiplies this rank's weight in float8."""
     if outputs % MULTIPLE or inputs % MULTIPLE:
         raise ValueError(
             f"recipe: required a multiple of {MULTIPLE} inputs and outputs on each rank, got "

@@ -1,16 +1,15 @@
-"""Operators as records. From one come the eager call with its gradients, and the operators of
-``torch.library`` that compilers see, with their fakes, gradients and counts of operations.
+"""Operators as records: a record gives the eager call with its gradients, and the operators of
+``torch.library`` that compilers see, with their fakes, gradients and operation counts.
 
-For a record there are ``ficco::<name>``, the result and what it keeps for its gradients (empty
-unless one of the operands ``needs`` that), and ``ficco::<name>_backward``. What they return are
-tensors of their own: results that share memory are views that are taken of one tensor. Under a
-compiler, what an operator has gathered is not kept, and travels again;
-``options(save_gathered=True)`` is for eager calls. Products, which have schemas of their own, are
-in :mod:`ficco.ops.library`.
+A record declares ``ficco::<name>``, which returns the result and the tensors kept for its gradients
+(empty unless an operand ``needs`` one), and ``ficco::<name>_backward``. The returned tensors do not
+share memory; results that do are views taken of one returned tensor. Under a compiler gathered
+rows are not kept and travel again: ``options(save_gathered=True)`` is for eager calls. Products
+have separate schemas, in :mod:`ficco.ops.library`.
 
-An operator is registered when ``torch.ops.ficco.<name>`` is first read: by a call that is traced, a
-policy of checkpointing, or a graph that was saved. Until then an operator costs ``import ficco`` no
-more than its entry here; nor does Triton, which PyTorch's counter of operations imports.
+An operator is registered when ``torch.ops.ficco.<name>`` is first read: by a traced call, a
+checkpointing policy or a saved graph. Until then it costs ``import ficco`` only an entry here, and
+Triton, which PyTorch's operation counter imports, is not loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Request(NamedTuple):
     """A call without its operands.
 
     Attributes:
-        facts: what the call is asked for beside its operands, by name.
+        facts: arguments of the call other than its operands, by name.
     """
 
     group: ProcessGroup
@@ -58,14 +57,14 @@ class Request(NamedTuple):
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype that holds one element."""
+    """Return a tensor of the same shape and dtype that stores one element."""
     return tensor.new_empty(()).expand(tensor.shape)
 
 
 def by_need(gradients: Tensors, needs: Needs) -> Gradients:
-    """One for each operand, of the gradients of those that need one."""
-    rest = iter(gradients)
-    return tuple(next(rest) if need else None for need in needs)
+    """Spread the gradients of operands that need one over all operands, with None for the rest."""
+    remaining = iter(gradients)
+    return tuple(next(remaining) if need else None for need in needs)
 
 
 @dataclass(frozen=True)
@@ -75,20 +74,20 @@ class Record:
     Attributes:
         name: in ``torch.ops.ficco``.
         operands: their names.
-        facts: names of facts of a request, with the type that each has in a schema.
+        facts: names of a request's facts, with their types in the schema.
         kept: names of the tensors that a forward keeps for its backward.
-        forward: of a request, its operands, and which of these need gradients: the result and, if
-            any does, the tensors that are kept; None for one that these gradients do not need.
+        forward: (request, operands, needs) -> the result and, if an operand needs a gradient, the
+            kept tensors; None for a tensor that the needed gradients do not read.
         fake_forward: the same shapes, not computed; refuses operands that do not fit.
-        saved: of the operands, the result and what is kept, and which gradients are needed: the
-            same, None for what the backward does not read.
-        backward: of a request, the gradient of the result, what is saved, and which gradients are
-            needed: gradients, of which none shares memory with another.
+        saved: ((*operands, result, *kept), needs) -> the same tensors, None for those that the
+            backward does not read.
+        backward: (request, gradient of the result, saved tensors, needs) -> gradients, which do
+            not share memory.
         fake_backward: the same shapes, not computed.
-        gradients: one for each operand, None if it needs none, of what ``backward`` returns.
-        flops: floating-point operations of a rank: of a request, the shapes of the operands, None
-            for one that a backward does not save, that of the result, and which gradients are
-            needed; None for the forward. They are those that ``FlopCounterMode`` counts.
+        gradients: (results of ``backward``, needs) -> one gradient or None for each operand.
+        flops: (request, shapes of the operands, shape of the result, needs) -> floating-point
+            operations of a rank, for ``FlopCounterMode``. A shape is None for an operand that a
+            backward does not save; ``needs`` is None for the forward.
     """
 
     name: str
@@ -114,11 +113,11 @@ class Record:
 
     @cached_property
     def _eager(self) -> Differentiable:
-        """The call with gradients that is not traced."""
+        """The eager call with gradients."""
         return Differentiable(self._eager_forward, self._eager_backward)
 
     def __call__(self, request: Request, operands: Tensors, traced: bool) -> torch.Tensor:
-        """The result of a call, ``traced`` or eager."""
+        """Return the result of a call, ``traced`` or eager."""
         if traced:
             return self.trace(request, operands)
         if torch.is_grad_enabled():
@@ -131,14 +130,14 @@ class Record:
         return out
 
     def trace(self, request: Request, operands: Tensors) -> torch.Tensor:
-        """The result of a call through the ``torch.library`` operator; can be traced."""
+        """Return the result of a call through the ``torch.library`` operator; can be traced."""
         refuse_derivatives()
         group, schedule, facts = request
         text = schedule if isinstance(schedule, str) else name_of_schedule(schedule)
         grad = torch.is_grad_enabled()
-        needs = [grad and one.requires_grad for one in operands]
-        where = {"group": group.group_name, "schedule": text, "options": current_text()}
-        results = overload(self.name)(*operands, needs, **facts, **where)
+        needs = [grad and operand.requires_grad for operand in operands]
+        context = {"group": group.group_name, "schedule": text, "options": current_text()}
+        results = overload(self.name)(*operands, needs, **facts, **context)
         out: torch.Tensor = results[0] if self.kept else results
         return out
 
@@ -155,7 +154,7 @@ class Record:
         assert grad is not None
         return self.gradients(self.backward(request, grad, saved, needs), needs)
 
-    # What compilers see.
+    # The operators of torch.library.
 
     @property
     def _schema(self) -> str:
@@ -174,9 +173,9 @@ class Record:
         return f"bool[] needs, {facts}{_WHERE}"
 
     def _request(self, args: Sequence[Any]) -> Request:
-        """The request of the arguments that follow ``needs``."""
+        """Return the request of the arguments that follow ``needs``."""
         *facts, group, schedule, _ = args
-        values = (tuple(one) if isinstance(one, list) else one for one in facts)
+        values = (tuple(fact) if isinstance(fact, list) else fact for fact in facts)
         ranks = distributed_c10d._resolve_process_group(group)
         return Request(ranks, schedule, dict(zip(self.facts, values, strict=True)))
 
@@ -189,13 +188,13 @@ class Record:
         return self._request(args[count + 1 :]), args[0], args[1:count], args[count]
 
     def _results(self, results: Saved) -> Any:
-        """The results as the schema has them; those that are not kept are empty."""
+        """Return results as in the schema, with empty tensors for those that are not kept."""
         result, *kept = results
         assert result is not None
         if not self.kept:
             return result
         kept += [None] * (len(self.kept) - len(kept))
-        return result, *(result.new_empty(0) if one is None else one for one in kept)
+        return result, *(result.new_empty(0) if tensor is None else tensor for tensor in kept)
 
     def _real_forward(self, *args: Any) -> Any:
         with _in_force(args[-1]):
@@ -243,12 +242,13 @@ class Record:
         results = overload(name)(grad, *ctx.saved_tensors, needs, *ctx.rest)
         gradients = zip(self.gradients(results, needs), ctx.needs_input_grad, strict=False)
         rest = [None] * (1 + len(ctx.rest))
-        return *(one if need else None for one, need in gradients), *rest
+        return *(gradient if need else None for gradient, need in gradients), *rest
 
 
 @contextmanager
 def _in_force(text: str) -> Iterator[None]:
-    """Under the options of a text, or those of the caller for an empty one."""
+    """Run a block under the options of a text, or the caller's if it is empty, but without
+    ``save_gathered``."""
     options = from_text(text) if text else current()
     with carried(replace(options, save_gathered=False)):
         yield
@@ -264,12 +264,12 @@ class Declared(NamedTuple):
     """An operator of ``torch.library``.
 
     Attributes:
-        schema: without its name.
-        real: carries it out.
-        fake: makes its results, not computed.
-        autograd: its gradients, and what keeps for them what they need, as
-            ``torch.library.register_autograd`` takes them; None for an operator without gradients.
-        operations: how many, of shapes, as ``torch.utils.flop_counter`` counts them.
+        schema: without the name.
+        real: the implementation.
+        fake: allocates the results without computing them.
+        autograd: backward and ``setup_context`` for ``torch.library.register_autograd``; None for
+            an operator without gradients.
+        operations: number of operations, from shapes, for ``torch.utils.flop_counter``.
     """
 
     schema: str
@@ -280,34 +280,34 @@ class Declared(NamedTuple):
 
 
 def declare(name: str, operator: Declared) -> None:
-    """Have an operator registered when it is first asked for."""
+    """Have an operator registered when it is first used."""
     _DECLARED[name] = operator
 
 
 def overload(name: str) -> OpOverload:
-    """The operator of a name; can be traced."""
+    """Return the operator of a name; can be traced."""
     op: OpOverload = getattr(torch.ops.ficco, name).default
     return op
 
 
-def _ask(name: str) -> Any:
-    """What the namespace does for a name that it does not have yet."""
+def _load(name: str) -> Any:
+    """Return an operator that the namespace does not have yet, after registering it."""
     with _LOCK:
-        if operator := _DECLARED.pop(name, None):  # PyTorch asks again while it registers
+        if operator := _DECLARED.pop(name, None):  # popped: registration looks the name up again
             _register(name, operator)
         if name in vars(torch.ops.ficco):
             return vars(torch.ops.ficco)[name]
-    raise AttributeError(name)  # the namespace looks for itself
+    raise AttributeError(name)  # the namespace then searches PyTorch's registry
 
 
 def _register(name: str, operator: Declared) -> None:
-    whole = f"ficco::{name}"
-    torch.library.define(whole, operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(whole, "CompositeExplicitAutograd", operator.real)
-    torch.library.register_fake(whole, operator.fake)
+    qualified = f"ficco::{name}"
+    torch.library.define(qualified, operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(qualified, "CompositeExplicitAutograd", operator.real)
+    torch.library.register_fake(qualified, operator.fake)
     if operator.autograd is not None:
-        gradients, keep = operator.autograd
-        torch.library.register_autograd(whole, gradients, setup_context=keep)
+        gradients, save = operator.autograd
+        torch.library.register_autograd(qualified, gradients, setup_context=save)
     if operator.operations is not None:
         _count(getattr(torch.ops.ficco, name), operator.operations)
 
@@ -316,10 +316,10 @@ def _count(packet: Any, operations: Callable[..., int]) -> None:
     from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
     register_flop_formula(packet)(operations)
-    for mode in _get_current_dispatch_mode_stack():  # counters that count already have a copy
+    for mode in _get_current_dispatch_mode_stack():  # active counters have copied the registry
         counter = getattr(mode, "counter", None)
         if isinstance(counter, FlopCounterMode):
             counter.flop_registry[packet] = flop_registry[packet]
 
 
-vars(torch.ops.ficco)["__getattr__"] = _ask
+vars(torch.ops.ficco)["__getattr__"] = _load

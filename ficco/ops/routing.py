@@ -1,10 +1,10 @@
-"""Which rows of the blocks of an expert-parallel layer the tokens of a rank take.
+"""The routing of an expert-parallel layer: the rows of blocks that the tokens of a rank take.
 
-A rank has ``capacity`` rows for each expert of every rank, or as many as it has pairs. A *pair* is
-a token and one of the experts that its router chose. Pairs take the rows of their expert in the
-order of choices, then of tokens: first choices come first. Other ranks are asked only if there are
-as many rows as pairs, for all their counts, or if what is left over goes in further rounds, for the
-largest one.
+A *pair* is a token and one of the experts that the router chose for it. A rank has ``capacity``
+rows for each expert of every rank, or exactly as many rows as pairs. Pairs take the rows of their
+expert in the order of choices, then of tokens: first choices come first. Ranks exchange counts in
+two cases: all counts if there are as many rows as pairs, and the largest one if pairs beyond the
+capacity go in further rounds.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ficco.runtime.workspace import Workspace, workspace_for, workspaces
 if TYPE_CHECKING:
     from ficco.dma.engine import Engine
 
-#: What becomes of pairs that find no room.
+#: Policies for pairs beyond the capacity.
 OVERFLOWS = ("drop", "again")
 
-#: What errors and the board call it.
+#: Name of the operator in errors and on the board.
 NAME = "route"
 
 
 class Placed(NamedTuple):
-    """Where the pairs of a rank go.
+    """The rows that the pairs of a rank take.
 
     Attributes:
         counts: int64 [experts], pairs for each expert.
-        places: [t, top_k], how many pairs of its expert come before each; None if nobody asks.
-        rows: int64 [t, top_k], the row of each pair in the first round; None if not made yet.
-        held: int64 [t * top_k], without a capacity the token that has each row; None if not made
+        places: [t, top_k], number of earlier pairs of the same expert; None if not needed.
+        rows: int64 [t, top_k], the row of each pair in the first round; None if not computed yet.
+        held: int64 [t * top_k], the token in each row, without a capacity; None if not computed
             yet.
     """
 
@@ -60,23 +60,23 @@ class Blocks:
 
     def __init__(self, experts: int, capacity: int | None) -> None:
         self.experts, self._capacity, self._rounds = experts, capacity, 1
-        self._told = np.zeros((0, experts), np.int64)
-        self.filled: dict[Hashable, Any] = {}  # what calls make of exact ones
+        self._all_counts = np.zeros((0, experts), np.int64)
+        self.filled: dict[Hashable, Any] = {}  # block starts of exact calls, cached
 
     @property
     def capacity(self) -> int:
-        """Rows of this rank for each expert; where there are as many rows as pairs, a number that
-        is at least as large as any count. Then it waits for the other ranks."""
+        """Rows of this rank for each expert. If there are as many rows as pairs: an upper bound of
+        all counts, after waiting for the other ranks."""
         self.settle()
         assert self._capacity is not None
         return self._capacity
 
     @property
     def every(self) -> np.ndarray[Any, Any]:
-        """If there are as many rows as pairs, the counts of all ranks, [world, experts]; waits for
+        """Counts of all ranks, [world, experts], if there are as many rows as pairs; waits for
         them."""
         self.settle()
-        return self._told
+        return self._all_counts
 
     @property
     def rows(self) -> int:
@@ -85,24 +85,24 @@ class Blocks:
 
     @property
     def rounds(self) -> int:
-        """How often the rows are used, the same on every rank."""
-        if not self.exact:  # else once, which no rank has to be asked for
+        """Number of rounds, the same on every rank."""
+        if not self.exact:  # exact blocks take one round: no need to wait
             self.settle()
         return self._rounds
 
     def settle(self) -> None:
-        """Wait for what other ranks have to tell."""
+        """Wait for the counts of the other ranks, if this rank needs them."""
 
     def tokens(self, slots: torch.Tensor, empty: int) -> torch.Tensor:
-        """The token whose pair each row is in a round, int64, and ``empty`` where it is none."""
-        many, top_k = slots.shape
+        """Return the token of each row in a round, int64, or ``empty`` for a row without a pair."""
+        count, top_k = slots.shape
         tokens = slots.new_full((self.rows + 1,), empty)
-        pairs = torch.arange(many, device=slots.device).expand(top_k, many).t()
+        pairs = torch.arange(count, device=slots.device).expand(top_k, count).t()
         return tokens.index_put_((slots,), pairs)[:-1]
 
 
 class Routing(Blocks):
-    """Where the tokens of a rank go: what :func:`route` gives.
+    """The rows that the tokens of a rank take: the result of :func:`route`.
 
     Attributes:
         indices: [t, top_k], the experts of each token.
@@ -110,7 +110,7 @@ class Routing(Blocks):
         counts: int64 [experts], the pairs of this rank for each expert, on the device of
             ``indices``.
         exact: there are as many rows as pairs.
-        overflow: what becomes of pairs that find no room.
+        overflow: policy for pairs beyond the capacity, one of :data:`OVERFLOWS`.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class Routing(Blocks):
         super().__init__(experts, capacity)
         self.indices, self.exact, self.overflow = indices, capacity is None, overflow
         self.counts, self._places, self._rows, self._held = placed
-        self._asked: tuple[Workspace, int] | None = None
+        self._pending: tuple[Workspace, int] | None = None
         self._group: ProcessGroup | None = None
 
     def known_to(self, group: ProcessGroup) -> bool:
-        """Whether the ranks of a group can use it: those that it has asked, or any."""
+        """Whether a group can use it: the group that exchanged counts, or any without exchange."""
         return self._group is None or self._group.group_name == group.group_name
 
     @property
     def limit(self) -> int | None:
-        """The capacity that was asked for."""
+        """The capacity that the caller set, or None."""
         return None if self.exact else self._capacity
 
     @property
@@ -143,12 +143,12 @@ class Routing(Blocks):
 
     @property
     def dropped(self) -> torch.Tensor:
-        """Pairs of this rank that find no room, int64 [experts]."""
+        """Number of this rank's pairs that get no row, int64 [experts]."""
         return (self.counts - self.capacity * self.rounds).clamp(min=0)
 
     def slots(self, turn: int = 0) -> torch.Tensor:
-        """The row that each pair takes in a round, int64 [t, top_k]; :attr:`rows` for pairs that
-        take none."""
+        """Return the row of each pair in a round, int64 [t, top_k], or :attr:`rows` for a pair
+        without a row."""
         if not turn and self._rows is not None:
             return self._rows
         assert self._places is not None
@@ -164,87 +164,86 @@ class Routing(Blocks):
         """See :meth:`Blocks.tokens`."""
         return super().tokens(slots, empty) if self._held is None else self._held
 
-    # What is asked of the other ranks.
+    # The exchange of counts.
 
     def ask(self, workspace: Workspace, number: int) -> None:
-        """Tell the other ranks the counts of this one, or the largest, with the call of this
-        number: at once on a CPU, otherwise when this rank asks for theirs, so that the host can go
-        on until the device has counted."""
-        told = self.counts if self.exact else self.counts.max()[None]
-        self._asked, self._counted = (workspace, number), None
+        """Publish this rank's counts, or the largest one, with the call of this number. On a GPU
+        this is deferred to :meth:`settle`, so that the host can run ahead of the device."""
+        counts = self.counts if self.exact else self.counts.max()[None]
+        self._pending, self._counted = (workspace, number), None
         self._group = workspace.group
-        if told.is_cpu:
-            self._tells = told
-            workspace.board.tell(number, told.numpy())
+        if counts.is_cpu:
+            self._published = counts
+            workspace.board.tell(number, counts.numpy())
             return
-        self._tells = torch.empty_like(told, device="cpu", pin_memory=True)
-        self._tells.copy_(told, non_blocking=True)
+        self._published = torch.empty_like(counts, device="cpu", pin_memory=True)
+        self._published.copy_(counts, non_blocking=True)
         self._counted = gpu.Event()
         self._counted.record()
 
     def settle(self) -> None:
-        """Wait for what other ranks have to tell."""
-        if self._asked is None:
+        """Wait for the counts of the other ranks, if this rank needs them."""
+        if self._pending is None:
             return
-        workspace, number = self._asked
-        if workspace.closed:  # a later call has another one, whose calls are numbered anew
+        workspace, number = self._pending
+        if workspace.closed:  # the group's next workspace numbers its calls anew
             raise FiccoError(
                 "routing: required one that was made, or first used, since ficco.close() was last "
-                "called for its group, got one that waits for what the ranks told each other "
-                "before; call ficco.route again"
+                "called for its group, got one whose exchange of counts it ended; call ficco.route "
+                "again"
             )
-        self._asked = None
+        self._pending = None
         try:
             workspace.raise_error()
             if self._counted is not None:
                 self._counted.synchronize()
-                workspace.board.tell(number, self._tells.numpy())
+                workspace.board.tell(number, self._published.numpy())
             seconds, board = current().timeout_s or workspace.limit_s, workspace.board
             board.agree(number, seconds, NAME, UNSCHEDULED)
-            self._told = board.told(number, len(self._tells), seconds, NAME)
-            if self.exact and self._told[board.rank].sum() != self.indices.numel():
-                raise ValueError(f"{_numbers(self.experts)}, got others; {_ROUTER}")
+            self._all_counts = board.told(number, len(self._published), seconds, NAME)
+            if self.exact and self._all_counts[board.rank].sum() != self.indices.numel():
+                raise ValueError(f"{_required(self.experts)}, got others; {_ROUTER}")
         except BaseException as error:
             workspace.end(error)
             raise
-        most = int(self._told.max())
+        largest = int(self._all_counts.max())
         if self._capacity is None:
-            self._capacity = rounded(most)
+            self._capacity = rounded(largest)
         elif self.overflow == "again":
-            self._rounds = max(-(-most // self._capacity), 1)
+            self._rounds = max(-(-largest // self._capacity), 1)
 
 
 def _placed(
     indices: torch.Tensor, experts: int, capacity: int | None, engine: Engine | None = None
 ) -> Placed:
-    """Where pairs go; an engine may have a kernel for it."""
-    made = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
-    if made is None:
+    """Place the pairs of a rank, by the engine's kernel if it has one."""
+    result = None if engine is None else engine.route(indices.long(), experts, capacity or 0)
+    if result is None:
         _check_experts(indices, experts)
         return Placed(*_counted(indices, experts), None)
-    counts, places, rows, held = made
-    if capacity is None:  # the host will look at the counts
+    counts, places, rows, held = result
+    if capacity is None:  # the host checks the counts
         return Placed(counts, places, rows, held)
-    # It leaves out what does not exist.
-    torch._assert_async(counts.sum() == indices.numel(), _numbers(experts))
+    # The kernel does not count pairs of experts that do not exist.
+    torch._assert_async(counts.sum() == indices.numel(), _required(experts))
     return Placed(counts, places, rows)
 
 
 def _counted(indices: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many pairs each expert has, int64, and how many of its expert come before each pair."""
-    many, top_k = indices.shape
+    """Return the number of pairs of each expert, int64, and the number of earlier pairs of the same
+    expert for each pair."""
+    count, top_k = indices.shape
     choices = indices.t().reshape(1, -1)  # a row; first choices first
     numbers = torch.arange(experts, device=indices.device)[:, None]
-    # Of all pairs so far those of each expert: sums along rows, where a sort takes many passes.
+    # Pairs of each expert so far, by sums along rows: a sort takes many passes.
     so_far = (choices == numbers).cumsum(1, dtype=torch.int32)
     last = so_far[:, -1:] if choices.numel() else so_far.new_zeros(experts, 1)
-    places = so_far.gather(0, choices.long()).view(top_k, many) - 1
+    places = so_far.gather(0, choices.long()).view(top_k, count) - 1
     return last.flatten().long(), places.t()
 
 
 def rounded(rows: int) -> int:
-    """A number of rows that is at least as large, by at most an eighth or 8 rows: one of few, so
-    that there are few kinds of calls.
+    """Round a number of rows up, by at most an eighth or 8 rows, so that calls have few kinds.
 
     >>> [rounded(rows) for rows in (0, 1, 8, 9, 65, 1000, 1025)]
     [8, 8, 8, 16, 72, 1024, 1152]
@@ -262,32 +261,32 @@ def route(
     on_overflow: str = "drop",
     group: ProcessGroup | DeviceMesh | None = None,
 ) -> Routing:
-    """Give the tokens of this rank their rows in the blocks of an expert-parallel layer.
+    """Assign the tokens of this rank to rows in the blocks of an expert-parallel layer.
 
-    :func:`ficco.experts` does this itself if it gets indices. Call it before work that can go on
-    meanwhile, such as a shared expert, where ranks have to tell each other how many tokens they
-    have: without a capacity, or with ``on_overflow="again"``. Every rank then makes the call, among
-    its others in the same place.
+    :func:`ficco.experts` does this itself if it gets indices. Without a capacity, or with
+    ``on_overflow="again"``, ranks exchange the numbers of their tokens. Call this function first
+    to overlap that exchange with other work, such as a shared expert. Every rank then makes the
+    call, at the same place among its calls.
 
     Args:
-        indices: [t, top_k], whole numbers: the experts of each token, all of them different.
+        indices: [t, top_k], integers: the experts of each token, all of them different.
         experts: number of all experts.
-        capacity: rows of each rank for each expert. None: as many as it has pairs, no more and no
-            less; the host waits for its device.
-        on_overflow: what becomes of pairs beyond the capacity: ``"drop"``, they count as zero; or
-            ``"again"``, all are served, in as many rounds as that takes.
+        capacity: rows of each rank for each expert. None: exactly as many as it has pairs; the
+            host waits for its device.
+        on_overflow: policy for pairs beyond the capacity. ``"drop"``: they count as zero.
+            ``"again"``: all pairs are served, in as many rounds as that takes.
         group: the ranks, default WORLD.
 
     ``torch.compile`` traces it with a capacity and ``on_overflow="drop"``; otherwise it is a graph
-    break there.
+    break.
 
     Returns:
-        Routing: ``counts``, ``dropped``, ``capacity`` and ``rounds`` tell what became of them.
+        Routing: has ``counts``, ``dropped``, ``capacity`` and ``rounds``.
 
     Raises:
-        ValueError: an argument is wrong. On CPUs also if there is no expert of that number; on a
-            GPU that is an assertion of the device or, without a capacity, raised when the counts of
-            other ranks are asked for.
+        ValueError: an argument is wrong. On CPUs also if an expert does not exist; on a GPU the
+            device asserts that or, without a capacity, it is raised when the counts of other ranks
+            are read.
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call, when the result is used.
     """
@@ -306,8 +305,8 @@ def route(
 
 
 def _watched(indices: torch.Tensor) -> tuple[bool, bool]:
-    """Whether a call is traced or watched, and whether by a compiler. In one function: PyTorch 2.6
-    runs what has a graph break uncompiled, and compiles what that calls."""
+    """Return whether a call is traced or watched, and whether a compiler is tracing. One function
+    asks both: PyTorch 2.6 runs a function with a graph break eagerly, and compiles its callees."""
     return check_traced(indices=indices), torch.compiler.is_compiling()
 
 
@@ -315,7 +314,7 @@ def _watched(indices: torch.Tensor) -> tuple[bool, bool]:
 def make_routing(
     indices: torch.Tensor, experts: int, capacity: int | None, overflow: str, group: ProcessGroup
 ) -> Routing:
-    """The same of indices that have data, and of arguments that are right."""
+    """Do the same for indices that hold data and for valid arguments."""
     with torch.no_grad():
         if capacity is not None and overflow == "drop":
             engine = _engine(indices, group)
@@ -326,15 +325,15 @@ def make_routing(
 
 
 def _engine(indices: torch.Tensor, group: ProcessGroup) -> Engine | None:
-    """The engine of a group that has made calls on the device of indices."""
-    known = (one.engine for one in workspaces(group))
-    return next((one for one in known if one.device == indices.device), None)
+    """Return the group's engine on the device of ``indices``, if the group has made calls there."""
+    engines = (workspace.engine for workspace in workspaces(group))
+    return next((engine for engine in engines if engine.device == indices.device), None)
 
 
 def _asking(
     workspace: Workspace, indices: torch.Tensor, experts: int, capacity: int | None, overflow: str
 ) -> Routing:
-    """A routing for which ranks tell each other something."""
+    """Return a routing after publishing this rank's counts to the others."""
     try:
         workspace.begin(NAME, current())
         if capacity is None and experts > TOLD:
@@ -343,8 +342,8 @@ def _asking(
                 f"{experts}; pass a capacity"
             )
         placed = _placed(indices, experts, capacity, workspace.engine)
-        found = Routing(indices, experts, capacity, overflow, placed)
-        found.ask(workspace, workspace.calls)
+        routing = Routing(indices, experts, capacity, overflow, placed)
+        routing.ask(workspace, workspace.calls)
         text = f"route(experts={experts}, capacity={capacity}, on_overflow={overflow})"
         workspace.board.post(workspace.calls, workspace.board.describe(text))
         workspace.raise_error()
@@ -352,14 +351,12 @@ def _asking(
     except BaseException as error:
         workspace.end(error)
         raise
-    return found
+    return routing
 
 
 def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
-    whole = (
-        not (indices.is_floating_point() or indices.is_complex()) and indices.dtype != torch.bool
-    )
-    if indices.dim() != 2 or not whole:
+    number = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
+    if indices.dim() != 2 or number:
         raise ValueError(
             f"indices: required whole numbers [t, top_k], got {indices.dtype} of shape "
             f"{list(indices.shape)}; reshape them"
@@ -375,35 +372,35 @@ def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: 
         raise ValueError(f"on_overflow: required one of {', '.join(OVERFLOWS)}, got {overflow!r}")
 
 
-#: What to do about experts that do not exist.
+#: The remedy for experts that do not exist.
 _ROUTER = "pass the choices of a router among these"
 
 
-def _numbers(experts: int) -> str:
-    """What is required of indices, for errors."""
-    whose = f"{experts} in all, for ficco.experts those of up on every rank"
-    return f"indices: required experts from 0 to {experts - 1} ({whose})"
+def _required(experts: int) -> str:
+    """Return the requirement on indices, for errors."""
+    total = f"{experts} in all; for ficco.experts, the experts of up on all ranks"
+    return f"indices: required experts from 0 to {experts - 1} ({total})"
 
 
 def _check_experts(indices: torch.Tensor, experts: int) -> None:
-    """All experts that are named exist: on a GPU without waiting for it."""
+    """Refuse experts that do not exist: on a GPU by an assertion, without waiting for it."""
     if not indices.numel():
         return
     low, high = torch.aminmax(indices)
     if indices.is_cpu:
         if low < 0 or high >= experts:
-            raise ValueError(f"{_numbers(experts)}, got {int(low)} to {int(high)}; {_ROUTER}")
+            raise ValueError(f"{_required(experts)}, got {int(low)} to {int(high)}; {_ROUTER}")
         return
-    torch._assert_async((low >= 0) & (high < experts), _numbers(experts))
+    torch._assert_async((low >= 0) & (high < experts), _required(experts))
 
 
-# What compilers see: with a capacity, and nothing in further rounds.
+# The operator that compilers see, for a capacity and one round.
 
 
 def _traced(
     indices: torch.Tensor, experts: int, capacity: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counts of a routing, and its slots, which lie choice after choice."""
+    """Return the counts and the slots of a routing. Slots are stored choice by choice."""
     members = distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     placed = _placed(indices, experts, capacity, _engine(indices, members))
     slots = Routing(indices, experts, capacity, "drop", placed).slots()
@@ -413,9 +410,9 @@ def _traced(
 def _fake(
     indices: torch.Tensor, experts: int, capacity: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    many, top_k = indices.shape
+    count, top_k = indices.shape
     counts = indices.new_empty(experts, dtype=torch.int64)
-    return counts, indices.new_empty(top_k, many, dtype=torch.int64).t()
+    return counts, indices.new_empty(top_k, count, dtype=torch.int64).t()
 
 
 declare(

@@ -1,4 +1,4 @@
-"""PyTorch's attention by way of ficco, for models that call it."""
+"""ficco's attention in place of PyTorch's, for models that call PyTorch's."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def behind_sdpa(
     placement: str = "head-tail",
     schedule: str | Schedule = "auto",
 ) -> Iterator[None]:
-    """Serve ``torch.nn.functional.scaled_dot_product_attention`` by
-    :func:`ficco.all_gather_attention` within a block, as one line inside PyTorch's::
+    """Run ``torch.nn.functional.scaled_dot_product_attention`` as
+    :func:`ficco.all_gather_attention` within a block, inside PyTorch's ``context_parallel``::
 
         with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), \\
              ficco.behind_sdpa(mesh):
             model(x)
 
-    Within it, queries, keys and values are this rank's part of the sequence. The function is
-    replaced for the process, as ``context_parallel`` replaces it: code that has imported it by name
-    before calls PyTorch's. ``nn.MultiheadAttention`` calls it in evaluation, too: the fused kernel
-    that it has there is switched off. What ``torch.utils.checkpoint`` recomputes in a backward
-    after the block is recomputed as within it.
+    Within the block, queries, keys and values are this rank's part of the sequence. The function is
+    replaced for the whole process, as by ``context_parallel``; code that imported it by name
+    earlier still calls PyTorch's. ``nn.MultiheadAttention`` calls it in evaluation, too, because
+    its fused kernel is switched off. A ``torch.utils.checkpoint`` that records within the block
+    also recomputes within it, even if its backward runs later.
 
     Args:
-        group: the ranks that share the sequence: that mesh, or its group.
-        placement: as of :func:`ficco.all_gather_attention`. ``context_parallel`` places head and
-            tail unless its load balancing is switched off; then it is ``"ranks"``.
-        schedule: as of :func:`ficco.all_gather_attention`.
+        group: the ranks that share the sequence: the mesh, or its group.
+        placement: see :func:`ficco.all_gather_attention`. ``context_parallel`` places head and
+            tail. If its load balancing is switched off, pass ``"ranks"``.
+        schedule: see :func:`ficco.all_gather_attention`.
 
     Raises:
-        ValueError: within the block, a mask, dropout or the weights of ``nn.MultiheadAttention``
-            (``need_weights``, its default) are asked for; else as
+        ValueError: within the block, a call asks for a mask, dropout or the weights of
+            ``nn.MultiheadAttention`` (``need_weights``, its default); else as
             :func:`ficco.all_gather_attention`.
     """
 
@@ -110,7 +110,7 @@ def behind_sdpa(
             _within(block, run), *rest, **options
         ),
     }
-    before = {place: vars(place[0])[place[1]] for place in replaced}
+    originals = {place: vars(place[0])[place[1]] for place in replaced}
     fast = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:
@@ -118,19 +118,19 @@ def behind_sdpa(
             setattr(*place, function)
         yield
     finally:
-        for place, function in before.items():
+        for place, function in originals.items():
             setattr(*place, function)
         mha.set_fastpath_enabled(fast)
 
 
 _MULTI_HEAD = signature(functional.multi_head_attention_forward)
 
-#: The function by which ``torch.utils.checkpoint`` records a call that is not reentrant.
+#: The function that records non-reentrant calls of ``torch.utils.checkpoint``.
 _RECOMPUTES = "_checkpoint_without_reentrant_generator"
 
 
 def _within(block: Callable[[], Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs within a block, also when it is called again in a backward."""
+    """Return a function that runs within a block, also when a backward calls it again."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with block():

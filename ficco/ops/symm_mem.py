@@ -1,4 +1,4 @@
-"""ficco's operators behind PyTorch's own names for them, ``torch.ops.symm_mem.fused_*``."""
+"""ficco as the implementation of PyTorch's fused operators, ``torch.ops.symm_mem.fused_*``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ficco.ops.operators import matmul_reduce_scatter, operate
 
-#: Where tensors of CPUs and of GPUs of any vendor are dispatched to. PyTorch has kernels for GPUs
-#: alone.
+#: Dispatch keys of CPUs, and of GPUs of any vendor. PyTorch has kernels only for GPUs.
 _KEYS = ("CPU", "CUDA")
 
 
@@ -23,11 +22,10 @@ def behind_symm_mem() -> None:
 
     Programs that call ``torch.ops.symm_mem.fused_all_gather_matmul`` and
     ``fused_matmul_reduce_scatter`` run ficco unchanged: Inductor's Async TP, torchtitan's
-    ``tp_gemm_backend="dist_gemm"``. On CPUs, where PyTorch has no kernels for them, they run, too.
-    Several products of one gathered tensor are one operator, for the widest, and plain products.
-    Gathering or scattering the last dimension, and calls without elements or without a right
-    operand, stay a collective and products of PyTorch's. The scaled (fp8) operators stay as they
-    are.
+    ``tp_gemm_backend="dist_gemm"``. On CPUs, where PyTorch has no kernels, the operators run, too.
+    Of several products of one gathered tensor, the widest is ficco's; the others are plain
+    products. PyTorch still serves calls that gather or scatter the last dimension, have no elements
+    or have no right operand. The scaled (fp8) operators are not replaced.
 
     Raises:
         NotImplementedError: this PyTorch has no such operators, or its kernels cannot be replaced.
@@ -53,7 +51,7 @@ def behind_symm_mem() -> None:
     _LIBRARIES.append(library)
 
 
-#: What is registered lasts as long as its library.
+#: Libraries of the registered kernels: a registration ends with its library.
 _LIBRARIES: list[torch.library.Library] = []
 
 
@@ -67,16 +65,16 @@ def _gathering(stock: Any) -> Any:
         return_A: bool = True,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         if gather_dim % A.dim() == A.dim() - 1 or not Bs or not A.numel():
-            both: tuple[torch.Tensor, list[torch.Tensor]]
-            both = stock(A, Bs, gather_dim, group_name, return_A=return_A)
-            return both
+            results: tuple[torch.Tensor, list[torch.Tensor]]
+            results = stock(A, Bs, gather_dim, group_name, return_A=return_A)
+            return results
         x, group = A.movedim(gather_dim, 0), _resolve_process_group(group_name)
         keeps = return_A or len(Bs) > 1
         widest = max(range(len(Bs)), key=lambda i: Bs[i].shape[1])
         with torch.no_grad():
             name, rows = "all_gather_matmul", x.flatten(0, -2)
-            y, kept = operate(name, rows, Bs[widest], group, "auto", None, keeps)
-            gathered: Any = kept
+            pair: Any = operate(name, rows, Bs[widest], group, "auto", None, keeps)
+            y, gathered = pair
             outs = [y if i == widest else gathered @ B for i, B in enumerate(Bs)]
 
         def back(rows: torch.Tensor) -> torch.Tensor:
@@ -100,7 +98,7 @@ def _scattering(stock: Any) -> Any:
             y = matmul_reduce_scatter(x.flatten(0, -2), B, group=group)
         if reduce_op == "avg":
             y /= group.size()
-        # Contiguous as PyTorch's description of the operator says, by which compilers plan.
+        # Contiguous, as PyTorch's meta function says: compilers rely on it.
         return y.view(-1, *x.shape[1:-1], y.shape[1]).movedim(0, scatter_dim).contiguous()
 
     return fused_matmul_reduce_scatter

@@ -26,10 +26,10 @@ from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
 
-#: What errors and the board call it.
+#: Name of the operator in errors and on the board.
 NAME = "ulysses_attention"
 
-#: What a forward keeps for its backward, the heads only under ``options(save_gathered=True)``.
+#: Buffers that a forward keeps for its backward; heads only with ``options(save_gathered=True)``.
 KEPT = ("kept lse", "kept q", "kept k", "kept v", "kept out")
 
 
@@ -46,11 +46,12 @@ def ulysses_attention(
     group: ProcessGroup | DeviceMesh | None = None,
     schedule: str | Schedule = "auto",
 ) -> torch.Tensor:
-    """Attend with some heads to the whole sequence on each rank (DeepSpeed-Ulysses, section 3).
+    """Attend to the whole sequence with a part of the heads on each rank (DeepSpeed-Ulysses,
+    section 3).
 
     With W ranks that hold S/W positions of a sequence each, in the order of the ranks, it computes
-    what ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)``
-    does with the whole sequence, for this rank's positions.
+    ``scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)`` over
+    the whole sequence, for this rank's positions.
 
     ==========  ==========================================================================
     ``q``       [batch, heads, S/W, size]; W divides ``heads``
@@ -59,24 +60,25 @@ def ulysses_attention(
     ==========  ==========================================================================
 
     Each rank gets all positions of ``heads / W`` heads from its peers, attends with the vendor's
-    library and sends the results back. Groups of heads are attended to while the next ones travel
-    on copy engines, and travel back as soon as they are made. A head of keys goes to every rank
-    with a query head that uses it, so ``kv_heads`` may be smaller than W. Heads land where the
-    library reads them. ``q``, ``k`` and ``v`` are not copied before they travel if the elements of
-    a head are contiguous in the order [S/W, batch, size]: for a batch of 1, as usual. On a GPU the
+    library and sends the results back. Attention runs on one group of heads while copy engines
+    bring the next one; results travel back as soon as they are computed. A head of keys goes to
+    every rank with a query head that uses it, so ``kv_heads`` may be smaller than W. Heads land
+    where the library reads them. ``q``, ``k`` and ``v`` are copied before they travel unless each
+    head is contiguous in the order [S/W, batch, size], as usual for a batch of 1. On a GPU the
     call is enqueued on the current stream and returns.
 
-    Gradients of all three travel the same way; those of a head of keys are summed in float32. Until
-    then the call keeps its operands, result and log-sum-exp, and they travel again; with
-    ``options(save_gathered=True)`` it keeps the heads that have arrived, and its result for them.
-    All ranks need gradients of the same operands, or none does.
+    Gradients of all three operands travel the same way; gradients of a head of keys are summed in
+    float32. For the backward the call keeps its operands, result and log-sum-exp, which travel
+    again. With ``options(save_gathered=True)`` it keeps the arrived heads and their result instead.
+    The same operands must need gradients on every rank.
 
     Args:
         causal: a query attends to no later position.
-        scale: of the scores; 1 / sqrt(size) by default.
-        window: with ``causal``, a query attends to its own position and to at most so many before.
-        cu_seqlens: of packed sequences, where they begin in the whole sequence, and S at the end,
-            on the host. A query attends to its own one only.
+        scale: factor of the scores; 1 / sqrt(size) by default.
+        window: with ``causal``, a query attends to its own position and at most ``window`` earlier
+            ones.
+        cu_seqlens: first position of each packed sequence, followed by S; on the host. A query
+            attends to its own sequence only.
         group: the ranks; the default group if None.
         schedule: ``"serial"``, ``"uniform-fused-1d"`` with ``pieces=`` groups of heads on each rank
             and ``copy=`` lanes, a :class:`Schedule`, or ``"auto"``: the fastest in simulation.
@@ -89,15 +91,15 @@ def ulysses_attention(
     """
     traced = check_traced(q=q, k=k, v=v)
     q, k, v = under_autocast(q, k, v)
-    asked = asked_for(traced, causal, scale, window, cu_seqlens)
-    return HEADS(Request(process_group(group), schedule, asked), (q, k, v), traced)
+    facts = asked_for(traced, causal, scale, window, cu_seqlens)
+    return HEADS(Request(process_group(group), schedule, facts), (q, k, v), traced)
 
 
 def _forward(
     request: Request, operands: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    """The result and, if a gradient is needed, what the gradients are computed from: the
-    log-sum-exp and, by the options, the heads that have arrived, in the order of ``KEPT``."""
+    """Return the result. If a gradient is needed, also return the log-sum-exp and, with
+    ``save_gathered``, the arrived heads, in the order of ``KEPT``."""
     q, k, v = operands
     saves = ("heads" if current().save_gathered else "shards") if any(needs) else ""
     invocation = HeadsCall(request, (q.shape, k.shape), {"q": q, "k": k, "v": v}, saves)
@@ -107,8 +109,8 @@ def _forward(
 
 
 def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
-    """All is needed for any of the gradients; of operands only their shapes where the heads that
-    have arrived are kept."""
+    """Return all tensors, which every gradient needs. If the arrived heads are kept, only the
+    shapes of the operands and the result are saved."""
     if len(tensors) <= 5:
         return tensors
     return *map(stand_in, tensors[:4]), *tensors[4:]
@@ -117,7 +119,7 @@ def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tenso
 def _backward(
     request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of q, k and v. Those of a head of keys that several ranks have are summed."""
+    """Return the gradients of q, k and v, summed for heads of keys that several ranks have."""
     q, k, v, out, *kept = saved
     operands = {"grad": grad, **dict(zip(KEPT, kept, strict=False))}
     if len(kept) == 1:
@@ -137,8 +139,8 @@ def _backward(
 
 
 def _summed(parts: torch.Tensor, owners: list[int], heads: int) -> torch.Tensor:
-    """Rows summed by the head that each is of, in float32 at least, and rounded once. Those of a
-    head follow each other."""
+    """Sum the rows of each head in at least float32 and round once. Rows of a head are adjacent;
+    ``owners``: head of each row."""
     if len(owners) == heads:
         return parts
     wide, sums = torch.promote_types(parts.dtype, torch.float32), parts[:heads].clone()
@@ -154,7 +156,8 @@ class HeadsCall(Invocation):
     """A call of attention by heads, or of its backward.
 
     Attributes:
-        results: rows of heads by name, once allocated.
+        of: the request of the call.
+        results: result tensors by name, rows of heads, once allocated.
     """
 
     of: Request
@@ -180,8 +183,8 @@ class HeadsCall(Invocation):
         engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
         sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
         dtype = str(self.like.dtype).removeprefix("torch.")
-        asked = AttentionProblem(*sizes, dtype, **self.of.facts, hosts=engine.hosts.count)
-        problem = HeadsProblem(asked, saves=self.saves, backward=self.backward)
+        attention = AttentionProblem(*sizes, dtype, **self.of.facts, hosts=engine.hosts.count)
+        problem = HeadsProblem(attention, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
         agreed = [known.text] * (self.of.schedule == "auto")
@@ -192,8 +195,8 @@ class HeadsCall(Invocation):
 
     def allocate(self, cached: CachedCall) -> Call:
         tensors = {
-            name: plain(one) if name.startswith("kept ") else _by_heads(plain(one))
-            for name, one in self.operands.items()
+            name: plain(operand) if name.startswith("kept ") else _by_heads(plain(operand))
+            for name, operand in self.operands.items()
         }
         for buffer in cached.plan.buffers:
             if buffer.memory in ("result", "local"):
@@ -205,19 +208,19 @@ class HeadsCall(Invocation):
 
 
 def _by_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, heads, S/W, size] as rows of heads, [heads, S/W * batch * size]."""
+    """Return [batch, heads, S/W, size] as rows of heads, [heads, S/W * batch * size]."""
     batch, heads, rows, size = tensor.shape
     matrix = tensor.permute(1, 2, 0, 3).reshape(heads, rows * batch * size)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Rows of heads as [batch, heads, S/W, size]."""
+    """Return rows of heads as [batch, heads, S/W, size]."""
     batch, heads, rows, size = shape
     return matrix.view(heads, rows, batch, size).permute(2, 0, 1, 3)
 
 
-# What compilers see.
+# The operators that compilers see.
 
 
 def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,7 +243,7 @@ def _fake_forward(
 def _fake_backward(
     request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
 ) -> list[torch.Tensor]:
-    return [_fake_like(one) for one in saved[:3]]
+    return [_fake_like(operand) for operand in saved[:3]]
 
 
 HEADS = Record(
