@@ -75,8 +75,8 @@ FAULTS = (
         "ficco/heuristics/model.py",
         "a schedule that loses to serial in one mode is taken if it gains in another",
         ("model",),
-        "harmless = [one for one in others if min(gains(one)) >= least]",
-        "harmless = [one for one in others if max(gains(one)) >= least]",
+        "harmless = [p for p in overlapped if min(gains(p)) >= least_gain]",
+        "harmless = [p for p in overlapped if max(gains(p)) >= least_gain]",
     ),
     Fault(
         "repeated-size",
