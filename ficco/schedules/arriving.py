@@ -12,9 +12,8 @@ from ficco.plan.model import Plan, Region
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem, Specification
 from ficco.schedules.builder import Builder, WordAllocator
-from ficco.schedules.gather import GatherWorld
 from ficco.schedules.space import Schedule
-from ficco.schedules.tiled import TiledGatherStage
+from ficco.schedules.tiled import TiledGatherStage, TiledGatherWorld
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class ArrivingStage(TiledGatherStage):
     def _own_rows(self) -> Region:
         if not self.peers:
             return super()._own_rows()
-        rows = self._block(self.me, self.me)
+        rows = self.world.block(self.me, self.me)
         return Region("staging", self.me, *rows, 0, self.problem.k)
 
     def _keep_own(self) -> None:
@@ -95,7 +94,7 @@ def gathering(asked: Gathering, schedule: Schedule, ranks: Sequence[int]) -> lis
     if schedule.grouping != "tiled":
         raise ValueError(f"schedule: required a tiled one to gather by, got {schedule}")
     words = WordAllocator(asked.world)
-    world = GatherWorld(asked.product, schedule, words, own_lands=True)
+    world = TiledGatherWorld(asked.product, schedule, words, own_lands=True)
     found = []
     for rank in ranks:
         builder = Builder(asked, rank)

@@ -64,4 +64,5 @@ def _plan(stage: AttentionStage) -> Plan:
     stage.run()
     if builder.peers and builder.steps:
         builder.retire(stage.silent())
-    return builder.plan(str(world.schedule), world.buffers, world.words, stage.staging.stages)
+    stages = stage.stages.count if stage.stages else 0
+    return builder.plan(str(world.schedule), world.buffers, world.words, stages)

@@ -12,15 +12,16 @@ from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
+from weakref import proxy
 
 from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import BACKWARD_PRODUCTS
 from ficco.problems.specification import Buffer
-from ficco.schedules.attention_stage import AttentionStage, AttentionWorld, KeyRun
-from ficco.schedules.builder import Builder, WordAllocator, remembered
-from ficco.schedules.groups import Unit
-from ficco.schedules.network import Sending, add_moves, legs, returning, via
+from ficco.schedules.attention_stage import AttentionStage, AttentionWorld, KeyRun, both
+from ficco.schedules.builder import Block, Builder, Shapes, WordAllocator, remembered
+from ficco.schedules.exchange import After, Item, Parcel, Route, Traffic
+from ficco.schedules.groups import Unit, legs, returning, via
 from ficco.schedules.space import Schedule
 
 
@@ -56,15 +57,15 @@ class GradientWorld(AttentionWorld):
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
         #: Most units of a shard, of which there are words for each host: for those of the waiter's
         #: own, then for those that it sums for its rail.
-        self.most = max(counts, default=0)
-        self.back = words.block(self.most * hosts)
+        self.most_back = max(counts, default=0)
+        self.back = GradientRoute(self, words.block(self.most_back * hosts))
         #: By rank, and by sender and owner of what comes to it, the row at which that begins.
-        self.places: list[dict[tuple[int, int], int]] = []
+        self.first_rows: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
             blocks = returning(keys, rank)
             ends = [*accumulate((keys.block(to, src) for src, to in blocks), initial=0)]
-            self.places.append(dict(zip(blocks, ends, strict=False)))
+            self.first_rows.append(dict(zip(blocks, ends, strict=False)))
             returned.append((ends[-1], cols))
         self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
         #: By distance of hosts, what a rank's host sums for the one on its rail.
@@ -81,26 +82,13 @@ class GradientWorld(AttentionWorld):
             made = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
             self.host_sums[distance] = made
 
-    def _add_slot_buffers(self, packs_columns: bool) -> None:
+    def _add_slot_buffers(self, shapes: Shapes, packs_columns: bool) -> None:
         if not self.kept:
-            super()._add_slot_buffers(packs_columns)
-
-    def came_back(self, sender: int, rank: int, owner: int) -> list[Signal]:
-        """The signals that gradients of an owner's keys are back, or at the rank that sums them for
-        it, one for each unit that went to the sender."""
-        first, row = self.problem.leaves(owner, sender), partial(self.problem.number, rank, owner)
-        slot = self.problem.hosts_ahead(rank, owner) * self.most
-        return [
-            self.back.signal(
-                *("returned", sender, rank, slot + unit.ordinal),
-                (row(first + unit.start), row(first + unit.stop)),
-            )
-            for unit in self.arrivals[sender].units(owner)
-        ]
+            super()._add_slot_buffers(shapes, packs_columns)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
         """Where gradients of some rows of an owner's keys come to a rank."""
-        row = self.places[rank][sender, owner] - self.problem.leaves(owner, sender)
+        row = self.first_rows[rank][sender, owner] - self.problem.leaves(owner, sender)
         return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
 
     def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
@@ -136,22 +124,56 @@ class GradientWorld(AttentionWorld):
             found.append((Contribution(first, last, rank, terms), by_rank))
         return found
 
-    @remembered
-    def crossing(self, rank: int, owner: int) -> list[tuple[Transfer, ...]]:
-        """The gradients that a rank sends to one on another host, by piece."""
-        begin, found = self.problem.leaves(owner, rank), list[tuple[Transfer, ...]]()
-        for unit in self.arrivals[rank].units(owner):
-            moves = [
+
+class GradientRoute(Route):
+    """The route of gradients of KV to the rank of the rows or, within a host, to the rank that sums
+    the gradients for another host."""
+
+    kind, returns = "returned", True
+
+    def __init__(self, world: GradientWorld, words: Block) -> None:
+        self.world: GradientWorld = proxy(world)  # no circle, which would outlive the plans
+        self.problem, self.data = world.problem, words
+
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        world, begin, parcels = self.world, self.problem.leaves(owner, src), list[Parcel]()
+        crosses = self.problem.host(src) != self.problem.host(dst)
+        shares = [Contribution(*self.problem.spans[owner][src], src, 1 << src)]
+        if crosses:
+            shares = [one for one, _ in world.sums(src, owner)]
+        units, signals = world.arrivals[src].units(owner), self.signals(src, dst, owner)
+        for unit, signal in zip(units, signals, strict=True):
+            rows = begin + unit.start, begin + unit.stop
+            moves = tuple(
                 Transfer(
-                    self.leaving(rank, owner, one.first, one.last, summed=True),
-                    self.returned(rank, owner, owner, one.first, one.last),
-                    one.terms,
+                    world.leaving(src, owner, *common, summed=crosses),
+                    world.returned(src, dst, owner, *common),
+                    share.terms,
                 )
-                for one, _ in self.sums(rank, owner)
-                if begin + unit.start <= one.first and one.last <= begin + unit.stop
-            ]
-            found.append(tuple(moves))
-        return found
+                for share in shares
+                for common in both([share[:2]], rows)
+            )
+            labels = (f"d{owner}.{unit.ordinal}>{dst}",)
+            parcels.append(Parcel(moves, labels, (), (signal,), unit.group))
+        return parcels
+
+    @remembered
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        first, row = self.problem.leaves(owner, src), partial(self.problem.number, dst, owner)
+        slot = self.problem.hosts_ahead(dst, owner) * self.world.most_back
+        return [
+            self.data.signal(
+                *(self.kind, src, dst, slot + unit.ordinal),
+                (row(first + unit.start), row(first + unit.stop)),
+            )
+            for unit in self.world.arrivals[src].units(owner)
+        ]
+
+    def gives(self, src: int, dst: int) -> bool:
+        return self.problem.block(dst, src) > 0
+
+    def begun(self, poster: int, waiter: int) -> Signal:
+        return self.world.begun(poster, waiter)
 
 
 class GradientStage(AttentionStage):
@@ -169,6 +191,7 @@ class GradientStage(AttentionStage):
         self.compute_lanes = ["compute0"]  # all add to the same sums
         self.return_lane = f"copy{self.schedule.copy}"
         self.made: dict[Unit, int] = {}  # unit -> the step that makes the gradients of its rows
+        self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
 
     def run(self) -> None:
         super().run()
@@ -187,7 +210,7 @@ class GradientStage(AttentionStage):
         return super()._run(kv, first, last) or KeyRun(kv, first, (0, 0), ())
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
-        own, rows = self._block(self.me, self.me), run.kv.rows
+        own, rows = self.world.block(self.me, self.me), run.kv.rows
         row, buffer = run.first, "leaving"
         if (run.first, run.first + rows) == own:
             row, buffer = 0, "own"
@@ -206,36 +229,27 @@ class GradientStage(AttentionStage):
     def _send_back(self, unit: Unit) -> None:
         """Send the gradients of a unit's rows to where it came from, or to where those of this host
         are summed."""
-        me, owner, world = self.me, unit.peer, self.world
-        peer, begin = via(self.problem, me, owner), self.problem.leaves(owner, me)
-        if peer == me:
-            return
-        rows = begin + unit.start, begin + unit.stop
-        src = world.leaving(me, owner, *rows, summed=False)
-        dst = world.returned(me, peer, owner, *rows)
-        posts = (world.came_back(me, peer, owner)[unit.ordinal],)
-        after, move = (self.made[unit], self.acquired[peer]), Transfer(src, dst, 1 << me)
-        label = f"d{owner}.{unit.ordinal}>{peer}"
-        self.add(Step("copy", self.return_lane, label, posts=posts, after=after, transfer=move))
+        peer = via(self.problem, self.me, unit.peer)
+        if peer != self.me:
+            after = self.made[unit], self.acquired[peer]
+            self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
-    def _cross_back(self) -> tuple[int, ...]:
+    def _cross_back(self) -> After:
         """Exchange gradients with other hosts; the steps that bring some."""
-        me, world, sent, received = self.me, self.world, {}, {}
-        for target, source in legs(self.problem, me):
-            made = [self.made[unit] for unit in self.mine.units(target)]
-            if world.host_sums:
-                made = [self._sum(target)] * len(made)
-            sent[target] = list(map(Sending, world.crossing(me, target), zip(made)))
-            received[source] = world.crossing(source, me)
-        brought = add_moves(self.builder, self.schedule, sent, received)
-        return tuple(brought.values())
+        ways, made = list(legs(self.problem, self.me)), dict[int, list[int]]()
+        for target, _ in ways:
+            made[target] = [self.made[unit] for unit in self.mine.units(target)]
+            if self.world.host_sums:
+                made[target] = [self._sum(target)] * len(made[target])
+        self.back.cross(ways, lambda target, number: (made[target][number],), direct=False)
+        return tuple(self.back.brought.values())
 
     def _sum(self, owner: int, after: tuple[int, ...] = ()) -> int:
         """Add up the gradients of an owner's keys that this rank has and gets, in the order of
         ranks; the last step."""
         me, world = self.me, self.world
         near = [peer for peer in self.peers if self.problem.block(owner, peer)]
-        waits = tuple(s for peer in near for s in world.came_back(peer, me, owner))
+        waits = tuple(s for peer in near for s in world.back.signals(peer, me, owner))
         for one, shares in world.sums(me, owner):
             rows, parts = one[:2], list[Region]()
             for share in shares:
@@ -267,29 +281,19 @@ class KeptGradientStage(GradientStage):
             peer: [Region(self.a, self.me, *rows, *cols) for rows in self.mine.rows(peer)]
             for peer in self.regions
         }
-        self.ready = [[] for _ in self.groups]
-        self.own_in_group: dict[int, list[Unit]] = {}
+        self.senders, self.own_in_group = {}, {}  # no row is on its way
 
     def _own_rows(self) -> Region:
-        return Region(self.a, self.me, *self._block(self.me, self.me), 0, self.asked.kv_cols)
+        return Region(self.a, self.me, *self.world.block(self.me, self.me), 0, self.asked.kv_cols)
 
-    def _pushes(self) -> list[list[Step]]:
-        return [[] for _ in self.groups]
+    def _turns(self) -> list[list[Item]]:
+        return []
 
-    def _relay(self) -> None:
+    def _cross(self) -> None:
         return
 
-    def _begun(self) -> dict[int, tuple[Signal, ...]]:
-        return {
-            peer: ()
-            if self.problem.block(peer, self.me)
-            else (self.world.data.signal("ready", self.me, peer),)
-            for peer in self.peers
-        }
+    def begun(self) -> dict[int, tuple[Signal, ...]]:
+        return self.back.begun()
 
     def silent(self) -> tuple[Signal, ...]:
-        return tuple(
-            self.world.data.signal("ready", peer, self.me)
-            for peer in self.peers
-            if not self.problem.block(self.me, peer)
-        )
+        return self.back.silent()

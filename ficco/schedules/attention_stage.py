@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ficco.plan.model import Attending, Region, Signal, Step, Transfer
 from ficco.problems.attention import AttentionProblem, KeyGather
 from ficco.problems.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
 from ficco.problems.specification import MERGE, SUMS
 from ficco.schedules.builder import Builder, WordAllocator
+from ficco.schedules.exchange import Item
 from ficco.schedules.gather import OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit, cut
 from ficco.schedules.space import Schedule
@@ -46,14 +48,18 @@ class AttentionWorld(GatherWorld):
         #: That the call of a rank that copies nothing to another has begun.
         self.begins = words.block(int(asked.ring))
 
-    def carrier(self, receiver: int, sender: int) -> int:
-        if not self.asked.ring:
-            return super().carrier(receiver, sender)
-        return (receiver - 1) % self.world
+    # In a ring, rows go from each rank to the next one, and on from there.
+
+    def carrier(self, receiver: int, owner: int) -> int:
+        return (receiver - 1) % self.world if self.asked.ring else super().carrier(receiver, owner)
 
     def gives(self, src: int, dst: int) -> bool:
-        """Whether a rank copies rows of KV to another."""
-        return self.carrier(dst, src) == src and self.problem.block(src, dst) > 0
+        return super().gives(src, dst) and self.carrier(dst, src) == src
+
+    def begun(self, poster: int, waiter: int) -> Signal:
+        if not self.asked.ring:
+            return super().begun(poster, waiter)
+        return self.begins.signal("begun", poster, waiter)
 
 
 class AttentionStage(GatherStage):
@@ -73,64 +79,30 @@ class AttentionStage(GatherStage):
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.asked = world.asked
-        self.passed: dict[Signal, tuple[int, int]] = {}  # in a ring, for the lane of copies
 
-    # A ring: the own rows go to the next rank, and what comes from the one before goes on to it.
+    def _turns(self) -> list[list[Item]]:
+        if not self.asked.ring or not self.groups:
+            return super()._turns()
+        target = self._next_rank()
+        # The own rows go to the next rank, and so do those that come, except its own.
+        own = chain.from_iterable(self.traffic.leaving([target]))
+        turns = self.traffic.coming(peer for peer in self.mine.set_of if peer != target)
+        return [[*own, *chain.from_iterable(turns[:1])], *turns[1:]]
 
-    def _pushes(self) -> list[list[Step]]:
+    def _copy(self, group: int, items: list[Item]) -> None:
         if not self.asked.ring:
-            return super()._pushes()
-        copies: list[list[Step]] = [[] for _ in self.groups]
-        target = (self.me + 1) % self.asked.world
-        landing, lane = self.world.landing[target], self.lane_of.get(target, "")
-
-        def copy(source: int, ordinal: int, src: Region) -> Step:
-            dst, name = landing.regions(source)[ordinal], f"{source}.{ordinal}"
-            posts = (self.world.of_units("ready", source, target)[ordinal],)
-            move, mover = Transfer(src, dst), self.schedule.mover
-            return Step("copy", lane, f"{name}>{target}", (), posts, transfer=move, mover=mover)
-
-        for ordinal, src in enumerate(self._sources(self.me, landing.arrivals) if copies else ()):
-            copies[0].append(copy(self.me, ordinal, src))
-        for source in self.mine.set_of:
-            if source == target:  # which has these rows
-                continue
-            heard = self.world.of_units("ready", source, self.me)
-            for unit, signal in zip(self.mine.units(source), heard, strict=True):
-                self.passed[signal] = source, unit.ordinal
-                self.ready[unit.group].remove(signal)
-                here = Step("sync", lane, f"{source}.{unit.ordinal} is here", (signal,))
-                onward = copy(source, unit.ordinal, self.regions[source][unit.ordinal])
-                copies[unit.group] += [here, onward]
-        return copies
-
-    def _copy(self, group: int, steps: list[Step]) -> None:
-        if not self.passed:
-            super()._copy(group, steps)
+            super()._copy(group, items)
             return
-        for step in steps:  # what comes is for the next rank and for this one
-            index = self.add(step)
-            if step.op == "sync":
-                self.brought[self.passed[step.waits[0]]] = index
+        target = self._next_rank()
+        for peer, number, _ in items:
+            owner = self.me if peer == target else peer
+            if owner != self.me:  # what comes is for the next rank and for this one
+                label = f"{owner}.{number} is here"
+                self.traffic.hear(owner, number, self.lane_of[target], label)
+            self.traffic.send(target, number, owner=owner)
 
-    def _begun(self) -> dict[int, tuple[Signal, ...]]:
-        if not self.asked.ring:
-            return super()._begun()
-        return {
-            peer: ()
-            if self.world.gives(self.me, peer)
-            else (self.world.begins.signal("begun", self.me, peer),)
-            for peer in self.peers
-        }
-
-    def silent(self) -> tuple[Signal, ...]:
-        if not self.asked.ring:
-            return super().silent()
-        return tuple(
-            self.world.begins.signal("begun", peer, self.me)
-            for peer in self.peers
-            if not self.world.gives(peer, self.me)
-        )
+    def _next_rank(self) -> int:
+        return (self.me + 1) % self.asked.world
 
     def _own_is_separate(self) -> bool:
         return not self.schedule.uniform and self.asked.rows > 0
@@ -147,11 +119,10 @@ class AttentionStage(GatherStage):
         turn = group + self._own_is_separate() + number
         return self.compute_lanes[turn % len(self.compute_lanes)]
 
-    def _work(self, group: int, lane: str, label: str) -> Step:
-        """What is done once a group is there; of several slices each is a step of its own."""
-        slices = self.slices(group)
+    def _work(self, group: int) -> tuple[str, dict[str, Any]]:
+        slices = self.slices(group)  # of several slices each is a step of its own
         attends = self.attends_of(group, slices[0]) if len(slices) == 1 else ()
-        return Step("attend" if attends else "sync", lane, label, attends=attends)
+        return "attend" if attends else "sync", {"attends": attends}
 
     def _round(self, lane: str, group: int) -> None:
         slices, there = self.slices(group), len(self.steps) - 1
@@ -194,7 +165,7 @@ class AttentionStage(GatherStage):
         """By group, in their order, the rows of KV and the queries that attend to them."""
         found = {}
         if self._own_is_separate():
-            own = self._run(self._own_rows(), *self._block(self.me, self.me))
+            own = self._run(self._own_rows(), *self.world.block(self.me, self.me))
             found[OWN] = [own] if own else []
         for group, units in enumerate(self.groups):
             found[group] = self._runs_of(units)

@@ -17,7 +17,12 @@ from ficco.schedules.one_shot import OneShotStage, OneShotWorld
 from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
-from ficco.schedules.tiled import TiledGatherStage, TiledScatterStage
+from ficco.schedules.tiled import (
+    TiledGatherStage,
+    TiledGatherWorld,
+    TiledScatterStage,
+    TiledScatterWorld,
+)
 
 #: The recipes of float8 that kernels serve whose tiles wait: the factors multiply whole sums.
 TILED_RECIPES = ("tensor", "row")
@@ -172,14 +177,16 @@ def _plans(
         summed = OneShotWorld(problem, schedule, words)
         return [_whole(OneShotStage(summed, Builder(problem, rank))) for rank in ranks]
     if problem.kind.scatters:
-        scattered = ScatterWorld(problem, schedule, words, packs_columns=packs_columns)
-        scatter = TiledScatterStage if schedule.grouping == "tiled" else ScatterStage
-        return [_whole(scatter(scattered, Builder(problem, rank))) for rank in ranks]
-    gathered = GatherWorld(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
-    gather = InnerGatherStage if problem.kind.inner else GatherStage
+        scattered, scatter = ScatterWorld, ScatterStage
+        if schedule.grouping == "tiled":
+            scattered, scatter = TiledScatterWorld, TiledScatterStage
+        all_know = scattered(problem, schedule, words, packs_columns=packs_columns)
+        return [_whole(scatter(all_know, Builder(problem, rank))) for rank in ranks]
+    gathered, gather = GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
     if schedule.grouping == "tiled":
-        gather = TiledGatherStage
-    return [_whole(gather(gathered, Builder(problem, rank))) for rank in ranks]
+        gathered, gather = TiledGatherWorld, TiledGatherStage
+    world = gathered(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
+    return [_whole(gather(world, Builder(problem, rank))) for rank in ranks]
 
 
 def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
@@ -188,7 +195,8 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
     stage.run()
     if builder.problem.world > 1 and builder.steps:
         builder.retire(stage.silent())
-    stages = stage.staging.stages if isinstance(stage, GatherStage) else 0
+    ring = stage.stages if isinstance(stage, GatherStage) else None
+    stages = ring.count if ring else 0
     return builder.plan(str(stage.schedule), world.buffers, world.words, stages)
 
 

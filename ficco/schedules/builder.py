@@ -27,13 +27,13 @@ def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
     name = f"results of {method.__name__}"
 
     def remembering(this: S, /, *given: P.args, **named: P.kwargs) -> R:
-        results: dict[object, R] | None = this.__dict__.get(name)
+        results = this.__dict__.get(name)
         if results is None:
             results = this.__dict__[name] = {}
-        elif given in results:
-            return results[given]
-        result = results[given] = method(this, *given, **named)
-        return result
+        result: R | S = results.get(given, this)
+        if result is this:
+            result = results[given] = method(this, *given, **named)
+        return result  # type: ignore[return-value]
 
     return remembering
 

@@ -12,22 +12,18 @@ Plan; either half can be one of its own, as gradients need them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+from weakref import proxy
 
 from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
-from ficco.problems.experts import (
-    ExpertLayer,
-)
-from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
-from ficco.schedules.groups import cut, peer_sets, peers_in_order, targets_in_order
-from ficco.schedules.network import Sending, add_moves, far_legs
+from ficco.problems.experts import ExpertLayer
+from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
+from ficco.schedules.exchange import Parcel, Route, Traffic
+from ficco.schedules.groups import cut, far_legs, peer_sets, peers_in_order, targets_in_order
 from ficco.schedules.space import Schedule
-
-if TYPE_CHECKING:
-    pass
 
 
 class Share(NamedTuple):
@@ -46,10 +42,6 @@ class _Strided(NamedTuple):
     batch: int
     stride: int
 
-    def on(self, rank: int) -> _Strided:
-        """The same of another rank."""
-        return self._replace(region=self.region._replace(rank=rank))
-
 
 class ExpertWorld:
     """What all ranks know: how blocks are cut, in which order they come, and the signals."""
@@ -62,9 +54,10 @@ class ExpertWorld:
             )
         self.layer, self.schedule = layer, schedule
         self.shares = self.cut(schedule.pieces or layer.world)
+        self.leaving = "leaving" if layer.indexed else "a"  # the buffer from which tokens leave
         self.words = WordAllocator(layer.world)
-        self.arriving = self.words.block(len(self.shares) * layer.dispatches)
-        self.returning = self.words.block(len(self.shares) * layer.combines)
+        self.out = DispatchRoute(self, self.words.block(len(self.shares) * layer.dispatches))
+        self.back = ReturnRoute(self, self.words.block(len(self.shares) * layer.combines))
         buffers = layer.buffers
         self.buffers = [buffers["gathered"], buffers["hidden"], buffers["active"]]
         if layer.world > 1:
@@ -100,6 +93,7 @@ class ExpertWorld:
             return [[rank, *order]] if self.schedule.grouping == "fused" else [[rank], *sets]
         return sets
 
+    @remembered
     def turns(self, rank: int) -> list[tuple[list[int], int]]:
         """The steps of a rank: sources, and the number of the piece of their blocks."""
         sets, numbers = self.sets(rank), range(len(self.shares))
@@ -107,16 +101,100 @@ class ExpertWorld:
             return [(sources, number) for sources in sets for number in numbers]
         return [(sources, number) for number in numbers for sources in sets]
 
-    def signal(self, kind: str, poster: int, waiter: int, number: int) -> Signal:
-        """That a piece has arrived (``ready``), or is back (``returned``)."""
-        layer, share = self.layer, self.shares[number]
-        arrives = kind == "ready"
-        first = layer.landing(poster) if arrives else layer.home(poster)
-        apart = layer.apart if arrives else layer.capacity
-        last = first + (share.expert_stop - 1) * apart + share.row_stop
-        rows = first + share.expert * apart + share.row, last
-        words = self.arriving if arrives else self.returning
-        return words.signal(kind, poster, waiter, number, rows)
+    # Where rows are.
+
+    @cached_property
+    def cols(self) -> dict[str, int]:
+        """Columns of each buffer."""
+        buffers = chain(self.layer.buffers.values(), self.buffers)
+        return {one.name: one.shapes[0][1] for one in buffers}
+
+    def landed(self, rank: int, buffer: str, sources: Sequence[int], share: Share) -> _Strided:
+        """Rows of neighbouring sources at the rank that multiplies them."""
+        layer, (expert, stop, row, row_stop) = self.layer, share
+        first = layer.landing(sources[0], expert) + row
+        last = layer.landing(sources[-1], expert) + row_stop
+        return self._strided(buffer, rank, first, last, stop - expert, layer.apart)
+
+    def at_home(self, home: int, buffer: str, owner: int, share: Share) -> _Strided:
+        """Rows of a rank's tokens for the experts of another rank, or from these experts."""
+        layer, (expert, stop, row, row_stop) = self.layer, share
+        first = (layer.leaving if buffer in ("a", "leaving") else layer.home)(owner, expert)
+        ends = first + row, first + row_stop
+        return self._strided(buffer, home, *ends, stop - expert, layer.capacity)
+
+    def _strided(
+        self, buffer: str, rank: int, first: int, last: int, batch: int, stride: int
+    ) -> _Strided:
+        if last - first == stride:  # one region, if the rows of all are contiguous
+            last, batch = first + batch * stride, 1
+        region = Region(buffer, rank, first, last, 0, self.cols[buffer])
+        return _Strided(region, batch, stride if batch > 1 else 0)
+
+
+class DispatchRoute(Route):
+    """The route of tokens to the ranks of their experts, in the order of their products."""
+
+    kind = "ready"
+
+    def __init__(self, world: ExpertWorld, words: Block) -> None:
+        self.world: ExpertWorld = proxy(world)  # no circle, which would outlive the plans
+        self.data = words
+
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        shares, signals = self.world.shares, self.signals(src, dst, owner)
+        turns = self._turns(src, dst)
+        return [
+            Parcel(
+                (self._move(src, dst, share),),
+                (f"{self.kind} {number}>{dst}",),
+                (),
+                (signals[number],),
+                turns[number],
+            )
+            for number, share in enumerate(shares)
+        ]
+
+    @remembered
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        first, apart = self._places(src)
+        signals = []
+        for number, (expert, stop, row, row_stop) in enumerate(self.world.shares):
+            rows = first + expert * apart + row, first + (stop - 1) * apart + row_stop
+            signals.append(self.data.signal(self.kind, src, dst, number, rows))
+        return signals
+
+    def _places(self, src: int) -> tuple[int, int]:
+        """First row at the receiver of a sender's rows, and the distance between experts."""
+        return self.world.layer.landing(src), self.world.layer.apart
+
+    def _turns(self, src: int, dst: int) -> dict[int, int]:
+        """The number of the receiver's step that multiplies a piece, by piece."""
+        turns = enumerate(self.world.turns(dst))
+        return {number: turn for turn, (sources, number) in turns if src in sources}
+
+    def _move(self, src: int, dst: int, share: Share) -> Transfer:
+        world = self.world
+        rows = world.at_home(src, world.leaving, dst, share)
+        return _transfer(rows, world.landed(dst, "staging", [src], share))
+
+
+class ReturnRoute(DispatchRoute):
+    """The route of results to the ranks of their tokens, between hosts directly to ``out``."""
+
+    kind, returns = "returned", True
+
+    def _places(self, src: int) -> tuple[int, int]:
+        return self.world.layer.home(src), self.world.layer.capacity
+
+    def _turns(self, src: int, dst: int) -> dict[int, int]:
+        return {number: number for number in range(len(self.world.shares))}
+
+    def _move(self, src: int, dst: int, share: Share) -> Transfer:
+        world, layer = self.world, self.world.layer
+        buffer = "staging out" if layer.host(src) == layer.host(dst) else "out"
+        rows = world.landed(src, "partial", [dst], share)
+        return _transfer(rows, world.at_home(dst, buffer, src, share))
 
 
 class ExpertStage:
@@ -129,16 +207,14 @@ class ExpertStage:
         ranks = rank, world.layer.world, world.layer.hosts
         targets, lanes = targets_in_order(*ranks)[: len(self.peers)], self.schedule.copy
         self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
-        self.legs = list(far_legs(*ranks))
-        self.turn = 0
-        self.leaving = "leaving" if world.layer.indexed else "a"
+        self.legs, self.turn = list(far_legs(*ranks)), 0
+        self.out = Traffic(self.builder, self.schedule, world.out)
+        self.back = Traffic(self.builder, self.schedule, world.back)
         #: The steps that bring tokens to the rows in which they leave, by target and piece, and
         #: the one that brings own rows to those of others.
         self.brought: dict[tuple[int, int], int] = {}
         self.placed: tuple[int, ...] = ()
-        #: By rank of another host and piece, the steps that bring its rows, and that make those
-        #: that go back to it.
-        self.crossed: dict[tuple[int, int], int] = {}
+        #: Steps that multiply the results for ranks of other hosts, by rank and piece.
         self.made: dict[tuple[int, int], int] = {}
         #: Places beside the products, by the turn whose rows they bring: in this order none waits
         #: for a later turn before it brings what is there.
@@ -156,7 +232,9 @@ class ExpertStage:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
         self.builder.acquire({})
         if layer.dispatches:
-            self._dispatch()
+            for items in self.out.leaving(self.builder.lane_of):
+                self.out.push(items, self._brought)
+            self.out.cross(self.legs, self._brought)
             self._place_own()
         if layer.world > 1:
             for sources, number in world.turns(self.me):
@@ -166,7 +244,9 @@ class ExpertStage:
         for share in last:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
         if layer.combines:
-            self._cross_back()
+            # Results leave in the order in which the tokens came.
+            legs = [(source, target) for target, source in self.legs]
+            self.back.cross(legs, lambda home, number: (self.made[home, number],))
             self._bring_home()
         for _, step in sorted(self.aside, key=lambda one: one[0]):
             self.add(step)
@@ -178,51 +258,6 @@ class ExpertStage:
         """The own block in two: the first half hides the first arrival, the last the last return.
         A half of a layer needs but one of them."""
         return self.world.cut(2 if self.layer.dispatches and self.layer.combines else 1)
-
-    # Where rows are.
-
-    def _landed(self, buffer: str, sources: Sequence[int], share: Share) -> _Strided:
-        """The rows of neighbouring sources where they are multiplied."""
-        layer, (expert, stop, row, row_stop) = self.layer, share
-        first = layer.landing(sources[0], expert) + row
-        last = layer.landing(sources[-1], expert) + row_stop
-        return self._strided(buffer, self.me, first, last, stop - expert, layer.apart)
-
-    def _at_home(self, buffer: str, home: int, owner: int, share: Share) -> _Strided:
-        """The rows of a rank's tokens for the experts of another, or from them."""
-        layer, (expert, stop, row, row_stop) = self.layer, share
-        first = (layer.leaving if buffer in ("a", "leaving") else layer.home)(owner, expert)
-        return self._strided(
-            buffer, home, first + row, first + row_stop, stop - expert, layer.capacity
-        )
-
-    def _strided(
-        self, buffer: str, rank: int, first: int, last: int, batch: int, stride: int
-    ) -> _Strided:
-        cols = self.cols[buffer]
-        whole = last - first == stride  # one region, if the rows of all are contiguous
-        if whole:
-            last, batch = first + batch * stride, 1
-        region = Region(buffer, rank, first, last, 0, cols)
-        return _Strided(region, batch, stride if batch > 1 else 0)
-
-    @cached_property
-    def cols(self) -> dict[str, int]:
-        """Columns of each buffer."""
-        buffers = chain(self.layer.buffers.values(), self.world.buffers)
-        return {one.name: one.shapes[0][1] for one in buffers}
-
-    def _move(self, src: _Strided, dst: _Strided, function: str = "") -> Transfer:
-        """What moves rows to as many; both are cut alike."""
-        one, two = _alike(src, dst)
-        return Transfer(
-            one.region,
-            two.region,
-            function=function,
-            batch=one.batch,
-            src_stride=one.stride,
-            dst_stride=two.stride,
-        )
 
     # Steps.
 
@@ -247,59 +282,9 @@ class ExpertStage:
             for run in _neighbours(owners) if not layer.gathers else [owners[:1]]:
                 src, dst = (self._run_at_home(at, run, share) for at in ("a", "leaving"))
                 step = Step("place", "compute0", f"leaving {_label(run, some[0])}")
-                index = self.add(step._replace(transfer=self._move(src, dst)))
+                index = self.add(step._replace(transfer=_transfer(src, dst)))
             # After all of them, also where they are several: else ranks would get out of step.
             self.brought |= {(one, number): index for one in owners for number in some}
-
-    def _dispatch(self) -> None:
-        """Send the rank's tokens, in the order in which their receivers expect them."""
-        sent: list[tuple[int, int, int]] = []
-        for turn, target in enumerate(self.builder.lane_of):
-            theirs = self.world.turns(target)
-            for place, (sources, number) in enumerate(theirs):
-                if self.me in sources:
-                    sent.append((place, turn, number))
-        targets = list(self.builder.lane_of)
-        for _, turn, number in sorted(sent):
-            target = targets[turn]
-            signal = self.world.signal("ready", self.me, target, number)
-            move = self._outward(self.me, target, number)
-            self._copy(move, target, signal, self._brought(target, number))
-        self.crossed = self._cross(self.legs, self._outward, self._brought)
-
-    def _outward(self, source: int, target: int, number: int) -> Transfer:
-        """A piece of a rank's tokens, to the experts of another."""
-        share = self.world.shares[number]
-        landing = self._landed("staging", [source], share).on(target)
-        return self._move(self._at_home(self.leaving, source, target, share), landing)
-
-    def _homeward(self, source: int, home: int, number: int) -> Transfer:
-        """What the experts of a rank make of it, back: from another host to its place. One of both
-        ranks is this one."""
-        crosses = self.builder.lane_of.keys().isdisjoint((source, home))
-        share, out = self.world.shares[number], "out" if crosses else "staging out"
-        rows = self._landed("partial", [home], share).on(source)
-        return self._move(rows, self._at_home(out, home, source, share))
-
-    def _cross(
-        self,
-        legs: Sequence[tuple[int, int]],
-        move: Callable[[int, int, int], Transfer],
-        after: Callable[[int, int], tuple[int, ...]],
-    ) -> dict[tuple[int, int], int]:
-        """Exchange pieces with the ranks of other hosts; by source and piece, the steps that bring
-        them."""
-        numbers, sent, received = range(len(self.world.shares)), {}, {}
-        for target, source in legs:
-            sent[target] = [Sending((move(self.me, target, i),), after(target, i)) for i in numbers]
-            received[source] = [(move(source, self.me, i),) for i in numbers]
-        return add_moves(self.builder, self.schedule, sent, received, direct=True)
-
-    def _cross_back(self) -> None:
-        """Exchange what came of pieces with the ranks of other hosts: whose rows came first get
-        theirs first."""
-        legs = [(source, target) for target, source in self.legs]
-        self._cross(legs, self._homeward, lambda home, number: (self.made[home, number],))
 
     def _brought(self, target: int, number: int) -> tuple[int, ...]:
         """The step after which the rows of a piece are there to leave."""
@@ -310,13 +295,9 @@ class ExpertStage:
         come."""
         if self.mixes:
             whole = Share(0, self.layer.experts, 0, self.layer.capacity)
-            here = self._at_home("a", self.me, self.me, whole)
-            move = self._move(here, self._landed("staging", [self.me], whole))
+            here = self.world.at_home(self.me, "a", self.me, whole)
+            move = _transfer(here, self.world.landed(self.me, "staging", [self.me], whole))
             self.placed = (self.add(Step("place", "compute0", "own", transfer=move)),)
-
-    def _copy(self, move: Transfer, peer: int, signal: Signal, after: tuple[int, ...] = ()) -> None:
-        lane, label = self.builder.lane_of[peer], f"{signal.kind} {signal.slot}>{peer}"
-        self.add(Step("copy", lane, label, posts=(signal,), after=after, transfer=move))
 
     def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
         """Multiply what has come from some sources, and send back what becomes of it."""
@@ -325,38 +306,30 @@ class ExpertStage:
         self.turn += number >= 0
         runs = _runs(sources, share, layer.capacity)
         if layer.dispatches:
-            waits = tuple(
-                self.world.signal("ready", source, me, number)
-                for source in sources
-                if source in self.builder.lane_of
-            )
-            crossed = tuple(
-                self.crossed[source, number]
-                for source in sources
-                if (source, number) in self.crossed
-            )
+            coming = [(source, number) for source in sources if source != me]
+            waits, brought = self.out.arrivals(coming, lane)
             left = [
-                self._at_home(self.leaving, me, me, share)
+                self.world.at_home(me, self.world.leaving, me, share)
                 if alone
-                else self._landed("staging", run, share)
+                else self.world.landed(self.me, "staging", run, share)
                 for run in runs
             ]
-            made = [self._landed("hidden", run, share) for run in runs]
+            made = [self.world.landed(self.me, "hidden", run, share) for run in runs]
             step = self._multiply(left, "b", made, share)
             after: tuple[int, ...] = ()
             if me in sources and lane != "compute0":
                 after = self._brought(me, number) if alone else self.placed
-            after += crossed
+            after += brought
             index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
-                    move = self._move(rows, self._landed("gathered", run, share))
+                    move = _transfer(rows, self.world.landed(self.me, "gathered", run, share))
                     self._aside(f"{label} kept", move, index)
         if layer.dispatches and layer.combines:
             for run in runs:
-                move = self._move(
-                    self._landed("hidden", run, share),
-                    self._landed("active", run, share),
+                move = _transfer(
+                    self.world.landed(self.me, "hidden", run, share),
+                    self.world.landed(self.me, "active", run, share),
                     layer.function,
                 )
                 self.add(Step("place", lane, f"{label} {layer.function}", transfer=move))
@@ -378,21 +351,22 @@ class ExpertStage:
         runs: list[list[int]],
     ) -> None:
         me, alone = self.me, sources == [self.me]
-        left = [self._landed("active", run, share) for run in runs]
+        left = [self.world.landed(self.me, "active", run, share) for run in runs]
         made = [
-            self._at_home("out", me, me, share) if alone else self._landed("partial", run, share)
+            self.world.at_home(me, "out", me, share)
+            if alone
+            else self.world.landed(self.me, "partial", run, share)
             for run in runs
         ]
         products = self._multiply(left, "c", made, share)
         index = self.add(Step("matmul", lane, f"{label} back", products=products))
         for source in sources if not alone else ():
-            rows = self._landed("partial", [source], share)
+            rows = self.world.landed(self.me, "partial", [source], share)
             if source == me:
-                move = self._move(rows, self._at_home("out", me, me, share))
+                move = _transfer(rows, self.world.at_home(me, "out", me, share))
                 self._aside(f"{label} own", move, index)
             elif source in self.builder.lane_of:
-                signal = self.world.signal("returned", me, source, number)
-                self._copy(self._homeward(me, source, number), source, signal, (index,))
+                self.back.send(source, number, (index,))
             else:
                 self.made[source, number] = index
 
@@ -402,7 +376,7 @@ class ExpertStage:
         """The products of some rows with the matrices of their experts."""
         per = self.layer.k if right == "b" else self.layer.h
         b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
-        b = b._replace(col_stop=self.cols[right])
+        b = b._replace(col_stop=self.world.cols[right])
         experts, products = share.expert_stop - share.expert, []
         for rows, out in zip(left, made, strict=True):
             one, two = _apart(rows, experts), _apart(out, experts)
@@ -430,18 +404,25 @@ class ExpertStage:
             share = self.world.shares[number]
             for run in _neighbours(peers):
                 src, dst = (self._run_at_home(at, run, share) for at in ("staging out", "out"))
-                waits = tuple(self.world.signal("returned", one, self.me, number) for one in run)
+                waits = tuple(self.world.back.signals(one, self.me, self.me)[number] for one in run)
                 label = f"{_label(run, number)} home"
-                step = Step("place", REDUCE_LANE, label, waits, transfer=self._move(src, dst))
+                step = Step("place", REDUCE_LANE, label, waits, transfer=_transfer(src, dst))
                 self.aside.append((turn, step))
 
     def _run_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:
         """The rows of this rank's tokens from the experts of neighbouring ranks."""
-        region, batch, stride = self._at_home(buffer, self.me, owners[0], share)
+        region, batch, stride = self.world.at_home(self.me, buffer, owners[0], share)
         if len(owners) == 1:
             return _Strided(region, batch, stride)
         apart = self.layer.home(1)
         return _Strided(region, batch * len(owners), stride if batch > 1 else apart)
+
+
+def _transfer(src: _Strided, dst: _Strided, function: str = "") -> Transfer:
+    """The transfer of rows to as many rows, cut alike."""
+    one, two = _alike(src, dst)
+    strides = one.stride, two.stride
+    return Transfer(one.region, two.region, 0, function, None, one.batch, *strides)
 
 
 def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:

@@ -6,7 +6,7 @@ when, the other when a piece comes and where it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -121,6 +121,38 @@ def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
     places = [place ^ i if cube else (place + way * i) % local for i in range(local)]
     starts = [(host + way * i) % hosts * local for i in range(hosts)]
     return [start + other for start in starts for other in places]
+
+
+def via(problem: Problem, rank: int, other: int) -> int:
+    """The rank of its host with which a rank exchanges what is another's: the other one, the one on
+    its rail, or itself if it is there that the network is used."""
+    if problem.host(other) == problem.host(rank):
+        return other
+    return rank if problem.kind.blocks else problem.on_host(problem.host(rank), other)
+
+
+def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
+    """The ranks that a rank sends to and receives from, in an order in which all do the same."""
+    return far_legs(
+        rank, problem.world, problem.hosts, 1 if problem.kind.blocks else problem.local_world
+    )
+
+
+def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tuple[int, int]]:
+    """The same of all ranks of other hosts, or of those that are so far apart from each other."""
+    far = slice(world // hosts - 1, None, apart)
+    targets, sources = (order(rank, world, hosts) for order in (targets_in_order, peers_in_order))
+    return zip(targets[far], sources[far], strict=True)
+
+
+def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
+    """The blocks that come to a rank where each host sums what its ranks have for another one, by
+    sender and owner: its own from the ranks of its host and from its rail, in the order of ranks,
+    then those of its rail from the ranks of its host."""
+    near = [one for one in problem.ranks_of(problem.host(rank)) if one != rank]
+    ways = list(legs(problem, rank))
+    own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
+    return own + [(source, owner) for owner, _ in ways for source in near]
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:

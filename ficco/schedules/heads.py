@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain
+from weakref import proxy
 
 from ficco.plan.collector import paused
-from ficco.plan.model import Applied, Plan, Region, Signal, Step, Transfer
+from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new
 from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import Span
 from ficco.problems.specification import Buffer
-from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator
-from ficco.schedules.gather import LOOKAHEAD
-from ficco.schedules.groups import cut, peers_in_order, targets_in_order
-from ficco.schedules.network import Sending, add_moves, far_legs
+from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator, remembered
+from ficco.schedules.exchange import LOOKAHEAD, After, Item, Parcel, Route, Traffic
+from ficco.schedules.groups import cut, far_legs, peers_in_order, targets_in_order
 from ficco.schedules.space import NAMED, Schedule
 
 
@@ -77,8 +77,7 @@ class _HeadsWorld:
         self.problem, self.schedule = problem, schedule
         self.words = WordAllocator(problem.world)
         self.pieces = [pieces_of(problem, schedule, rank) for rank in range(problem.world)]
-        most = max(map(len, self.pieces))
-        self.ready, self.back = self.words.block(most), self.words.block(most)
+        self.out, self.back = _HeadsRoute(self, returns=False), _HeadsRoute(self, returns=True)
         asked = problem.specification
         given = asked.operands + asked.results
         self.buffers: list[Buffer] = []
@@ -97,12 +96,72 @@ class _HeadsWorld:
             shard = problem.shard(matrix)
             self.buffers.append(shard._replace(name=f"returned {matrix}", memory="slot", left=()))
 
+    @remembered
     def new_rows(self, matrix: str, rank: int, piece: int) -> Span:
         """The rows of a matrix on a rank that a piece is the first to have to do with."""
         first, last = self.problem.rows(matrix, rank, *self.pieces[rank][piece])
         if piece:
             first = max(first, self.problem.rows(matrix, rank, *self.pieces[rank][piece - 1])[1])
         return first, last
+
+
+#: Name of a buffer, first row and first column.
+_Corner = tuple[str, int, int]
+
+
+class _HeadsRoute(Route):
+    """The route of shards to the ranks of their heads, or back. The first matrix travels last.
+
+    Attributes:
+        matrices: names of the matrices.
+    """
+
+    kind = "ready"
+
+    def __init__(self, world: _HeadsWorld, returns: bool) -> None:
+        self.world: _HeadsWorld = proxy(world)  # no circle, which would outlive the plans
+        self.problem, self.returns = world.problem, returns
+        self.matrices = self.problem.returns if returns else self.problem.arrives
+        self.data = world.words.block(max(map(len, world.pieces)))
+
+    @remembered
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        cols, at, parcels = self.problem.cols, src if self.returns else dst, list[Parcel]()
+        ends = [self._ends(matrix, src, dst) for matrix in reversed(self.matrices)]
+        for number, signal in enumerate(self.signals(src, dst, owner)):
+            moves, labels = list[Transfer](), list[str]()
+            for matrix, (here, row, col), (there, row_there, col_there) in ends:
+                first, last = self.world.new_rows(matrix, at, number)
+                if first == last and not self.returns:
+                    continue
+                source = here, src, row + first, row + last, col, col + cols
+                rows = row_there + first, row_there + last
+                landing = new(Region, (there, dst, *rows, col_there, col_there + cols))
+                moves.append(new(Transfer, (new(Region, source), landing, 0, *PLAIN)))
+                labels.append(f"{here}>{dst}.{number}")
+            parcels.append(Parcel(tuple(moves), tuple(labels), (), (signal,), number))
+        return parcels
+
+    def _ends(self, matrix: str, src: int, dst: int) -> tuple[str, _Corner, _Corner]:
+        """The corners of a matrix at the source and at the destination."""
+        problem, heads = self.problem, self.world.heads[matrix].name
+        if not self.returns:
+            shard = matrix, problem.leaves(matrix, src, dst), 0
+            return matrix, shard, (heads, 0, src * problem.cols)
+        name = f"returned {matrix}" if src != dst else matrix
+        shard = name, problem.lands(matrix, src, dst), 0
+        return matrix, (heads, 0, dst * problem.cols), shard
+
+    @remembered
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        pieces = self.world.pieces[src if self.returns else dst]
+        rows = pieces
+        if self.returns:  # of the first matrix
+            matrix = self.matrices[0]
+            down, spans = self.problem.lands(matrix, src, dst), range(len(pieces))
+            new_rows = (self.world.new_rows(matrix, src, number) for number in spans)
+            rows = [(down + first, down + last) for first, last in new_rows]
+        return [self.data.signal(self.kind, src, dst, *one) for one in enumerate(rows)]
 
 
 class _HeadsStage:
@@ -113,13 +172,14 @@ class _HeadsStage:
         self.me, self.pieces = builder.me, world.pieces[builder.me]
         self.here: list[int] = []  # by piece, the step of its lane after which its rows are there
         self.applied: list[int] = []  # by piece, the step that applies the function
-        self.brought: dict[tuple[int, int], int] = {}  # source and piece -> its network step
         ranks = self.me, self.problem.world, self.problem.hosts
         self.order, self.legs = peers_in_order(*ranks), list(far_legs(*ranks))
         self.targets = targets_in_order(*ranks)[: len(builder.peers)]
         builder.lane_of = {
             peer: f"copy{turn % world.schedule.copy}" for turn, peer in enumerate(self.targets)
         }
+        self.out = Traffic(builder, world.schedule, world.out)
+        self.back = Traffic(builder, world.schedule, world.back)
 
     def plan(self) -> Plan:
         world, builder = self.world, self.builder
@@ -127,87 +187,37 @@ class _HeadsStage:
             builder.add(self._apply((0, self.problem.heads)))
             return builder.plan(str(world.schedule), world.buffers, world.words)
         builder.acquire({})
-        most = max(map(len, world.pieces))
-        ahead = most if self.legs else LOOKAHEAD
-        for piece in range(min(ahead, most)):
-            self._send(piece)
-        self._cross()
-        for piece in range(most):
-            if piece + ahead < most:
-                self._send(piece + ahead)
-            if piece < len(self.pieces):
-                self._serve(piece)
-        self._finish(most)
+        turns = self.out.leaving(self.targets)
+        # One turn more than where nothing returns, so that no lane holds up pieces for results.
+        ahead = len(turns) if self.legs else LOOKAHEAD + 1
+        for piece in self.out.stream(len(self.pieces), turns, self._send, ahead):
+            if not piece:
+                self.out.cross(self.legs)
+            self._serve(piece)
+        self.back.cross(self.legs, lambda _, piece: (self.applied[piece],))
+        for peer, piece, _ in chain.from_iterable(self.back.coming(self.order)):
+            self.back.home(peer, piece, REDUCE_LANE, _result)
         if builder.peers:
             builder.retire(())
         return builder.plan(str(world.schedule), world.buffers, world.words)
 
-    def _send(self, piece: int) -> None:
-        """Push a piece's rows to the ranks of its heads."""
-        for peer in self.targets:
-            if piece >= len(self.world.pieces[peer]):
-                continue
-            moves = self._moves(self.me, peer, piece)
-            rows = self.world.pieces[peer][piece]
-            signal = self.world.ready.signal("ready", self.me, peer, piece, rows)
-            for move in moves:
-                posts = (signal,) if move is moves[-1] else ()
-                self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts)
+    def _send(self, piece: int, items: list[Item]) -> None:
+        """Push the rows of a piece to the ranks of its heads, one rank after the other."""
+        for peer, number, _ in items:
+            self.out.send(peer, number)
 
-    def _cross(self) -> None:
-        """Exchange pieces with the ranks of other hosts."""
-        sent, received = {}, {}
-        for target, source in self.legs:
-            theirs = self.world.pieces[target]
-            sent[target] = [Sending(self._moves(self.me, target, i)) for i in range(len(theirs))]
-            received[source] = [self._moves(source, self.me, i) for i in range(len(self.pieces))]
-        self.brought = add_moves(self.builder, self.world.schedule, sent, received, direct=True)
-
-    def _moves(self, me: int, peer: int, piece: int) -> tuple[Transfer, ...]:
-        """What a piece of a rank's needs of another one's shards: rows of queries come last."""
-        cols, moves = self.problem.cols, list[Transfer]()
-        for matrix in reversed(self.problem.arrives):
-            first, last = self.world.new_rows(matrix, peer, piece)
-            if first == last:
-                continue
-            up = self.problem.leaves(matrix, me, peer)
-            src = Region(matrix, me, up + first, up + last, 0, cols)
-            left, name = me * cols, self.world.heads[matrix].name
-            moves.append(Transfer(src, Region(name, peer, first, last, left, left + cols)))
-        return tuple(moves)
-
-    def _copy(
-        self,
-        peer: int,
-        label: str,
-        move: Transfer,
-        posts: tuple[Signal, ...],
-        after: tuple[int, ...] = (),
-    ) -> None:
-        lane = self.builder.lane_of[peer]
-        self.builder.add(Step("copy", lane, label, posts=posts, after=after, transfer=move))
-
-    def _place(
-        self,
-        lane: str,
-        move: Transfer,
-        waits: tuple[Signal, ...] = (),
-        after: tuple[int, ...] = (),
-    ) -> None:
+    def _place(self, lane: str, move: Transfer, after: After = ()) -> None:
         label = f"{move.src.buffer}>{move.dst.buffer}"
-        self.builder.add(Step("place", lane, label, waits, after=after, transfer=move))
+        self.builder.add(Step("place", lane, label, after=after, transfer=move))
 
     def _serve(self, piece: int) -> None:
         """Apply the function to a piece of this rank's, and push back what it makes."""
-        lane = f"compute{piece % self.world.schedule.compute}"
-        for move in self._moves(self.me, self.me, piece):
+        me, lane = self.me, f"compute{piece % self.world.schedule.compute}"
+        for move in self.out.of(me, me)[piece].moves:
             self._place(lane, move)
-        waits = tuple(
-            self.world.ready.signal("ready", peer, self.me, piece, self.pieces[piece])
-            for peer in self.targets
-        )
-        after = self._shared(piece, lane)
-        after += tuple(self.brought[source, piece] for _, source in self.legs)
+        sources = [*self.targets, *(source for _, source in self.legs)]
+        waits, after = self.out.arrivals([(source, piece) for source in sources], lane)
+        after = self._shared(piece, lane) + after
         onward = self.world.schedule.compute > 1 and piece + 1 < len(self.pieces)
         if onward and self._shares(piece + 1):
             label = f"piece {piece} is here"
@@ -216,20 +226,12 @@ class _HeadsStage:
         else:
             self.here.append(len(self.builder.steps))
         apply = self._apply(self.pieces[piece])._replace(lane=lane, waits=waits, after=after)
-        applied = self.builder.add(apply)
-        self.applied.append(applied)
+        applied = (self.builder.add(apply),)
+        self.applied += applied
         for peer in self.targets:
-            moves, after = (
-                self._back(self.me, peer, piece),
-                (applied,),
-            )  # which holds for the rest of a lane
-            for move in moves:
-                posts = (self._returned(self.me, peer, piece),) if move is moves[-1] else ()
-                self._copy(peer, f"{move.src.buffer}>{peer}.{piece}", move, posts, after)
-                after = ()
-        for move in self._back(self.me, self.me, piece):
-            dst = move.dst._replace(buffer=move.dst.buffer.removeprefix("returned "))
-            self._place(REDUCE_LANE, move._replace(dst=dst), (), (applied,))
+            self.back.send(peer, piece, after=applied)
+        for move in self.back.of(me, me)[piece].moves:
+            self._place(REDUCE_LANE, move, applied)
         self._keep(piece, applied)
 
     def _shares(self, piece: int) -> bool:
@@ -244,7 +246,7 @@ class _HeadsStage:
         before = self.here[piece - 1]
         return (before,) if self.builder.steps[before].lane != lane else ()
 
-    def _keep(self, piece: int, applied: int) -> None:
+    def _keep(self, piece: int, after: After) -> None:
         """Hand heads to the gradient."""
         for matrix in self.problem.arrives:
             if matrix not in self.problem.kept:
@@ -253,8 +255,9 @@ class _HeadsStage:
             if first < last:
                 cols = self.problem.cols * self.problem.world
                 src = Region(self.world.heads[matrix].name, self.me, first, last, 0, cols)
-                kept = src._replace(buffer=f"kept {matrix}")
-                self._place(REDUCE_LANE, Transfer(src, kept), (), (applied,))
+                self._place(
+                    REDUCE_LANE, Transfer(src, src._replace(buffer=f"kept {matrix}")), after
+                )
 
     def _apply(self, heads: Span) -> Step:
         problem, me = self.problem, self.me
@@ -272,56 +275,7 @@ class _HeadsStage:
         label = f"heads {first + heads[0]}:{first + heads[1]}"
         return Step("apply", "compute0", label, applied=made)
 
-    def _back(self, me: int, peer: int, piece: int) -> tuple[Transfer, ...]:
-        """What a piece of one rank made for another: its columns."""
-        cols, moves = self.problem.cols, list[Transfer]()
-        for matrix in reversed(self.problem.returns):
-            first, last = self.world.new_rows(matrix, me, piece)
-            down = self.problem.lands(matrix, me, peer)
-            left = peer * cols
-            src = Region(self.world.heads[matrix].name, me, first, last, left, left + cols)
-            name = f"returned {matrix}"
-            moves.append(Transfer(src, Region(name, peer, down + first, down + last, 0, cols)))
-        return tuple(moves)
 
-    def _returned(self, poster: int, waiter: int, piece: int) -> Signal:
-        """The signal after the last result of a piece, which is the first that it returns."""
-        matrix = self.problem.returns[0]
-        down = self.problem.lands(matrix, poster, waiter)
-        first, last = self.world.new_rows(matrix, poster, piece)
-        return self.world.back.signal("ready", poster, waiter, piece, (down + first, down + last))
-
-    def _finish(self, most: int) -> None:
-        """Bring what returns to the results."""
-        back = self._cross_back()
-        for piece, peer in product(range(most), self.order):
-            if piece >= len(self.world.pieces[peer]):
-                continue
-            waits: tuple[Signal, ...] = ()
-            after = (back[peer, piece],) if (peer, piece) in back else ()
-            if not after:
-                waits = (self._returned(peer, self.me, piece),)
-            for matrix in self.problem.returns:
-                down = self.problem.lands(matrix, peer, self.me)
-                first, last = self.world.new_rows(matrix, peer, piece)
-                src = Region(
-                    *(f"returned {matrix}", self.me, down + first, down + last),
-                    *(0, self.problem.cols),
-                )
-                self._place(REDUCE_LANE, Transfer(src, src._replace(buffer=matrix)), waits, after)
-                waits, after = (), ()
-
-    def _cross_back(self) -> dict[tuple[int, int], int]:
-        """Exchange what pieces made with the ranks of other hosts; by source and piece, the steps
-        that bring it."""
-        sent, received = {}, {}
-        for target, source in self.legs:
-            sent[target] = [
-                Sending(self._back(self.me, target, piece), (applied,))
-                for piece, applied in enumerate(self.applied)
-            ]
-            received[source] = [
-                self._back(source, self.me, piece)
-                for piece in range(len(self.world.pieces[source]))
-            ]
-        return add_moves(self.builder, self.world.schedule, sent, received, direct=True)
+def _result(region: Region) -> Region:
+    """The region of the result for a region of returned rows."""
+    return region._replace(buffer=region.buffer.removeprefix("returned "))

@@ -80,7 +80,7 @@ class InnerGatherStage(GatherStage):
         return super()._own_is_separate() or not self.problem.product_rows(self.me)
 
     def _own_product(self) -> Product:
-        n, rows = self.problem.n, self._block(self.me, self.me)
+        n, rows = self.problem.n, self.world.block(self.me, self.me)
         out = Region(self.product, self.me, 0, self.problem.k, 0, n)
         return Product(self._own_rows(), self._right(*rows, 0, n), out, transposed=True)
 

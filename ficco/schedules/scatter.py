@@ -1,23 +1,25 @@
-"""Builds Plans for scattering operators: send pieces as they are made, sum or place what arrives.
+"""Plans of scattering operators, which send pieces of a product and sum or place arriving pieces.
 
-A rank multiplies the blocks of its peers first and its own last, so that the last copies travel
-while it multiplies what it keeps. Arriving units are summed in float32 in the order of the ranks,
-or copied to their place, on a lane of their own. An all-reduce sends the sums on as they are made.
+A rank multiplies the blocks of its peers first and its own block last, so that the last copies
+overlap with its own product. A separate lane sums arriving units in float32 in the order of the
+ranks, or copies them to their place. An all-reduce sends each sum to all ranks.
 
-Between hosts travel sums of what a host has: each rank makes those for its rail, from what the
-other ranks of its host send it. Blocks of an all-to-all go there as they are.
+Hosts exchange sums over their ranks: each rank sums the products of its host for its rail. Blocks
+of an all-to-all cross hosts without a sum.
 """
 
 from __future__ import annotations
 
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
+from weakref import proxy
 
 from ficco.plan.model import PLAIN, Product, Reduction, Region, Signal, Step, Transfer, new
 from ficco.problems.products import Problem
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import (
     REDUCE_LANE,
+    Block,
     Builder,
     EachRank,
     Stage,
@@ -25,15 +27,24 @@ from ficco.schedules.builder import (
     World,
     remembered,
 )
-from ficco.schedules.groups import Departures, Unit, names, peers_in_order
-from ficco.schedules.network import Sending, add_moves, legs, returning, via
+from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
+from ficco.schedules.groups import Departures, Unit, legs, names, peers_in_order, returning, via
 from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 
-class ScatterWorld(World):
-    """What all ranks know: who sends what when, where it lands, and by which words that is
-    signalled."""
+class ScatterWorld(World, Route):
+    """The route of a scatter: blocks of the product, to the ranks that sum or keep them.
+
+    Attributes:
+        ring: blocks go from rank to rank, and each rank adds its product.
+        most: maximum number of units of a block, or of groups in a ring.
+        back: route of sums that return to all ranks.
+        product: buffer of products for peers.
+        host_sums: buffers of the sums of a host for another host, by distance of the hosts.
+    """
+
+    returns = True
 
     def __init__(
         self,
@@ -46,24 +57,22 @@ class ScatterWorld(World):
     ) -> None:
         super().__init__(problem, schedule, words, operands, suffix)
         self.ring = schedule.grouping == "ring" and self.world > 1
-        ranks = range(self.world)
+        ranks, pull, hosts = range(self.world), schedule.pull, problem.hosts
         self.departures = EachRank(partial(Departures, problem, schedule))
         leaving = [self.departures[rank] for rank in self.largest]
         if not self.ring:
             arriving = [one.count(dst) for one in leaving for dst in ranks if dst != one.rank]
         else:  # if some blocks have fewer pieces than others, some words stay unused
             arriving = [one.group_count for one in leaving]
-        returning = [len(one.sums) for one in leaving] if problem.kind.returns else [0]
-        self.most = most = max([1, *arriving])
-        #: Of the units for each host: the waiter's own, then those that it sums for its rail.
-        self.arriving = words.block(most * (problem.hosts if problem.kind.sums else 1))
-        self.returned = words.block(max(returning) * problem.hosts)
-        self.fetched = words.block(int(schedule.pull))
-        units = max(most, *(len(one.own) for one in leaving))
-        tiled = schedule.grouping == "tiled"
-        self.made = words.block(units * (tiled and not schedule.pull))
+        self.most = max([1, *arriving])
+        # Words of the waiter's own units, then of units that it sums for its rail on each host.
+        self.data = words.block(self.most * (hosts if problem.kind.sums else 1))
+        self.kind = "valid" if pull else "ready"
+        most = max(len(one.sums) for one in leaving) * problem.kind.returns
+        self.back = SumRoute(self, words.block(most * hosts))
+        self.reads = words.block(int(pull))
         self.staging = "staging" + suffix
-        self.product = self.out  # where products that travel go
+        self.product = self.out
         if self.world > 1:
             self._add_buffers(packs_columns)
 
@@ -82,7 +91,6 @@ class ScatterWorld(World):
         name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
         lies = {"leaves": True, "layout": problem.layout}
         self.product = self.buffer(name, self.out, shapes, memory, **lies)
-        #: By distance of hosts, what a rank's host sums for the one on its rail.
         self.host_sums: dict[int, Buffer] = {}
         for distance in range(1, problem.hosts) if self.host_sums_needed else ():
             owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
@@ -94,79 +102,51 @@ class ScatterWorld(World):
 
     @property
     def host_sums_needed(self) -> bool:
-        """Whether a host has several products to sum for another."""
+        """Whether a host sums several products for another host."""
         return self.problem.kind.sums and self.problem.hosts > 1 and self.problem.local_world > 1
 
+    def host_terms(self, rank: int) -> int:
+        """The ranks of a rank's host, rank r as bit r."""
+        local = self.problem.local_world
+        return _all(local) << self.problem.host(rank) * local
+
+    # Places.
+
     @remembered
-    def _placed(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
-        """By sender and owner of each block that lands at a rank, its first row in staging; and how
-        many rows that makes."""
+    def _stacked(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
+        """First rows in staging of the blocks that a rank sums, by sender and owner, and the number
+        of rows of all blocks."""
         row, first = 0, {}
         for source, owner in returning(self.problem, rank):
             first[source, owner] = row
             row += self.problem.block(source, owner)
         return first, row
 
-    @remembered
-    def crossing(self, src: int, dst: int) -> list[Transfer]:
-        """What one rank sends over the network to another, in order."""
-        problem, departures = self.problem, self.departures[src]
-        units, buffer, row, terms = departures.units(dst), self.product, 0, 1 << src
-        if self.host_sums_needed:
-            buffer = self.host_sums[problem.hosts_ahead(src, dst)]
-            terms = self.host_terms(src)
-        else:
-            row = problem.leaves(src, dst)
-        sources = departures.regions(buffer.name, src, row, units)
-        landings = self.landings(src, dst, dst)
-        return [Transfer(*ends, terms) for ends in zip(sources, landings, strict=True)]
-
-    def host_terms(self, rank: int) -> int:
-        """The ranks of a rank's host."""
-        local = self.problem.local_world
-        return _all(local) << self.problem.host(rank) * local
-
-    def gives(self, src: int, dst: int) -> bool:
-        """Whether a rank copies anything to a peer, or has something for it to fetch."""
-        owners = [dst]
-        if self.problem.kind.sums:
-            owners += [owner for owner, _ in legs(self.problem, dst)]
-        return any(self.sent(src, owner) for owner in owners)
-
-    @remembered
-    def received(self, rank: int) -> dict[int, list[Unit]]:
-        """The units that a rank receives, by sender, in order."""
-        if self.ring:
-            left = (rank - 1) % self.world
-            return {left: [unit for group in self.departures[left].by_group for unit in group]}
-        peers = [peer for peer in range(self.world) if peer != rank]
-        return {peer: self.departures[peer].units(rank) for peer in peers}
-
-    def sent(self, src: int, dst: int) -> list[Unit]:
-        """The units that one rank sends to another, in order. In a ring they are for others."""
-        if self.ring:
-            return self.received(dst).get(src, [])
-        return self.departures[src].units(dst) if src != dst else []
-
     def rows(self, rank: int) -> int:
-        """Rows of staging without those for returning sums."""
+        """Rows of staging without returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
         if self.problem.kind.blocks:
             return self.problem.out_rows(rank) - self.problem.block(rank, rank)
-        return self._placed(rank if rank in self.largest else 0)[1]
+        return self._stacked(rank if rank in self.largest else 0)[1]
 
     def _landing_row(self, src: int, dst: int, owner: int) -> int:
-        """The row at which a rank's block from a peer begins in staging."""
+        """First row in staging of an owner's block from a peer."""
         problem = self.problem
         if problem.kind.blocks:  # every block but the receiver's own
             return problem.lands(src, dst) - (problem.block(dst, dst) if src > dst else 0)
         if not self.ring:  # in a ring every block but the sender's own
-            return self._placed(dst)[0][src, owner]
+            return self._stacked(dst)[0][src, owner]
         return problem.offsets[owner] - (problem.rows[src] if owner > src else 0)
 
+    @remembered
+    def landings(self, src: int, dst: int, owner: int) -> list[Region]:
+        """Regions in staging of the units of an owner's block from a peer, in order."""
+        row, departures = self._landing_row(src, dst, owner), self.departures[src]
+        return departures.regions(self.staging, dst, row, departures.of(owner))
+
     def landing(self, src: int, dst: int, unit: Unit) -> Region:
-        """The staging region of the rows or columns from a peer that a unit of the receiver has."""
+        """Region in staging of the rows or columns of a receiver's unit from a peer."""
         sent = self.departures[src].of(unit.peer)[unit.ordinal : unit.ordinal + 1]
         if sent and (sent[0].start, sent[0].stop) == (unit.start, unit.stop):
             return self.landings(src, dst, unit.peer)[unit.ordinal]
@@ -174,42 +154,106 @@ class ScatterWorld(World):
         return self.departures[src].region(self.staging, dst, row, unit)
 
     @remembered
-    def landings(self, src: int, dst: int, owner: int) -> list[Region]:
-        """The staging regions of the units of a rank's block from a peer, in order."""
-        row, departures = self._landing_row(src, dst, owner), self.departures[src]
-        return departures.regions(self.staging, dst, row, departures.of(owner))
+    def sources(self, rank: int, owner: int) -> tuple[list[Region], int]:
+        """Destinations of a rank's products for the units of an owner's block, and the ranks whose
+        products are already in these sums, rank r as bit r."""
+        one, row = self.departures[rank], self.problem.leaves(rank, owner)
+        if not (self.ring and one.set_of.get(owner)):  # the first block of a ring adds to none
+            return one.regions(self.product.name, rank, row, one.of(owner)), 0
+        left = (rank - 1) % self.world
+        terms = sum(1 << (left - i) % self.world for i in range(one.set_of[owner]))
+        return self.landings(left, rank, owner), terms
 
-    def returning(self, src: int, dst: int, unit: Unit) -> Region:
-        """The staging region of the returning sum of a peer's unit."""
-        problem = self.problem
-        row = self.rows(dst) + problem.offsets[src] - (problem.rows[dst] if src > dst else 0)
-        return self.departures[src].region(self.staging, dst, row, unit)
+    # The route.
+
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        one, problem, pull = self.departures[src], self.problem, self.schedule.pull
+        units, (sources, terms) = one.of(owner), self.sources(src, owner)
+        terms |= 1 << src
+        if self.host_sums_needed and problem.host(src) != problem.host(dst):
+            buffer = self.host_sums[problem.hosts_ahead(src, dst)].name
+            sources, terms = one.regions(buffer, src, 0, units), self.host_terms(src)
+        none, read = NO_SIGNALS, (self.read(dst, src),) if pull else NO_SIGNALS
+        signals, landings = self.signals(src, dst, owner), self.landings(src, dst, owner)
+        pieces, called = list[Parcel](), names(src if pull else owner, len(units))
+        ends = zip(units, called, signals, sources, landings, strict=True)
+        for unit, name, signal, source, landing in ends:
+            moves = (new(Transfer, (source, landing, terms, *PLAIN)),)
+            waits, posts = ((signal,), none) if pull else (none, (signal,))
+            if pull and unit is units[-1]:
+                posts = read
+            pieces.append(new(Parcel, (moves, (f"{name}>{dst}",), waits, posts, unit.group)))
+        return pieces
 
     @remembered
-    def of_units(self, kind: str, poster: int, waiter: int, owner: int) -> list[Signal]:
-        """Signals of a kind, one for each unit of a rank's block between two ranks, in order."""
-        departures = self.departures[owner if kind == "summed" else poster]
-        units = departures.sums if kind == "summed" else departures.of(owner)
-        begin = self.problem.lands(poster, owner)
-        if kind == "valid":  # of the product at the poster, which the waiter reads there
-            begin = self.problem.leaves(poster, owner)
-        first = self.arriving.first(poster)
-        by_group = self.ring and kind == "ready"
-        slots = [unit.group if by_group else unit.ordinal for unit in units]
-        if self.problem.hosts > 1:
-            slots = self._slots(kind, poster, owner, slots)
-        if kind == "summed":
-            first = self.returned.first(poster)
-        gated = zip(slots, departures.spans(begin, units), strict=True)
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        departures, problem = self.departures[src], self.problem
+        # Where peers fetch, the rows are those of the product at its rank.
+        begin = (problem.leaves if self.schedule.pull else problem.lands)(src, owner)
+        units, first = departures.of(owner), self.data.first(src)
+        apart = problem.hosts_ahead(src, owner) * self.most if problem.hosts > 1 else 0
+        slots = [apart + (unit.group if self.ring else unit.ordinal) for unit in units]
         return [
-            new(Signal, (kind, poster, waiter, slot, first + slot, *rows)) for slot, rows in gated
+            new(Signal, (self.kind, src, dst, slot, first + slot, *rows))
+            for slot, rows in zip(slots, departures.spans(begin, units), strict=True)
         ]
 
-    def _slots(self, kind: str, poster: int, owner: int, slots: list[int]) -> list[int]:
-        """The same for units that are summed for another host, or come from one."""
-        problem = self.problem
-        block = self.returned.per_poster // problem.hosts if kind == "summed" else self.most
-        return [problem.hosts_ahead(poster, owner) * block + slot for slot in slots]
+    def gives(self, src: int, dst: int) -> bool:
+        if self.ring:
+            return dst == (src + 1) % self.world and any(self.departures[src].by_group)
+        owners = [dst]
+        if self.problem.kind.sums and self.problem.hosts > 1:
+            owners += [owner for owner, _ in legs(self.problem, dst)]
+        return any(self.problem.block(src, owner) for owner in owners)
+
+    def read(self, poster: int, waiter: int) -> Signal:
+        first = self.problem.lands(waiter, poster)
+        rows = first, first + self.problem.block(waiter, poster)
+        return self.reads.signal("done", poster, waiter, 0, rows)
+
+
+class SumRoute(Route):
+    """The route of sums from their ranks to all others."""
+
+    kind = "summed"
+
+    def __init__(self, world: ScatterWorld, words: Block) -> None:
+        self.data, self.problem = words, world.problem
+        self.world: ScatterWorld = proxy(world)  # no circle, which would outlive the plans
+
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        departures, problem, pieces = self.world.departures[owner], self.problem, list[Parcel]()
+        name, sources = f"{owner}.", self._landings(src, owner)
+        if src == owner:
+            row = problem.offsets[owner]
+            name, sources = "", departures.regions(self.world.out.name, src, row, departures.sums)
+        signals = self.signals(src, dst, owner)
+        ends = zip(departures.sums, sources, self._landings(dst, owner), signals, strict=True)
+        for unit, source, landing, signal in ends:
+            moves = (Transfer(source, landing, _all(problem.world)),)
+            labels = (f"sum {name}{unit.ordinal}>{dst}",)
+            pieces.append(Parcel(moves, labels, (), (signal,), unit.ordinal))
+        return pieces
+
+    def _landings(self, rank: int, owner: int) -> list[Region]:
+        problem, departures = self.problem, self.world.departures[owner]
+        row = problem.offsets[owner] - (problem.rows[rank] if owner > rank else 0)
+        first = self.world.rows(rank) + row
+        return departures.regions(self.world.staging, rank, first, departures.sums)
+
+    @remembered
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        problem, departures, poster = (
+            self.problem,
+            self.world.departures[owner],
+            via(self.problem, dst, owner),
+        )
+        apart = problem.hosts_ahead(poster, owner) * (self.data.per_poster // problem.hosts)
+        spans = departures.spans(problem.lands(poster, owner), departures.sums)
+        return [
+            self.data.signal(self.kind, poster, dst, slot, rows)
+            for slot, rows in enumerate(spans, apart)
+        ]
 
 
 class ScatterStage(Stage):
@@ -217,119 +261,104 @@ class ScatterStage(Stage):
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.world = world
-        self.mine = world.departures[self.me]
+        self.world, self.mine = world, world.departures[self.me]
+        self.traffic = Traffic(builder, self.schedule, world)
+        self.back = Traffic(builder, self.schedule, world.back)
+        self.ways = list(legs(self.problem, self.me))
         self.sums = self.problem.kind.sums
         self.own_is_separate = not self.schedule.uniform  # the own rows have a product of their own
         self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
-        self.arrived = "valid" if self.schedule.pull else "ready"
-        self.acquired: tuple[int, ...] = ()  # the steps that take over the slots of the peers
+        self.acquired: After = ()  # the steps that take over the slots of the peers
         self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.told: dict[Unit, Signal] = {}  # unit -> what tells that it is made
+        self.announced: dict[Unit, Signal] = {}  # unit -> the signal that its rows are multiplied
+        #: By own unit and number of units of a peer, the numbers of those that overlap.
+        self.meeting: dict[tuple[Unit, int], list[int]] = {}
         self.posting: set[str] = set()  # compute lanes that have signalled a product
-        self.fetched: dict[int, list[int]] = {peer: [] for peer in self.peers}  # copies, in order
-        self.heard: dict[int, int] = {}  # word that was waited for -> the step that waited
-        self.meeting: dict[tuple[Unit, int], list[int]] = {}  # by own unit and number of units sent
         groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
-        self.brought: dict[tuple[int, int], int] = {}  # peer and unit -> its network step
         self.assign_lanes([peer for peer in order if peer in self.peers])
 
     def run(self) -> None:
         """Add all steps but the last, which hands over the slot."""
-        if self.peers:
-            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
-        fetches = self._fetches() if self.schedule.pull else []
-        for group, (units, copies) in enumerate(
+        fetches = self._open()
+        for group, (units, items) in enumerate(
             zip_longest(self.mine.by_group, fetches, fillvalue=())
         ):
             if units:
                 self.multiply(group, units)
-            for peer, step in copies:
-                self.fetched[peer].append(self.add(step))
+            self.traffic.fetch(items)
         self.finish()
 
+    def _open(self) -> list[list[Item]]:
+        """Take over the slots of the peers. Returns the pieces to fetch, by group."""
+        if self.peers:
+            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
+        return self.traffic.coming(self.lane_of) if self.schedule.pull else []
+
     def finish(self) -> None:
-        """Bring what arrives to the result, once all products for peers are enqueued."""
+        """Sum or place arriving pieces, after all products for peers are enqueued."""
         if self.problem.hosts > 1:
             self._cross()
         if self.sums:
             self._sum()
         else:
-            self._gather_blocks()
+            self._keep_blocks()
         if self.problem.kind.returns:
             self._return()
-        for lane, peers in self.builder.copy_lanes():
-            read = tuple(self._done(peer, self.me) for peer in peers if self._is_read_by(peer))
-            if read:
-                self.add(Step("sync", lane, "peers have read", waits=read))
-
-    # Opening and closing a call.
+        if self.schedule.pull:
+            self.traffic.close()
 
     def begun(self) -> dict[int, tuple[Signal, ...]]:
-        """By peer that gets no data, what tells it that this rank's call has begun."""
-        return {
-            peer: (self.world.arriving.signal(self.arrived, self.me, peer),)
-            for peer in self.peers
-            if not self.world.gives(self.me, peer)
-        }
+        """The signals that this rank's call has begun, by peer without data from it."""
+        return self.traffic.begun()
 
     def silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers without data for this rank have begun."""
-        return tuple(
-            self.world.arriving.signal(self.arrived, peer, self.me)
-            for peer in self.peers
-            if not self.world.gives(peer, self.me)
-        )
+        """The signals that the calls of peers have begun, of peers without data for this rank."""
+        return self.traffic.silent()
 
-    def _is_read_by(self, peer: int) -> bool:
-        """Whether a peer fetches something from this rank."""
-        return self.schedule.pull and bool(self.world.sent(self.me, peer))
-
-    def _done(self, poster: int, waiter: int) -> Signal:
-        first = self.problem.lands(waiter, poster)
-        last = first + self.problem.block(waiter, poster)
-        return self.world.fetched.signal("done", poster, waiter, 0, (first, last))
-
-    # Products and copies.
+    # Products.
 
     def multiply(self, group: int, units: list[Unit]) -> None:
         """Multiply the units of a group, and send them."""
-        lane = self.compute_lanes[group % len(self.compute_lanes)]
-        index = self._matmul(lane, units)
-        after = (index,)
+        index = self._matmul(self.compute_lanes[group % len(self.compute_lanes)], units)
         for unit in units:
             self.made_by[unit] = index
-            if via(self.problem, self.me, unit.peer) != self.me and not self.schedule.pull:
-                self._push(unit, after)
+            self._send(unit, (index,))
 
-    def _matmul(self, lane: str, units: list[Unit], after: tuple[int, ...] = ()) -> int:
-        """The step that makes some units, and says so where peers fetch them."""
-        world, me = self.world, self.me
+    def _send(self, unit: Unit, after: After = (), waits: tuple[Signal, ...] = ()) -> None:
+        """Push a unit to its owner, or to the rank that sums it for another host."""
+        target = via(self.problem, self.me, unit.peer)
+        if target == self.me or self.schedule.pull:
+            return
+        if self.world.ring:
+            target = (self.me + 1) % self.problem.world
+        self.traffic.send(target, unit.ordinal, after, waits, unit.peer)
+
+    def _matmul(self, lane: str, units: list[Unit], after: After = ()) -> int:
+        """Add the product of units. The step posts signals to peers that fetch the units."""
+        world, me, left = self.world, self.me, (self.me - 1) % self.problem.world
         waits: tuple[Signal, ...] = ()
-        posts, products = [], []
+        posts, products = list[Signal](), list[Product]()
         for unit in sorted(units):
             product = self._product_of(unit)
             if product.accumulate and product.out.buffer == world.staging:
-                left = (me - 1) % self.problem.world
-                waits = (*waits, world.of_units("ready", left, me, unit.peer)[unit.ordinal])
+                waits += (world.signals(left, me, unit.peer)[unit.ordinal],)
             if product.accumulate and unit.peer == me and self.single:
-                addend, heard, earlier = self._addend(unit, lane)
-                product = product._replace(accumulate=False, addend=addend)
-                waits, after = (*waits, *heard), (*after, *earlier)
+                product = product._replace(accumulate=False, addend=world.landing(left, me, unit))
+                heard, earlier = self._arrivals(left, unit, lane)
+                waits, after = waits + heard, after + earlier
             products.append(product)
             if self.schedule.pull and unit.peer != me:
-                posts.append(world.of_units("valid", me, unit.peer, unit.peer)[unit.ordinal])
+                posts.append(world.signals(me, unit.peer, unit.peer)[unit.ordinal])
         if posts and lane not in self.posting:
             self.posting.add(lane)
-            after = (*after, *self.acquired)
+            after += self.acquired
         for product in products:
-            after = (*after, *(i for i in self._cast(product.a, lane) if i not in after))
+            after += tuple(i for i in self._cast(product.a, lane) if i not in after)
         label, calls = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]), merged(products)
-        return self.add(
-            Step("matmul", lane, label, waits, tuple(posts), after=after, products=calls)
-        )
+        step = Step("matmul", lane, label, waits, tuple(posts), after=after, products=calls)
+        return self.add(step)
 
     def _product_of(self, unit: Unit) -> Product:
         """The product of a unit, in a call of its own."""
@@ -338,206 +367,103 @@ class ScatterStage(Stage):
     @remembered
     def _of_block(self, owner: int) -> list[Product]:
         """The products of the units of a rank's block, in order."""
-        (there, terms), k = self._target(owner), self.problem.k
-        here = self.mine.in_operand(self.a, owner)
+        k, own = self.problem.k, owner == self.me
+        if own and self.peers and self.schedule.beta:
+            outs, terms = self.results, _all(self.problem.world) ^ 1 << self.me
+        elif own and (self.problem.world == 1 or (self.own_is_separate and not self.sums)):
+            outs, terms = self.results, 0
+        else:
+            outs, terms = self.world.sources(self.me, owner)
         return [
             self._product(a, self._right(0, k, *out[4:]), out, terms > 0, terms)
-            for a, out in zip(here, there, strict=True)
+            for a, out in zip(self.mine.in_operand(self.a, owner), outs, strict=True)
         ]
-
-    def _target(self, owner: int) -> tuple[list[Region], int]:
-        """The regions that the products of a rank's block go to, and, as bits, the ranks whose
-        products are in the sums that these products add to."""
-        problem, me, units = self.problem, self.me, self.mine.of(owner)
-        if owner == me and self.peers and self.schedule.beta:
-            return self.results, _all(problem.world) ^ 1 << me
-        if owner == me and (problem.world == 1 or (self.own_is_separate and not self.sums)):
-            return self.results, 0
-        if self.world.ring and self.mine.set_of.get(owner):  # not the first block of the ring
-            left = (me - 1) % problem.world
-            return self.world.landings(left, me, owner), self._ring_terms(left, owner)
-        row = problem.leaves(me, owner)
-        return self.mine.regions(self.world.product.name, me, row, units), 0
 
     @cached_property
     def results(self) -> list[Region]:
-        """The regions of the result that this rank's own units, or their sums, go to."""
+        """Regions of the result for this rank's own units, or for their sums."""
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
         return self.mine.regions(self.world.out.name, self.me, row, self.mine.sums)
 
-    def _ring_terms(self, sender: int, owner: int) -> int:
-        """The ranks whose products are in a block that ``sender`` sends on: those it has passed."""
-        world, steps = self.problem.world, self.world.departures[sender].set_of[owner]
-        return sum(1 << (sender - i) % world for i in range(steps + 1))
-
-    def _push(self, unit: Unit, after: tuple[int, ...], waits: tuple[Signal, ...] = ()) -> None:
-        self.add(self._pushes(unit.peer)[unit.ordinal]._replace(waits=waits, after=after))
-
-    @remembered
-    def _pushes(self, owner: int) -> list[Step]:
-        """The copies that send the units of a rank's block, in order."""
-        world, me, made = self.world, self.me, self._of_block(owner)
-        target = via(self.problem, me, owner)
-        if world.ring:
-            target = (me + 1) % self.problem.world
-        lane, mover, terms = self.lane_of[target], self.schedule.mover, made[0].terms | 1 << me
-        landings = world.landings(me, target, owner)
-        ready = world.of_units("ready", me, target, owner)
-        steps = []
-        pieces = zip(names(owner, len(made)), ready, made, landings, strict=True)
-        for name, signal, product, landing in pieces:
-            move, label = new(Transfer, (product.out, landing, terms, *PLAIN)), f"{name}>{target}"
-            steps.append(Step("copy", lane, label, (), (signal,), transfer=move, mover=mover))
-        return steps
-
-    def _fetches(self) -> list[list[tuple[int, Step]]]:
-        """By group of the peers, the copies of the units that they make, each with its peer."""
-        me, world, mover = self.me, self.world, self.schedule.mover
-        groups = max((world.departures[peer].group_count for peer in self.peers), default=0)
-        copies: list[list[tuple[int, Step]]] = [[] for _ in range(groups)]
-        for peer, lane in self.lane_of.items():
-            units, there = world.sent(peer, me), self.problem.leaves(peer, me)
-            sources = world.departures[peer].regions(world.product.name, peer, there, units)
-            valid, landings = world.of_units("valid", peer, me, me), world.landings(peer, me, me)
-            called = names(peer, len(units))
-            pieces = zip(units, called, valid, sources, landings, strict=True)
-            for unit, name, signal, src, dst in pieces:
-                posts = (self._done(me, peer),) if unit is units[-1] else ()
-                move, label = new(Transfer, (src, dst, 1 << peer, *PLAIN)), f"{name}>{me}"
-                step = Step("copy", lane, label, (signal,), posts, transfer=move, mover=mover)
-                copies[unit.group].append((peer, step))
-        return copies
+    def _own_lane(self, turn: int) -> str:
+        """The lane of a separate product of own units."""
+        return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
     # What arrives.
 
-    def _arrival(
-        self, peer: int, unit: Unit, lane: str = REDUCE_LANE
-    ) -> tuple[tuple[Signal, ...], tuple[int, ...]]:
-        """What the next step waits for before it reads a peer's unit: a signal, or a step of this
-        rank that fetched the unit or waited for that signal on another lane."""
-        if self.schedule.pull:
-            return (), (self.fetched[peer][unit.ordinal],)
-        if (peer, unit.ordinal) in self.brought:
-            return (), (self.brought[peer, unit.ordinal],)
-        signal = self.world.of_units("ready", peer, self.me, unit.peer)[unit.ordinal]
-        first = self.heard.setdefault(signal.word, len(self.steps))
-        if first == len(self.steps):
-            return (signal,), ()
-        return (), () if self.steps[first].lane == lane else (first,)
+    def _arrivals(
+        self, peer: int, own: Unit, lane: str = REDUCE_LANE
+    ) -> tuple[tuple[Signal, ...], After]:
+        """Signals and steps to wait for before reading the units of a peer that overlap with one
+        of this rank's units."""
+        sent = self.world.departures[peer].units(own.peer)
+        key = own, len(sent)  # all peers cut their blocks alike, except for a tail
+        if key not in self.meeting:
+            self.meeting[key] = [unit.ordinal for unit in sent if _overlap(unit, own)]
+        pieces = [(peer, number) for number in self.meeting[key]]
+        return self.traffic.arrivals(pieces, lane, own.peer)
 
     def _sum(self) -> None:
-        """Sum each part of the own block once all ranks' products of it have arrived."""
+        """Sum each part of the own block after the products of all ranks have arrived."""
         sums_come_first = self.schedule.beta and bool(self.peers)
         for turn, unit in enumerate(self.mine.own):
-            lane = self._own_lane(turn)
             if sums_come_first:
                 after = () if self.single else (self._reduce(unit),)
-                self.made_by[unit] = self._matmul(lane, [unit], after)
+                self.made_by[unit] = self._matmul(self._own_lane(turn), [unit], after)
             elif self.own_is_separate:
-                self.made_by[unit] = self._matmul(lane, [unit])
-            made = self.made_by[unit]
+                self.made_by[unit] = self._matmul(self._own_lane(turn), [unit])
+            product = self.made_by[unit]
             for part in [one for one in self.mine.sums if _overlap(one, unit)]:
                 alone = sums_come_first or self.problem.world == 1
-                self.made_by[part] = summed = made if alone else self._reduce(part, made)
-                if self.problem.kind.returns:
-                    self._send_back(part, summed)
-
-    def _addend(self, unit: Unit, lane: str) -> tuple[Region, tuple[Signal, ...], tuple[int, ...]]:
-        """The region of the sum of all others, which comes from one peer, and what to wait for."""
-        ((peer, sent),) = self.world.received(self.me).items()
-        waits, after = self._arrivals(
-            peer, unit, [one for one in sent if one.peer == self.me], lane
-        )
-        return self.world.landing(peer, self.me, unit), tuple(waits), tuple(dict.fromkeys(after))
-
-    def _arrivals(
-        self, peer: int, own: Unit, sent: list[Unit], lane: str = REDUCE_LANE
-    ) -> tuple[list[Signal], list[int]]:
-        """What to wait for before reading all of a peer's units that share rows or columns with one
-        of this rank's."""
-        waits: list[Signal] = []
-        after: list[int] = []
-        for unit in self._meeting(own, sent):
-            signals, earlier = self._arrival(peer, unit, lane)
-            waits += signals
-            after += earlier
-        return waits, after
-
-    def _meeting(self, own: Unit, sent: list[Unit]) -> list[Unit]:
-        """The units of a peer for this rank that share rows or columns with one of its own.
-
-        All peers cut their blocks alike, except for a tail.
-        """
-        key = own, len(sent)
-        if key not in self.meeting:
-            self.meeting[key] = [i for i, unit in enumerate(sent) if _overlap(unit, own)]
-        return [sent[i] for i in self.meeting[key]]
+                self.made_by[part] = product if alone else self._reduce(part, product)
+                for peer in self.lane_of if self.problem.kind.returns else ():
+                    self.back.send(peer, part.ordinal, (self.made_by[part],))
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
-        """Sum the products of all ranks; if ``own`` is None, of all others."""
-        waits = [self.told[unit]] if unit in self.told else []
+        """Add the sum of the products of all ranks, or of all others if ``own`` is None."""
+        problem, me, owner = self.problem, self.me, unit.peer
+        terms_of = {rank: 1 << rank for rank in (*self.peers, me)}
+        if owner == me:
+            terms_of |= {source: self.world.host_terms(source) for _, source in self.ways}
+        waits = [self.announced[unit]] if unit in self.announced else []
         after = [] if own is None or waits else [own]
-        parts, terms = [], []
-        for rank, holds in self._contributions(unit.peer).items():
-            if rank != self.me:
-                parts.append(self.world.landing(rank, self.me, unit))
-                signals, copies = self._arrivals(rank, unit, self.world.sent(rank, unit.peer))
+        parts, terms = list[Region](), list[int]()
+        for rank in sorted(terms_of):
+            if rank != me:
+                parts.append(self.world.landing(rank, me, unit))
+                signals, steps = self._arrivals(rank, unit)
                 waits += signals
-                after += copies
+                after += steps
             elif own is not None:
-                parts.append(self._multiplied(unit))
+                row = problem.leaves(me, owner)
+                parts.append(self.mine.region(self.world.product.name, me, row, unit))
             else:
                 continue
-            terms.append(holds)
-        reduction = Reduction(tuple(parts), tuple(terms), self._summed(unit))
-        for_host = "" if unit.peer == self.me else f" for {unit.peer}"
-        label, once = f"sum {unit.ordinal}{for_host}", tuple(dict.fromkeys(after))
+            terms.append(terms_of[rank])
+        out, label = self.results[unit.ordinal] if owner == me else None, f"sum {unit.ordinal}"
+        if out is None:
+            out, label = (
+                self.traffic.of(me, owner)[unit.ordinal].moves[0].src,
+                f"{label} for {owner}",
+            )
+        reduction = Reduction(tuple(parts), tuple(terms), out)
+        once = tuple(dict.fromkeys(after))
         step = Step("reduce", REDUCE_LANE, label, tuple(waits), after=once, reduction=reduction)
         return self.add(step)
 
-    def _contributions(self, owner: int) -> dict[int, int]:
-        """The ranks that have a part of a block's sum for this rank, itself included, in order, and
-        whose products are in each part."""
-        problem, me = self.problem, self.me
-        found = {rank: 1 << rank for rank in (*self.peers, me)}
-        if owner == me:
-            found |= {source: self.world.host_terms(source) for _, source in legs(problem, me)}
-        return dict(sorted(found.items()))
-
-    def _multiplied(self, unit: Unit) -> Region:
-        """Where this rank's product of a unit, or of a part of its own, is before it is summed."""
-        row = self.problem.leaves(self.me, unit.peer)
-        return self.mine.region(self.world.product.name, self.me, row, unit)
-
-    def _summed(self, unit: Unit) -> Region:
-        """Where the sum of a unit's products goes."""
-        if unit.peer == self.me:
-            return self.results[unit.ordinal]
-        return self.world.crossing(self.me, unit.peer)[unit.ordinal].src
-
     def _cross(self) -> None:
-        """Exchange with other hosts: the sums for them of what this one has, or blocks."""
-        world, me = self.world, self.me
-        ways = list(legs(self.problem, me))
-        made = dict(self.made_by)
-        if world.host_sums_needed:
-            targets = {target for target, _ in ways}
-            for unit in [unit for group in self.mine.by_group for unit in group]:
-                if unit.peer in targets:
-                    made[unit] = self._reduce(unit, made[unit])
-        sent, received = {}, {}
-        for target, source in ways:
-            units = self.mine.units(target)
-            moves = zip(world.crossing(me, target), units, strict=True)
-            sent[target] = [Sending((move,), (made[unit],)) for move, unit in moves]
-            received[source] = [(move,) for move in world.crossing(source, me)]
-        direct = self.problem.kind.blocks
-        self.brought = add_moves(self.builder, self.schedule, sent, received, direct)
+        """Exchange sums over this host's ranks, or blocks, with other hosts."""
+        made_by, targets = dict(self.made_by), {target for target, _ in self.ways}
+        for unit in chain.from_iterable(self.mine.by_group) if self.world.host_sums_needed else ():
+            if unit.peer in targets:
+                made_by[unit] = self._reduce(unit, made_by[unit])
+        units, direct = self.mine.units, self.problem.kind.blocks
+        self.traffic.cross(self.ways, lambda to, number: (made_by[units(to)[number]],), direct)
 
-    def _gather_blocks(self) -> None:
-        """Copy the blocks of an all-to-all to their places, in order of arrival."""
+    def _keep_blocks(self) -> None:
+        """Copy blocks of an all-to-all to the result, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
             made, here = self._product_of(unit).out, self.results[unit.ordinal]
             if unit not in self.made_by:
@@ -545,84 +471,30 @@ class ScatterStage(Stage):
             elif made != here:
                 self._place(REDUCE_LANE, made, here, (self.made_by[unit],), terms=1 << self.me)
         order = peers_in_order(self.me, self.problem.world, self.problem.hosts)
-        if self.schedule.pull:
-            order = list(self.lane_of)
-        coming = []
-        for peer in order:
-            units, row = self.world.sent(peer, self.me), self.problem.lands(peer, self.me)
-            there = self.world.departures[peer].regions(self.world.out.name, self.me, row, units)
-            landings = self.world.landings(peer, self.me, self.me)
-            coming += [(peer, *each) for each in zip(units, landings, there, strict=True)]
-        for peer, unit, source, out in sorted(coming, key=lambda one: one[1].group):
-            waits, after = self._arrival(peer, unit)
-            self._place(REDUCE_LANE, source, out, after, waits=waits, terms=1 << peer)
-
-    def _own_lane(self, turn: int) -> str:
-        """The lane of a part of the own product if it has a product of its own."""
-        return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
-
-    # Sums that return to all ranks.
-
-    def _send_back(self, unit: Unit, summed: int) -> None:
-        source, everyone = self.results[unit.ordinal], _all(self.problem.world)
-        mover = self.schedule.mover
-        for peer, lane in self.lane_of.items():
-            move = Transfer(source, self.world.returning(self.me, peer, unit), everyone)
-            posts = (self.world.of_units("summed", self.me, peer, self.me)[unit.ordinal],)
-            label = f"sum {unit.ordinal}>{peer}"
-            self.add(Step("copy", lane, label, (), posts, (), (summed,), move, mover=mover))
+        order = list(self.lane_of) if self.schedule.pull else order
+        self._home(self.traffic, order, self.problem.block(self.me, self.me), 0)
 
     def _return(self) -> None:
-        """Copy the sums of the peers to their places, in order of arrival."""
-        problem, me = self.problem, self.me
-        crossed = self._cross_back() if problem.hosts > 1 else {}
+        """Copy sums of all other ranks to the result, in order of arrival."""
+        problem, me, sums = self.problem, self.me, self.mine.sums
+        if self.ways:
+            self.back.cross(self.ways, lambda _, number: (self.made_by[sums[number]],), False)
+            self.back.relay((source for _, source in self.ways), list(self.lane_of))
         others = peers_in_order(me, problem.world, problem.hosts)[problem.local_world - 1 :]
-        peers = [*self.lane_of, *others]
-        coming = [(unit, p) for p in peers for unit in self.world.departures[p].sums]
-        for unit, peer in sorted(coming, key=lambda one: one[0].ordinal):
-            waits, after = list[Signal](), list[int]()
-            if (through := via(problem, me, peer)) == me:
-                after.append(crossed[peer, unit.ordinal])
-            else:
-                waits.append(self.world.of_units("summed", through, me, peer)[unit.ordinal])
-            row = self.problem.offsets[peer]
-            out = self.world.departures[peer].region(self.world.out.name, self.me, row, unit)
-            source = self.world.returning(peer, self.me, unit)
-            terms = _all(self.problem.world)
-            self._place(REDUCE_LANE, source, out, tuple(after), waits=tuple(waits), terms=terms)
+        self._home(self.back, [*self.lane_of, *others], problem.rows[me], self.world.rows(me))
 
-    def _cross_back(self) -> dict[tuple[int, int], int]:
-        """Exchange sums with the rail, and copy those that come to the peers; the steps that bring
-        them, by sender and unit."""
-        world, me, everyone = self.world, self.me, _all(self.problem.world)
-        mover, out = self.schedule.mover, world.out.name
+    def _home(self, traffic: Traffic, sources: list[int], own: int, before: int) -> None:
+        """Copy pieces from staging to the result. In staging, ``before`` rows precede the pieces,
+        and the ``own`` rows of this rank have no place."""
+        for source, number, _ in chain.from_iterable(traffic.coming(sources)):
+            down = (own if source > self.me else 0) - before
+            traffic.home(source, number, REDUCE_LANE, partial(_lower, self.world.out.name, down))
 
-        def moves(src: int, dst: int) -> list[Transfer]:
-            departures, row = world.departures[src], self.problem.offsets[src]
-            return [
-                Transfer(
-                    departures.region(out, src, row, unit),
-                    world.returning(src, dst, unit),
-                    everyone,
-                )
-                for unit in departures.sums
-            ]
 
-        sent, received = {}, {}
-        for target, source in legs(self.problem, me):
-            made = [(self.made_by[unit],) for unit in self.mine.sums]
-            sent[target] = list(map(Sending, zip(moves(me, target)), made))
-            received[source] = list(zip(moves(source, me)))
-        brought = add_moves(self.builder, self.schedule, sent, received)
-        for (source, turn), index in brought.items():
-            ((_, here, *_),) = received[source][turn]
-            unit = world.departures[source].sums[turn]
-            for peer, lane in self.lane_of.items():
-                move = Transfer(here, world.returning(source, peer, unit), everyone)
-                posts = (world.of_units("summed", me, peer, source)[turn],)
-                label = f"sum {source}.{turn}>{peer}"
-                self.add(Step("copy", lane, label, (), posts, (), (index,), move, mover=mover))
-        return brought
+def _lower(buffer: str, down: int, region: Region) -> Region:
+    """A region of another buffer, so many rows further down."""
+    row, row_stop = region.row + down, region.row_stop + down
+    return new(Region, (buffer, region.rank, row, row_stop, region.col, region.col_stop))
 
 
 def _all(world: int) -> int:

@@ -10,13 +10,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 from ficco.plan.model import Region, Signal, Step
-from ficco.schedules.builder import Builder
+from ficco.schedules.builder import Builder, remembered
+from ficco.schedules.exchange import Parcel
 from ficco.schedules.gather import NOTHING, OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.runs import contiguous
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
+
+
+class TiledGatherWorld(GatherWorld):
+    """The route of a tiled gather. The words of a receiver are contiguous, in order of arrival. A
+    rank that fetches a piece posts to itself."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        arrived = self.words.block(self.most).base
+        #: By receiver, the words of units, by peer and number.
+        self.words_of = [
+            {unit[:2]: word for word, unit in enumerate(chain.from_iterable(groups), arrived)}
+            for groups in (self.arrivals[rank].by_group for rank in range(self.world))
+        ]
+
+    @remembered
+    def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        kind, poster = ("fetched", dst) if self.schedule.pull else ("ready", owner)
+        words = self.words_of[dst]
+        return [
+            Signal(kind, poster, dst, slot, words[owner, slot], *rows)
+            for slot, rows in enumerate(self.arrivals[dst].rows(owner))
+        ]
+
+    def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        pieces = super().pieces(src, dst, owner)
+        if not self.schedule.pull:
+            return pieces
+        arrived = zip(pieces, self.signals(src, dst, owner), strict=True)
+        return [piece._replace(posts=(*piece.posts, signal)) for piece, signal in arrived]
 
 
 class TiledGatherStage(GatherStage):
@@ -24,33 +56,19 @@ class TiledGatherStage(GatherStage):
 
     op, label = "matmul", "all"
 
-    def __init__(self, world: GatherWorld, builder: Builder) -> None:
-        super().__init__(world, builder)
-        self.arrived = {peer: self._arrived(peer) for peer in self.mine.set_of}
-        self.gates = tuple(chain.from_iterable(self.mine.in_groups(self.arrived)))
-
-    def _arrived(self, peer: int) -> list[Signal]:
-        """The signals that the pieces of a peer are here, in order."""
-        if not self.schedule.pull:
-            return self.world.of_units("ready", peer, self.me)
-        words, rows = self.world.words_in_turn[self.me][peer], self.mine.rows(peer)
-        return [
-            Signal("fetched", self.me, self.me, slot, word, *each)
-            for slot, (word, each) in enumerate(zip(words, rows, strict=True))
-        ]
-
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
         published = self._publish()
         if own := self._own_is_separate():
             self._keep_own()
-        for group, copies in enumerate(self._open(tell, published)):
-            self._copy(group, copies)
+        for group, items in enumerate(self._open(tell, published)):
+            self._copy(group, items)
         pieces = list(chain.from_iterable(self._of_peer(peer) for peer in sorted(self.regions)))
         arrive = contiguous(pieces)
         products = (self._own_product(), *arrive) if own else arrive
         if products:
-            step = Step(self.op, "compute0", self.label, products=products, gates=self.gates)
-            self.add(step)
+            arrived = {peer: self.world.signals(peer, self.me, peer) for peer in self.regions}
+            gates = tuple(chain.from_iterable(self.mine.in_groups(arrived)))
+            self.add(Step(self.op, "compute0", self.label, products=products, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
                 rows = product.out.row, product.out.row_stop
@@ -59,15 +77,22 @@ class TiledGatherStage(GatherStage):
         yield from [OWN] * own
         yield from range(len(self.groups))
         if self.schedule.pull:
-            self._close_pull()
+            self.traffic.close()
 
-    def _pull(self, unit: Unit) -> Step:
-        step = super()._pull(unit)
-        return step._replace(posts=(*step.posts, self.arrived[unit.peer][unit.ordinal]))
+
+class TiledScatterWorld(ScatterWorld):
+    """The route of a tiled scatter, with words by which a product announces pieces to its rank."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        own = max(len(self.departures[rank].own) for rank in self.largest)
+        self.multiplied = self.words.block(max(self.most, own) * (not self.schedule.pull))
 
 
 class TiledScatterStage(ScatterStage):
     """One rank's steps."""
+
+    world: TiledScatterWorld
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -75,12 +100,11 @@ class TiledScatterStage(ScatterStage):
 
     def run(self) -> None:
         """Add all steps but the last, which hands over the slot."""
+        fetches = self._open()
         if self.peers:
-            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
             self._multiply_all()
-        for copies in self._fetches() if self.schedule.pull else []:
-            for peer, step in copies:
-                self.fetched[peer].append(self.add(step))
+        for items in fetches:
+            self.traffic.fetch(items)
         self.finish()
 
     def _multiply_all(self) -> None:
@@ -89,23 +113,26 @@ class TiledScatterStage(ScatterStage):
         products = contiguous([self._product_of(unit) for unit in sorted([*leave, *stay])])
         if not products:
             return
-        pull = self.schedule.pull
-        if not pull:  # signals leave no event between this lane and the others
-            self.told = {unit: self._made(unit) for unit in [*leave, *(stay if self.sums else [])]}
-        told = [self._valid(unit) for unit in leave] if pull else self.told.values()
-        after = self.acquired if pull else ()  # peers wait for what it posts
+        if self.schedule.pull:
+            signals = [
+                self.world.signals(self.me, one.peer, one.peer)[one.ordinal] for one in leave
+            ]
+            after = self.acquired  # peers wait for what it posts
+        else:  # signals leave no event between this lane and the others
+            announced = [*leave, *(stay if self.sums else [])]
+            self.announced = {unit: self._multiplied(unit) for unit in announced}
+            signals, after = list(self.announced.values()), ()
         step = Step("matmul", "compute0", "all", after=after, products=products)
-        index = self.add(step._replace(announces=tuple(told)))
+        index = self.add(step._replace(announces=tuple(signals)))
         self.made_by = dict.fromkeys([*leave, *stay], index)
-        for unit in [] if pull else leave:
-            self._push(unit, (), (self.told[unit],))
+        for unit, signal in self.announced.items():
+            if unit.peer != self.me:
+                self._send(unit, waits=(signal,))
 
-    def _valid(self, unit: Unit) -> Signal:
-        """The signal that a peer may fetch its piece."""
-        peer = unit.peer
-        return self.world.of_units("valid", self.me, peer, peer)[unit.ordinal]
-
-    def _made(self, unit: Unit) -> Signal:
-        """The signal that a piece is made."""
-        word, out = self.world.made.first(unit.peer) + unit.ordinal, self._product_of(unit).out
+    def _multiplied(self, unit: Unit) -> Signal:
+        """The signal that the product of a piece is complete."""
+        word, out = (
+            self.world.multiplied.first(unit.peer) + unit.ordinal,
+            self._product_of(unit).out,
+        )
         return Signal("made", self.me, self.me, unit.ordinal, word, out.row, out.row_stop)

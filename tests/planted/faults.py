@@ -48,8 +48,8 @@ FAULTS = (
         "ficco/schedules/gather.py",
         "a rank without rows does not tell its peers that its call has begun",
         ("cpu_engine.py::test_every_schedule_is_exact", "plan.py::test_plans_pass_the_proof"),
-        "            if self.problem.block(self.me, peer)\n            else (",
-        "            if self.problem.m\n            else (",
+        "return self.schedule.pull or not self.gives(src, dst)",
+        "return self.schedule.pull",
     ),
     Fault(
         "piece-boundary",

@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2440, 1100),
     "proof": (1810, 1250),
     "runtime": (1751, 1032),
-    "schedules": (4900, 3030),
+    "schedules": (4830, 2900),
     "simulate": (1230, 810),
     "tools": (13510, 7510),
     "__init__.py": (160, 50),
@@ -53,19 +53,19 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "lines of the longest file": 1078,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
-    "files that name hosts": 53,
+    "files that name hosts": 52,
     "files that name attention": 30,
     "files that name experts": 14,
-    "files that name tiled": 23,
+    "files that name tiled": 21,
     # Places in the same files of what a redesign is to leave once.
     "calls of begin": 3,
     "autograd functions": 2,
-    "copy steps": 11,
+    "copy steps": 2,
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41500
+LINES_OF_TESTS = 41650
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -80,7 +80,7 @@ CAPABILITIES = {
 PLACES = {
     "calls of begin": r"\bworkspace\.begin\(",
     "autograd functions": r"autograd\.Function\)",
-    "copy steps": r'Step\(\s*"copy"',
+    "copy steps": r'Step(\(\s*|, \()"copy"',
     "isinstance of problems": r"isinstance\([^()]*\b(\w*Problem|Gathering|KeyGather|ExpertLayer)\b",
     "classes of decisions": r"class \w*Decision\b",
 }
