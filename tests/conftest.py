@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import socket
@@ -70,12 +69,6 @@ def server() -> None:
     """Start the server of ranks, where a test could have ficco.tools.launch start it with less."""
     if "ficco.tools.launch" in sys.modules:
         ranks.start_server()
-
-
-def pytest_collection_finish() -> None:
-    """Spare collections of garbage what lives as long as the process: they take a third of it."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
