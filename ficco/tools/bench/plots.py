@@ -118,7 +118,7 @@ def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: 
         widths = {"width_ratios": [1.4, 1]}
         panels = figure.subplots(len(modes_there), 2, squeeze=False, gridspec_kw=widths)
         for (left, right), mode in zip(panels, modes_there, strict=True):
-            there = lines(rows, mode)
+            there = lines(rows, mode, "speedup")
             order = balance(there).sort_values(kind="stable")
             for name, colour, role in ((*DRAWN[role], role) for role in CURVES):
                 points = there[role, "speedup"].reindex(order.index).set_axis(order).dropna()
