@@ -181,7 +181,7 @@ LAYERS = Schema(
     | _columns(float, "speedup vs_pytorch error extra_bytes")
 )
 
-#: One way to make something (:mod:`ficco.tools.bench.ways`).
+#: One way to make something (:mod:`ficco.tools.bench.harness`).
 #:
 #: took: what ``auto`` stood for. speedup: over the fastest baseline. share, in_turn: the longer of
 #: the two parts, and their sum, over it. others: what is not a library's in the time of its

@@ -24,7 +24,6 @@ from ficco.tools.bench.stats import (
     shape_text,
 )
 from ficco.tools.bench.tables import cells, markdown, show
-from ficco.tools.bench.verify import ERROR_ROWS
 
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
@@ -49,6 +48,9 @@ SUMS = (
     " Where products are summed over ranks, the memory traffic of the sum is not in the ideal: "
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
+
+#: Rows of each rank's part of a result whose errors are looked at.
+ERROR_ROWS = 64
 
 #: Milliseconds of a product that is not short.
 LONG_MS = 0.09

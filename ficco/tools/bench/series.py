@@ -26,10 +26,11 @@ from ficco.accelerator import gpu
 from ficco.compute.products import multiply
 from ficco.compute.scaled import multiply_scaled
 from ficco.dma.hosts import Hosts, hosts_of
+from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.calls import Runner, all_gather
-from ficco.tools.bench.inputs import draw_normal, factors
+from ficco.tools.bench.inputs import Operands, draw_normal, factors
 from ficco.tools.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds
 
 Call = Callable[[], Any]
@@ -150,8 +151,22 @@ class Stopwatch:
         empty where it can be moved."""
         return ""
 
-    def fill(self) -> None:
-        """Make what nobody sends like what is sent."""
+    # What a stopwatch of a rank without peers does otherwise.
+
+    def operands(self, problem: Problem) -> Operands:
+        """Operands of a problem on this rank."""
+        return Operands(problem, self.rank, self.device)
+
+    def proof(self, call: Call, operands: Operands) -> Call:
+        """A call with the result that has to be right."""
+        return call
+
+    def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
+        """Prepare calls of ficco's on operands of a dtype, which are timed next."""
+
+    def figures(self, item: Item, done: int) -> dict[str, float]:
+        """Columns of an item besides its times, from the last ``done`` rounds."""
+        return {}
 
     def free(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ START_S = 180.0
 #: Operators of ``--attention``.
 OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 
-#: Options that a replay has, named as in ``ReplaySettings``.
+#: Options that a replay has, named as in ``Replayed``.
 PLAYED = ("rank", "machine", "products")
 
 
@@ -149,6 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"wrote {_report(arguments.report)}")
         return 0
     from ficco.tools.bench.frames import read_description, records
+    from ficco.tools.bench.harness import BenchSettings, bench, report
     from ficco.tools.bench.report import show_best
 
     _check_replay(arguments)
@@ -160,13 +162,15 @@ def run(arguments: argparse.Namespace) -> int:
         if (name in OF_ATTENTION) != (others == ["attention"]):
             how = "with" if name in OF_ATTENTION else "without"
             raise ValueError(f"--operator: {name} is required {how} --attention")
-    told_by = _layers if others == ["layers"] else _ways if others else _products
-    what, measure, kind, more, write = told_by(arguments, device)
-    settings = kind(**more, **run_settings(arguments, what, device, ranks))
+    what, kind = _others(arguments, device, others[0]) if others else _products(arguments, device)
+    what = what if arguments.replay is None else f"replay-{arguments.replay}-{what}"
+    how = {"timelines": arguments.timelines, "quiet": arguments.json, "seed": arguments.seed}
+    settings = BenchSettings(**kind, **how, **run_settings(arguments, what, device, ranks))
 
     def finish(rows: pd.DataFrame) -> list[Path]:
-        if write is not None:
-            text = write(rows, read_description(settings.csv), settings.csv.stem)
+        if settings.subject.heads is not None:
+            about = read_description(settings.csv)
+            text = report(settings.subject, rows, about, settings.csv.stem)
             print(json.dumps(records(rows)) if arguments.json else text)
             path = settings.csv.with_suffix(".md")
             path.write_text(text)
@@ -177,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
             show_best(rows)
         return [*_pictures(settings.csv), _report(settings.csv)]
 
-    return measured(measure, arguments, settings, arguments.seconds + START_S, finish)
+    return measured(bench, arguments, settings, arguments.seconds + START_S, finish)
 
 
 def _check_replay(arguments: argparse.Namespace) -> None:
@@ -280,95 +284,78 @@ def measured(
 # What is measured.
 
 
-#: Its name, the function of the ranks, the type of its settings, these, and what writes a report,
-#: if not that of products.
-Told = tuple[str, Any, Any, dict[str, Any], Any]
+#: What is measured: its name, and what :class:`ficco.tools.bench.harness.BenchSettings` has
+#: besides what every measurement has.
+Measurement = tuple[str, dict[str, Any]]
 
 
-def _products(arguments: argparse.Namespace, device: str) -> Told:
+def _products(arguments: argparse.Namespace, device: str) -> Measurement:
+    from ficco.machine import SCALED_PRODUCTS
+    from ficco.tools.bench import frames, products
     from ficco.tools.bench.candidates import choose
-    from ficco.tools.bench.measure import modes_of
-    from ficco.tools.bench.run import BenchSettings, bench
 
     found, what = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without, device)
     if arguments.schedules:
         _servable(candidates, found)
-    told: dict[str, Any] = {
-        "cases": tuple(found),
-        "candidates": candidates,
-        "modes": modes_of(device, arguments.mode),
-        "timelines": arguments.timelines,
-        "quiet": arguments.json,
-        "seed": arguments.seed,
-    }
-    if arguments.replay is None:
-        return what, bench, BenchSettings, told, None
-    from ficco.machine import SCALED_PRODUCTS
-    from ficco.tools.bench.replay_run import ReplaySettings, replay
-
-    recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
-    told |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
-    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
-    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told, None
+    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(found)}
+    settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
+    if arguments.replay is not None:
+        recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+        settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
+        settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
+    return what, settings
 
 
 def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
-    """Of :class:`ficco.tools.bench.replay_run.Replayed`; ``blocks``: of products beside plain
-    ones."""
+    """The rank that is replayed; ``blocks``: of products besides plain products."""
+    from ficco.tools.bench.replay_run import Replayed
     from ficco.tools.tune.products import refitted
 
-    told = {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
+    if arguments.replay is None:
+        return {}
     measure = partial(refitted, more=tuple(sorted(blocks)))
-    return told | {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
+    products = measure if arguments.products else None
+    rank, machine = arguments.rank or 0, arguments.machine
+    return {
+        "replayed": Replayed(world=arguments.replay, rank=rank, machine=machine, products=products)
+    }
 
 
-def _layers(arguments: argparse.Namespace, device: str) -> Told:
-    from ficco.tools.bench import layers
-
-    modes = _no_products(
-        arguments, device, "layers", "only", "operator", "schedules", "timelines", "json"
-    )
-    told = {"layers": layers.SHAPES[device], "modes": modes}
-    return "layers", layers.layers, layers.LayerSettings, told, layers.report
-
-
-def _ways(arguments: argparse.Namespace, device: str) -> Told:
+def _others(arguments: argparse.Namespace, device: str, what: str) -> Measurement:
+    """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
-    from ficco.tools.bench import attention, experts, ways
+    from ficco.tools.bench import attention, experts, layers
 
-    what, refused = ("experts", ["operator"]) if arguments.experts else ("attention", [])
-    room: Any = {"experts": experts, "attention": attention}[what]
-    modes = _no_products(arguments, device, what, *refused)
+    room: Any = {"layers": layers, "experts": experts, "attention": attention}[what]
+    refused = {
+        "layers": ("only", "operator", "schedules", "timelines", "json"),
+        "experts": ("operator",),
+    }
+    for name in ("set", "shapes", "dtype", *refused.get(what, ())):
+        if getattr(arguments, name):
+            raise ValueError(f"--{what}: required without --{name}, which is for products")
     found = [
         one
         for one in room.SHAPES[device]
         if not arguments.operator or one.operator in arguments.operator
     ]
-    told: dict[str, Any] = {"subject": room.SUBJECT, "modes": modes}
-    told |= {"cases": tuple(_only(arguments, found)), "timelines": arguments.timelines}
-    told["schedules"] = tuple(
-        one if one == "auto" else str(Schedule.parse(one)) for one in arguments.schedules or ()
-    )
-    if arguments.replay is not None:
-        from ficco.tools.bench.replay_run import Replayed
-
-        blocks = ("experts",) if arguments.experts else ()
-        told["replayed"] = Replayed(**_played(arguments, blocks))
-        what = f"replay-{arguments.replay}-{what}"
-    return what, ways.time_ways, ways.WaySettings, told, partial(ways.report, room.SUBJECT)
+    names = arguments.schedules or ()
+    return what, {
+        "subject": room.SUBJECT,
+        "cases": tuple(_only(arguments, found)),
+        "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
+        "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
+        **_played(arguments, ("experts",) if arguments.experts else ()),
+    }
 
 
-def _no_products(
-    arguments: argparse.Namespace, device: str, what: str, *more: str
-) -> tuple[str, ...]:
-    """The modes of a measurement that takes no option of those for products, nor some more."""
+def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
+    """The modes that are timed; a replay has no graphs."""
     from ficco.tools.bench.measure import modes_of
 
-    for name in ("set", "shapes", "dtype", *more):
-        if getattr(arguments, name):
-            raise ValueError(f"--{what}: required without --{name}, which is for products")
-    return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
+    modes = modes_of(device, arguments.mode)
+    return tuple(mode for mode in modes if mode != "graph" or arguments.replay is None)
 
 
 def _only(arguments: argparse.Namespace, found: Sequence[Any]) -> list[Any]:
