@@ -35,7 +35,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import Workspace, adopt
 from ficco.schedules import NAMED, Schedule, plans, refusal
-from ficco.tools.bench import attention, experts, harness, measure, plots, replay, replay_run
+from ficco.tools.bench import attention, experts, harness, measure, replay, replay_run
 from ficco.tools.bench import products as bench_products
 from ficco.tools.bench.calls import caller
 from ficco.tools.bench.candidates import choose
@@ -53,7 +53,7 @@ from ficco.tools.bench.replay import (
     arrivals,
 )
 from ficco.tools.bench.replay_run import ReplayOperands, proven
-from ficco.tools.bench.report import report, show_best
+from ficco.tools.bench.report import draw, report, show_best
 from ficco.tools.tune import products
 
 CPU = torch.device("cpu")
@@ -420,7 +420,7 @@ def _bench(at: Rank, folder: str) -> list[dict[str, Any]]:
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    assert plots.draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
+    assert draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
     return records(rows)
 
 
@@ -465,7 +465,7 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     save(replace(known, copies=None), slow)
     replayed = replay_run.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        replayed.watch(Path(folder) / "none.csv", CPU)
+        replay_run.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
     save(link(known, latency_us=2000.0), slow)
     found = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):

@@ -18,8 +18,7 @@ replay      one rank on one GPU, whose peers a stream plays; ``replay_run`` time
 frames      the columns of the rows, their CSV files, and the description of a run
 stats       figures from times; one line per shape: the fastest row in each role
 tables      frames as Markdown, and in a terminal; a bar over something that takes long
-report      reports and tables from rows
-plots       pictures from rows
+report      reports, tables and pictures from rows
 simulated   shapes on a machine, simulated; decisions in words and pictures
 traces      a traced call per schedule, planned and measured
 draw        Timelines as pictures and as traces; the style of all pictures

@@ -238,43 +238,28 @@ SIMULATED = Schema(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What every run is told.
+def record(
+    settings: Any,
+    schema: Schema,
+    steps: Iterable[Iterable[Mapping[str, Any]]],
+    rank: int,
+    ranks: int,
+    **more: Any,
+) -> pd.DataFrame | None:
+    """Write the rows of each step as it ends, next to a description of the run, without which a
+    figure is worth nothing; all rows on rank 0, None elsewhere.
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: most rounds of a shape.
-        seconds: time for everything, shared among the shapes.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
+    ``settings``: :class:`ficco.tools.bench.cases.RunSettings`.
     """
-
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
-
-    def record(
-        self,
-        schema: Schema,
-        steps: Iterable[Iterable[Mapping[str, Any]]],
-        rank: int,
-        ranks: int,
-        **more: Any,
-    ) -> pd.DataFrame | None:
-        """Write the rows of each step as it ends, next to a description of the run, without which
-        a figure is worth nothing; all rows on rank 0, None elsewhere."""
-        frames = [schema.frame(())]
+    frames, csv = [schema.frame(())], settings.csv
+    if rank == 0:
+        text = json.dumps(describe(settings.device, settings.command, ranks) | more, indent=2)
+        csv.with_suffix(".json").write_text(text + "\n")
+    for rows in steps:
+        frames.append(schema.frame(rows))
         if rank == 0:
-            text = json.dumps(describe(self.device, self.command, ranks) | more, indent=2)
-            self.csv.with_suffix(".json").write_text(text + "\n")
-        for rows in steps:
-            frames.append(schema.frame(rows))
-            if rank == 0:
-                append(self.csv, frames[-1])
-        return pd.concat(frames, ignore_index=True) if rank == 0 else None
+            append(csv, frames[-1])
+    return pd.concat(frames, ignore_index=True) if rank == 0 else None
 
 
 def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:

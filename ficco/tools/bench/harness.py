@@ -30,11 +30,12 @@ from ficco.heuristics import decide
 from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import Runner
-from ficco.tools.bench.frames import RunSettings, Schema
-from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, rounds
-from ficco.tools.bench.replay_run import Replayed
+from ficco.tools.bench.cases import BenchSettings
+from ficco.tools.bench.frames import Schema, record
+from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item
+from ficco.tools.bench.replay_run import replayed_watch
 from ficco.tools.bench.report import MODE_WORDS, about_table
-from ficco.tools.bench.series import Stopwatch, slowest
+from ficco.tools.bench.series import Stopwatch, Times
 from ficco.tools.bench.stats import IDEAL, fastest, over, spread
 from ficco.tools.bench.tables import bar, cells, markdown
 from ficco.tools.bench.traces import trace_all, write
@@ -310,34 +311,11 @@ class Subject:
     show: Callable[[pd.DataFrame], None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings(RunSettings):
-    """What is benched, and how.
-
-    Attributes:
-        cases: of the subject.
-        schedules: of ficco's variants, empty for those of the subject; candidates of products.
-        timelines: draw one traced call per schedule of the first case.
-        quiet: print no table of each case.
-        seed: of the order in a round and of the random data.
-        replayed: the rank that is replayed; None where all ranks run.
-    """
-
-    subject: Subject
-    cases: tuple[Any, ...]
-    modes: tuple[str, ...]
-    schedules: tuple[Any, ...] = ()
-    timelines: bool = False
-    quiet: bool = False
-    seed: int = 0
-    replayed: Replayed | None = None
-
-
 def bench(settings: BenchSettings) -> pd.DataFrame | None:
     """Measure; collective. The rows on rank 0, None elsewhere."""
     device, subject = local_device(settings.device), settings.subject
     if settings.replayed:
-        watch: Stopwatch = settings.replayed.watch(settings.csv, device)
+        watch: Stopwatch = replayed_watch(settings.replayed, settings.csv, device)
     else:
         # Without a limit: a rank that fails here ends, and brings its peers down.
         watch = Stopwatch(dist.group.WORLD, device, timeout_s=math.inf)
@@ -349,7 +327,7 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
     writer = dist.get_rank()  # of the processes that run
     run = _Bench(settings, watch, Console(stderr=True, quiet=writer != 0))
     with torch.set_grad_enabled(subject.gradients):
-        rows = settings.record(subject.schema, run.cases(), writer, watch.world, **more)
+        rows = record(settings, subject.schema, run.cases(), writer, watch.world, **more)
     watch.close()
     return rows
 
@@ -429,9 +407,9 @@ class _Bench:
             ]
             # The first preparation is that of the libraries, too, and no reason for few rounds.
             seconds = max(share - spent, share * LEAST_SHARE)
-            where = watch.clock, watch.barrier, settings.rounds, seconds
-            done = rounds(items, *where, seed=settings.seed + number, tick=tick)
-        rows = self._rows(work, shape, checked, items, done)
+            how: dict[str, Any] = {"most": settings.rounds, "seed": settings.seed + number}
+            done, times = watch.rounds(items, seconds=seconds, tick=tick, **how)
+        rows = self._rows(work, shape, checked, dict(zip(items, times, strict=True)), done)
         if settings.timelines and number == 0:
             calls: dict[str, Callable[[], Any]] = {}
             for one in timed:
@@ -447,17 +425,15 @@ class _Bench:
         work: Workload,
         shape: dict[str, Any],
         checked: Sequence[Checked],
-        items: Sequence[Item],
+        timed: Mapping[Item, tuple[Times, float]],
         done: int,
     ) -> list[dict[str, Any]]:
-        everyone = self.watch.gather([(item.times_s, item.host_s) for item in items])
         series: dict[str, dict[str, Any]] = {mode: {} for mode in self.settings.modes}
         seen: dict[tuple[str, str], dict[str, float]] = {}
-        for item, *of_ranks in zip(items, *everyone, strict=True):
-            times, hosts = zip(*of_ranks, strict=True)
-            series[item.mode][item.name] = slowest(times)
-            own = {"host_us": max(hosts) * 1e6, **self.watch.figures(item, done)}
-            columns = self.subject.schema.columns
+        columns = self.subject.schema.columns
+        for item, (times, host_s) in timed.items():
+            series[item.mode][item.name] = times
+            own = {"host_us": host_s * 1e6, **self.watch.figures(item, done)}
             seen[item.mode, item.name] = {key: own[key] for key in own if key in columns}
         by_name = {one.name: one for one in checked}
         rows = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.patience import limit_of
 from ficco.heuristics.arrivals import last_arrival
 from ficco.heuristics.families import family_of
-from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.machine import Fingerprint, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
 from ficco.problems.products import Problem
@@ -29,6 +28,7 @@ from ficco.problems.specification import AnyProblem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import SLOTS, Workspace, adopt, workspace_of
 from ficco.tools.bench.calls import Runner
+from ficco.tools.bench.cases import Replayed
 from ficco.tools.bench.inputs import Draw, Operands, draw_normal
 from ficco.tools.bench.measure import HOST_ROWS, DeviceClock, Item
 from ficco.tools.bench.replay import Courier, Paces, ReplayEngine, brought, plans_of, portable
@@ -46,33 +46,16 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """Who is played, and when rows arrive.
-
-    Attributes:
-        world: ranks of the group that is played.
-        rank: the one that the GPU is.
-        machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
-            Peers are GPUs like this one, if any machine is of such.
-        products: measures what products take here, in place of the machine's, if given.
-    """
-
-    world: int
-    rank: int = 0
-    machine: str | None = None
-    products: Callable[[Stopwatch, Machine], Machine] | None = None
-
-    def watch(self, csv: Path, device: torch.device) -> ReplayWatch:
-        """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine,
-        which is written next to a CSV file."""
-        ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
-        watch = ReplayWatch(self, device)
-        path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(watch.machine, path)
-        ficco.set_options(machine=str(path))
-        return watch
+def replayed_watch(settings: Replayed, csv: Path, device: torch.device) -> ReplayWatch:
+    """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine, which is
+    written next to a CSV file."""
+    ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+    watch = ReplayWatch(settings, device)
+    path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(watch.machine, path)
+    ficco.set_options(machine=str(path))
+    return watch
 
 
 class ReplayOperands(Operands):

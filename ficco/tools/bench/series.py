@@ -101,13 +101,22 @@ class Stopwatch:
         tick: Callable[[str], None] = lambda what: None,
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
-        items = {
-            name: Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
+        items = [
+            Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
-        }
-        rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, tick=tick)
-        everyone = self.gather({name: item.times_s for name, item in items.items()})
-        return {name: slowest([one[name] for one in everyone]) for name in items}
+        ]
+        _, found = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
+        return {item.name: times for item, (times, _) in zip(items, found, strict=True)}
+
+    def rounds(
+        self, items: list[Item], *, seconds: float, **how: Any
+    ) -> tuple[int, list[tuple[Times, float]]]:
+        """Time items in rounds; how many rounds, and of each item the times and the seconds of the
+        host, both of the slowest rank. ``how``: as :func:`ficco.tools.bench.measure.rounds`."""
+        done = rounds(items, self.clock, self.barrier, seconds=seconds, **how)
+        everyone = self.gather([(item.times_s, item.host_s) for item in items])
+        by_item = [zip(*of_ranks, strict=True) for of_ranks in zip(*everyone, strict=True)]
+        return done, [(slowest(times), max(hosts)) for times, hosts in by_item]
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""

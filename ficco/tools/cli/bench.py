@@ -20,16 +20,17 @@ from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import SCALED
 from ficco.tools import launch
 from ficco.tools.bench import cases
-from ficco.tools.bench.cases import OPTIONAL, Case
+from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli.site import (
     CSV,
     FLAG,
     NAMES,
     add_dtypes,
+    add_fields,
     add_files,
     add_ranks,
-    add_rounds,
     command,
+    field_values,
     refuse_others,
     shapes,
     writable,
@@ -47,7 +48,7 @@ START_S = 180.0
 #: Operators of ``--attention``.
 OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 
-#: Options that a replay has, named as in ``Replayed``.
+#: Options of a replay.
 PLAYED = ("rank", "machine", "products")
 
 
@@ -113,10 +114,7 @@ def options(parser: Any) -> None:
     played.add_argument(
         "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
     )
-    played.add_argument("--rank", type=int, help="be this one (default: 0)")
-    played.add_argument(
-        "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
-    )
+    add_fields(played, Replayed, "rank", "machine")
     played.add_argument(
         "--products",
         **FLAG,
@@ -125,16 +123,10 @@ def options(parser: Any) -> None:
     )
     how = parser.add_argument_group("how")
     add_ranks(how)
-    add_rounds(how)
-    how.add_argument(
-        "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
-    )
-    how.add_argument(
-        "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
-    )
+    add_fields(how, BenchSettings, "rounds", "seconds", "seed")
     result = parser.add_argument_group("output")
     add_files(result, "ficco-bench", "set")
-    result.add_argument("--timelines", **FLAG, help="trace and draw the first shape")
+    add_fields(result, BenchSettings, "timelines")
     result.add_argument("--json", **FLAG, help="print the rows as JSON")
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", **CSV, help="draw its pictures")
@@ -150,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"wrote {_report(arguments.report)}")
         return 0
     from ficco.tools.bench.frames import read_description, records
-    from ficco.tools.bench.harness import BenchSettings, bench, report
+    from ficco.tools.bench.harness import bench, report
     from ficco.tools.bench.report import show_best
 
     _check_replay(arguments)
@@ -164,8 +156,14 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--operator: {name} is required {how} --attention")
     what, kind = _others(arguments, device, others[0]) if others else _products(arguments, device)
     what = what if arguments.replay is None else f"replay-{arguments.replay}-{what}"
-    how = {"timelines": arguments.timelines, "quiet": arguments.json, "seed": arguments.seed}
-    settings = BenchSettings(**kind, **how, **run_settings(arguments, what, device, ranks))
+    settings = BenchSettings(
+        **kind,
+        **field_values(arguments, BenchSettings),
+        device=device,
+        quiet=arguments.json,
+        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        command=command(),
+    )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
         if settings.subject.heads is not None:
@@ -186,10 +184,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_replay(arguments: argparse.Namespace) -> None:
     """Refuse what a replay cannot have, and what is for a replay where there is none."""
-    world, rank = arguments.replay, arguments.rank or 0
+    world, rank = arguments.replay, arguments.rank
     if world is None:
         for name in PLAYED:
-            if (given := getattr(arguments, name)) is not None and given is not False:
+            if getattr(arguments, name):
                 raise ValueError(f"--{name}: required with --replay")
         return
     for name in ("ranks", "layers", "timelines"):
@@ -223,20 +221,6 @@ def place(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
     return device, ranks
-
-
-def run_settings(
-    arguments: argparse.Namespace, what: str, device: str, ranks: int
-) -> dict[str, Any]:
-    """What every measurement of something is told:
-    :class:`ficco.tools.bench.frames.RunSettings`."""
-    return {
-        "device": device,
-        "rounds": arguments.rounds,
-        "seconds": arguments.seconds,
-        "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
-        "command": command(),
-    }
 
 
 def named(what: str, device: str, ranks: int) -> str:
@@ -274,18 +258,20 @@ def measured(
         return 0
     for path in (settings.csv, *finish(rows)):
         print(f"wrote {path}", file=sys.stderr)
-    bad = rows[rows["status"].isin(("wrong", "failed"))]
-    for row in bad.to_dict("records"):
+    bad = []
+    for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
         what = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
-        print(f"{row['status']}: {' on '.join(what)}: {row['note']}", file=sys.stderr)
-    return 1 if len(bad) else 0
+        bad.append(f"{row['status']}: {' on '.join(what)}: {row['note']}")
+    for line in dict.fromkeys(bad):  # once, not in every mode
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
 
 
 # What is measured.
 
 
-#: What is measured: its name, and what :class:`ficco.tools.bench.harness.BenchSettings` has
-#: besides what every measurement has.
+#: Name of a measurement, and the fields of :class:`ficco.tools.bench.cases.BenchSettings` that
+#: depend on its kind.
 Measurement = tuple[str, dict[str, Any]]
 
 
@@ -309,17 +295,13 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
 
 def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
     """The rank that is replayed; ``blocks``: of products besides plain products."""
-    from ficco.tools.bench.replay_run import Replayed
     from ficco.tools.tune.products import refitted
 
     if arguments.replay is None:
         return {}
-    measure = partial(refitted, more=tuple(sorted(blocks)))
-    products = measure if arguments.products else None
-    rank, machine = arguments.rank or 0, arguments.machine
-    return {
-        "replayed": Replayed(world=arguments.replay, rank=rank, machine=machine, products=products)
-    }
+    measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
+    values = field_values(arguments, Replayed)
+    return {"replayed": Replayed(world=arguments.replay, products=measure, **values)}
 
 
 def _others(arguments: argparse.Namespace, device: str, what: str) -> Measurement:
@@ -400,10 +382,10 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
 
 
 def _pictures(csv: Path) -> list[Path]:
-    from ficco.tools.bench import plots
     from ficco.tools.bench.frames import REPLAY  # whose columns are those of all benches and more
+    from ficco.tools.bench.report import draw_next_to
 
-    return plots.draw_next_to(csv, REPLAY.read(csv))
+    return draw_next_to(csv, REPLAY.read(csv))
 
 
 def _report(csv: Path) -> Path:

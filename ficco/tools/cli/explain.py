@@ -15,7 +15,7 @@ from typing import Any
 from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.tools import launch
-from ficco.tools.bench.cases import Case
+from ficco.tools.bench.cases import BenchSettings, Case
 from ficco.tools.cli.bench import START_S
 from ficco.tools.cli.site import (
     FILE,
@@ -126,7 +126,7 @@ def _measure(
     """
     from ficco.tools.bench import products
     from ficco.tools.bench.candidates import parse
-    from ficco.tools.bench.harness import BenchSettings, bench
+    from ficco.tools.bench.harness import bench
     from ficco.tools.bench.measure import modes_of
 
     require_extra()

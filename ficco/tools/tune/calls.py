@@ -175,12 +175,6 @@ def with_entry(machine: Machine, new: Tuned) -> Machine:
     return replace(machine, tuned=(*others, new))
 
 
-def name_of(problem: Problem) -> str:
-    """The name of a problem as a step of a run."""
-    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
-    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.kind_of_operands}"
-
-
 def from_cases(
     cases: Iterable[Case], world: int, device: str, operators: Sequence[str] = ()
 ) -> list[Problem]:
