@@ -1,6 +1,6 @@
 """Machines: what is known of a kind of host, as data and as files.
 
-``fit``, which needs numpy, is imported by who fits: ``from ficco.tools.fit import fit``.
+``fit``, which needs numpy, is imported by who fits: ``from ficco.tools.tune.fits import fit``.
 """
 
 from ficco.machine.files import digest, dumps, load, loads, save

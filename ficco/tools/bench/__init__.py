@@ -15,9 +15,8 @@ layers      workload: forward and backward of tensor-parallel layers
 attention   workload: attention with one right answer
 experts     workload: a layer of experts
 replay      one rank on one GPU, whose peers a stream plays; ``replay_run`` times it
-frames      the columns of the rows, their CSV files, and the description of a run
+frames      the columns of the rows, their CSV files, and the description of a run; tables of text
 stats       figures from times; one line per shape: the fastest row in each role
-tables      frames as Markdown, and in a terminal; a bar over something that takes long
 report      reports, tables and pictures from rows
 simulated   shapes on a machine, simulated; decisions in words and pictures
 traces      a traced call per schedule, planned and measured

@@ -30,11 +30,11 @@ from ficco.tools.bench.calls import build, caller, taken
 from ficco.tools.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case, scenarios
 from ficco.tools.bench.draw import draw, trace
+from ficco.tools.bench.frames import bar, cells, show
 from ficco.tools.bench.harness import Workload, taken_by_auto
 from ficco.tools.bench.inputs import ExactCall, Operands, exact_calls, seconds
 from ficco.tools.bench.series import Stopwatch
 from ficco.tools.bench.simulated import examples, show_table_i
-from ficco.tools.bench.tables import bar, cells, show
 from ficco.tools.bench.traces import trace_all
 from ficco.tools.launch import local_device
 

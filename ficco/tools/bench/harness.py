@@ -31,13 +31,12 @@ from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.cases import BenchSettings
-from ficco.tools.bench.frames import Schema, record
+from ficco.tools.bench.frames import Schema, bar, cells, markdown, record
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item
 from ficco.tools.bench.replay_run import replayed_watch
 from ficco.tools.bench.report import MODE_WORDS, about_table
 from ficco.tools.bench.series import Stopwatch, Times
 from ficco.tools.bench.stats import IDEAL, fastest, over, spread
-from ficco.tools.bench.tables import bar, cells, markdown
 from ficco.tools.bench.traces import trace_all, write
 from ficco.tools.launch import local_device
 

@@ -14,7 +14,7 @@ from ficco.tools.bench import stats
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
-from ficco.tools.bench.frames import place, read_description
+from ficco.tools.bench.frames import cells, markdown, place, read_description, show
 from ficco.tools.bench.stats import (
     RATIOS,
     balance,
@@ -27,7 +27,6 @@ from ficco.tools.bench.stats import (
     schedules,
     shape_text,
 )
-from ficco.tools.bench.tables import cells, markdown, show
 
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",

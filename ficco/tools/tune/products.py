@@ -32,9 +32,9 @@ from ficco.problems.scaling import MULTIPLE, SCALED
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
 from ficco.tools.bench.series import MeasuredCalls, Stopwatch
-from ficco.tools.fit import Sample, errors, fit
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import EFFORTS, Attends, Shape
+from ficco.tools.tune.fits import Sample, errors, fit
 from ficco.tools.tune.site import Site
 
 #: The call by which an engine is asked whether its library has a recipe.

@@ -31,9 +31,8 @@ from ficco.machine import (
     tuned_key,
 )
 from ficco.tools import doctor
-from ficco.tools.bench.frames import commit
+from ficco.tools.bench.frames import Forecast, bar, commit
 from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.tables import Forecast, bar
 from ficco.tools.launch import local_device
 from ficco.tools.tune import calls, communication, products
 from ficco.tools.tune.effort import NETWORK, STEPS, TuneSettings, name_of
