@@ -472,6 +472,9 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     missing = rows[rows["note"] != ""]
     if len(missing):
         texts = missing[["way", subject.case, "status", "note"]].itertuples(index=False)
-        lines = [f"- {way} of {case}: {status}: {note}" for way, case, status, note in texts]
+        lines = [
+            f"- {way or 'all ways'} of {case}: {status}: {note}"
+            for way, case, status, note in texts
+        ]
         parts += ["## Not measured", "\n".join(dict.fromkeys(lines))]
     return "\n\n".join(part for part in parts if part) + "\n"
