@@ -25,9 +25,8 @@ from benchmarks.tiled_products import SHAPES as SMALL
 from ficco.compute.tiled.hopper import hopper_products
 from ficco.compute.tiled.products import TileScales, TileTypes
 from ficco.compute.tiled.worklist import Work
-from ficco.tools.bench.frames import describe
+from ficco.tools.bench.frames import describe, markdown
 from ficco.tools.bench.report import about_table
-from ficco.tools.bench.tables import markdown
 
 #: The eight shapes of docs/results, and those of the other bench.
 SHAPES = (

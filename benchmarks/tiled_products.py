@@ -37,9 +37,8 @@ from ficco.hip_kernels.cuda_binding import CudaBinding, check
 from ficco.hip_kernels.launch import Packed
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
-from ficco.tools.bench.frames import describe
+from ficco.tools.bench.frames import cells, describe, markdown
 from ficco.tools.bench.report import about_table
-from ficco.tools.bench.tables import cells, markdown
 
 SHAPES = (
     (8192, 3584, 4096),

@@ -32,7 +32,7 @@ from benchmarks.tiled_products import LONG_US, SHAPES, host_us, launcher
 from ficco.compute.tiled import hopper
 from ficco.compute.tiled.products import TiledProducts
 from ficco.compute.tiled.worklist import H100, RowSpan, TileList, Tiling, Work, ranked
-from ficco.tools.bench.tables import cells, markdown
+from ficco.tools.bench.frames import cells, markdown
 
 try:
     from benchmarks import tiled_gluon

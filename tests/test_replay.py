@@ -34,7 +34,8 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import Workspace, adopt
 from ficco.schedules import NAMED, Schedule, plans, refusal
-from ficco.tools.bench import attention, experts, measure, plots, replay, replay_run, ways
+from ficco.tools.bench import attention, experts, harness, measure, replay, replay_run
+from ficco.tools.bench import products as bench_products
 from ficco.tools.bench.calls import caller
 from ficco.tools.bench.candidates import choose
 from ficco.tools.bench.cases import Case
@@ -51,7 +52,7 @@ from ficco.tools.bench.replay import (
     arrivals,
 )
 from ficco.tools.bench.replay_run import ReplayOperands, proven
-from ficco.tools.bench.report import report, show_best
+from ficco.tools.bench.report import draw, report, show_best
 from ficco.tools.tune import products
 
 CPU = torch.device("cpu")
@@ -396,27 +397,25 @@ def _played_by_threads(lost: str) -> None:
 
 def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]:
     _played_by_threads(lost="shrinking")
-    settings = replay_run.ReplaySettings(
+    settings = harness.BenchSettings(
+        subject=replace(bench_products.SUBJECT, schema=REPLAY),
         cases=(case,),
-        candidates=choose(NAMES),
+        schedules=choose(NAMES),
         modes=(mode,),
         device="cpu",
         rounds=2,
         seconds=600,
         csv=Path(folder) / "rows.csv",
-        world=3,
-        rank=1,
-        machine="h200-4",
-        products=products.refitted,
+        replayed=replay_run.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
     )
-    rows = replay_run.replay(settings)
+    rows = harness.bench(settings)
     assert rows is not None
     show_best(rows)
     about = read_description(settings.csv)
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    assert plots.draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
+    assert draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
     return records(rows)
 
 
@@ -468,11 +467,11 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     save(replace(known, copies=None), slow)
     replayed = replay_run.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        replayed.watch(Path(folder) / "none.csv", CPU)
+        replay_run.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
     save(link(known, latency_us=2000.0), slow)
     found = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
-        settings = ways.WaySettings(
+        settings = harness.BenchSettings(
             subject=room.SUBJECT,
             cases=room.SHAPES["cpu"][: 2 if schedules else 1],
             modes=("queued",),
@@ -483,9 +482,9 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
             csv=Path(folder) / f"{room.SUBJECT.name}.csv",
             replayed=replayed,
         )
-        rows = ways.time_ways(settings)
+        rows = harness.bench(settings)
         assert rows is not None
-        text = ways.report(room.SUBJECT, rows, read_description(settings.csv), "name")
+        text = harness.report(room.SUBJECT, rows, read_description(settings.csv), "name")
         assert "plays rank 1 of 2" in text and "| copies | " in text and "SignalTimeout" in text
         found += records(rows)
     return found

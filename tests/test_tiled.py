@@ -25,8 +25,8 @@ from ficco.proof import check
 from ficco.schedules import Schedule, plans
 from ficco.simulate.events import Simulation
 from ficco.tools.bench.cases import SETS
-from ficco.tools.fit import Sample, errors, fit
 from ficco.tools.tune.effort import GPU
+from ficco.tools.tune.fits import Sample, errors, fit
 from ficco.tools.tune.products import TILES
 
 PROCESSORS = 132

@@ -25,7 +25,17 @@ from ficco.machine.text import parse
 from ficco.tools import cli
 from ficco.tools.bench import report
 from ficco.tools.bench.cases import scenarios
-from ficco.tools.bench.frames import BENCH, LAYERS, LOSSES, append, read_description
+from ficco.tools.bench.frames import (
+    ATTENTION,
+    BENCH,
+    EXPERTS,
+    LAYERS,
+    LOSSES,
+    REPLAY,
+    Schema,
+    append,
+    read_description,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS, RESULTS = ROOT / "ficco", ROOT / "docs", ROOT / "docs" / "results"
@@ -51,14 +61,10 @@ VARIABLE = re.compile(r"FICCO_[A-Z_]*[A-Z]")
 README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
-#: Result files that are written again, byte for byte, and whether their reports are, too.
-AGAIN = {
-    "measured-h200-4": (BENCH, True),
-    "all-reduce-h200-4": (BENCH, True),
-    "decode-graph-h200-2": (BENCH, True),
-    "layers-h200-2": (LAYERS, False),
-    "losses-h200-2": (LOSSES, False),
-}
+#: Kinds of result files, each of which is written again byte for byte.
+SCHEMAS = (BENCH, REPLAY, LAYERS, EXPERTS, ATTENTION, LOSSES)
+#: Benches whose reports have text of an author, or compare files.
+BY_HAND = ("serial-by-kernel-before-h200-4", "timeline-h200-2")
 
 
 # Links.
@@ -332,17 +338,30 @@ def sources() -> Iterator[str]:
                 yield f"docs/machine-file.md is wrong about who gives {block}.{key}"
 
 
+def result_files() -> Iterator[tuple[Path, Schema]]:
+    """Result files of the bench, each with its kind."""
+    for path in sorted(RESULTS.glob("*.csv")):
+        columns = set(path.read_text().partition("\n")[0].split(","))
+        for schema in SCHEMAS:
+            required = schema.columns.keys() - schema.later.keys()
+            if required <= columns <= schema.columns.keys():
+                yield path, schema
+                break
+
+
 def results() -> Iterator[str]:
     """Results that do not follow from their rows, or do not say where they are from."""
     with tempfile.TemporaryDirectory() as folder:
-        for name, (schema, reported) in AGAIN.items():
-            path = RESULTS / f"{name}.csv"
-            again = append(Path(folder, path.name), schema.read(path))
+        for path, schema in result_files():
+            rows = schema.read(path)
+            columns = path.read_text().partition("\n")[0].split(",")  # older files have fewer
+            again = append(Path(folder, path.name), rows[columns])
             if again.read_bytes() != path.read_bytes():
                 yield f"{path} is not what is read of it"
-            pictures = sorted(RESULTS.glob(f"{name}_*.png"))
+            pictures = sorted(RESULTS.glob(f"{path.stem}_*.png"))
+            reported = schema in (BENCH, REPLAY) and path.stem not in BY_HAND
             if reported and path.with_suffix(".md").read_text() != report.report(
-                BENCH.read(path), read_description(path), name, pictures
+                rows, read_description(path), path.stem, pictures
             ):
                 yield f"{path.with_suffix('.md')} is not the report of its rows"
         paper.write_report(machine("mi300x-8"), Path(folder, "page.md"), "a command")

@@ -17,7 +17,7 @@ from ficco.heuristics.losses import bounds
 from ficco.machine import Machine, find
 from ficco.schedules import Schedule
 from ficco.simulate import predict
-from ficco.tools.bench.tables import markdown
+from ficco.tools.bench.frames import markdown
 
 MACHINES = ("h100-8", "mi300x-8")
 #: Ranks in all, and the hosts that they are on.

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from docs.make.readme import put_between
 from ficco.machine import Machine, Provenance, configs, load, units
 from ficco.machine.model import OneOf, Points, Quantity
-from ficco.tools.bench.tables import markdown
+from ficco.tools.bench.frames import markdown
 
 #: By class, who gives a key its value, in the words of the page. Keys that hold a block are left
 #: out: the block's own keys say it.

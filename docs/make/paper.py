@@ -20,9 +20,8 @@ from ficco.schedules import NAMED
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case, scenarios
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, LIGHT, picture
-from ficco.tools.bench.frames import append
+from ficco.tools.bench.frames import append, markdown
 from ficco.tools.bench.simulated import simulate_case
-from ficco.tools.bench.tables import markdown
 
 #: The schedules that the paper studies (section V-B).
 STUDIED_1D = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")

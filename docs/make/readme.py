@@ -15,10 +15,9 @@ from typing import Any
 import pandas as pd
 
 from ficco.errors import ConfigError
-from ficco.tools.bench.frames import BENCH, read_description
+from ficco.tools.bench.frames import BENCH, markdown, read_description
 from ficco.tools.bench.report import HINDSIGHT, MODE_WORDS
 from ficco.tools.bench.stats import RATIOS, by_operator, geomean, lines, modes
-from ficco.tools.bench.tables import markdown
 
 #: A bench for a table of several: its rows, what is known of the machine, a link to its report.
 Results = tuple[pd.DataFrame, dict[str, Any], str]

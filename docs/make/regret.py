@@ -25,10 +25,9 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.frames import BENCH, commit, read_description
+from ficco.tools.bench.frames import BENCH, commit, markdown, read_description
 from ficco.tools.bench.report import MODE_WORDS
 from ficco.tools.bench.stats import by_operator, measured
-from ficco.tools.bench.tables import markdown
 from ficco.version import version
 
 #: Kinds of rows that ``auto`` must be no slower than.

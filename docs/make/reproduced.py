@@ -23,9 +23,8 @@ from ficco.machine import find
 from ficco.problems.products import Problem
 from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.frames import BENCH, LOSSES
+from ficco.tools.bench.frames import BENCH, LOSSES, markdown
 from ficco.tools.bench.stats import geomean, measured
-from ficco.tools.bench.tables import markdown
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "mi300x-simulated.md"

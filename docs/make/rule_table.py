@@ -18,7 +18,7 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case, scenarios
-from ficco.tools.bench.tables import markdown
+from ficco.tools.bench.frames import markdown
 
 #: The paper's machine.
 MACHINE = "mi300x-8"

@@ -1,6 +1,6 @@
 """Machines: the figures of one kind of host, as data and as files.
 
-``fit`` needs numpy, so it is imported separately: ``from ficco.tools.fit import fit``.
+``fit`` needs numpy, so it is imported separately: ``from ficco.tools.tune.fits import fit``.
 """
 
 from ficco.machine.files import digest, dumps, load, loads, save

@@ -23,7 +23,7 @@ from ficco.schedules import Schedule
 from ficco.tools.bench import replay
 from ficco.tools.bench.calls import Runner, call
 from ficco.tools.bench.measure import Item
-from ficco.tools.bench.replay_run import ReplayOperands, ReplaySettings, ReplayWatch, proven
+from ficco.tools.bench.replay_run import Replayed, ReplayOperands, ReplayWatch, proven
 
 pytestmark = pytest.mark.gpu
 
@@ -36,19 +36,8 @@ def watch_of(at: Rank, rank: int = 0) -> ReplayWatch:
     path, machine = Path(tempfile.mkdtemp()) / "machine.yaml", find("h200-4", None)
     assert machine is not None
     save(link(machine, 383.0, 12.0), path)
-    settings = ReplaySettings(
-        cases=(),
-        candidates=(),
-        modes=("queued", "idle"),
-        device="cuda",
-        rounds=1,
-        seconds=60,
-        csv=Path("none.csv"),
-        world=WORLD,
-        rank=rank,
-        machine=str(path),
-    )
-    return ReplayWatch(settings, torch.device("cuda", torch.cuda.current_device()))
+    played = Replayed(world=WORLD, rank=rank, machine=str(path))
+    return ReplayWatch(played, torch.device("cuda", torch.cuda.current_device()))
 
 
 def problem_of(operator: str, rows: int, n: int, k: int) -> Problem:

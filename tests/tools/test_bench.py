@@ -30,7 +30,7 @@ from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
-from ficco.tools.bench import attention, cases, experts, layers, measure, report, stats, ways
+from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report, stats
 from ficco.tools.bench.calls import Runner, build, caller, expected, unavailable
 from ficco.tools.bench.candidates import (
     COMPARED,
@@ -46,12 +46,12 @@ from ficco.tools.bench.candidates import (
 )
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
+from ficco.tools.bench.harness import BenchSettings, Checked, bench
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.tools.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
-from ficco.tools.bench.run import BenchSettings, bench
+from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
 from ficco.tools.bench.series import Stopwatch, slowest
 from ficco.tools.bench.traces import trace_all
-from ficco.tools.bench.verify import Checked, Verifier, accuracy
 from ficco.tools.cli import bench as command
 
 # Figures.
@@ -457,6 +457,8 @@ class _OneRank:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    proof = staticmethod(lambda call, operands: call)
+
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
 def test_replays_are_proven_on_inputs_of_their_own(
@@ -471,9 +473,9 @@ def test_replays_are_proven_on_inputs_of_their_own(
         if len(replays) <= stale_after:
             result.copy_(operands.reference())
 
-    monkeypatch.setattr("ficco.tools.bench.verify.capture", lambda runner, pool: (replay, result))
+    monkeypatch.setattr("ficco.tools.bench.products.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    checked = Checked(parse("growing"), Runner(operands.reference))
+    checked = Checked("growing", Runner(operands.reference))
     verifier = Verifier(_OneRank())  # type: ignore[arg-type]
     verifier.graph(checked, operands, None)
     assert len(replays) == 2 and not torch.equal(*replays)
@@ -571,8 +573,9 @@ def _benched(at: ranks.Rank, folder: Path) -> pd.DataFrame | None:
     """A short bench of all operators but the first; rank 1 spoils sums that are scattered."""
     case = Case("a", 64, 16, 32, "float32")
     settings = BenchSettings(
+        subject=SUBJECT,
         cases=tuple(case.on(operator) for operator in OPERATORS if operator != OPERATOR),
-        candidates=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
+        schedules=choose(["auto", "hetero-fused-1d:pieces=2", "growing:pull@symmetric"]),
         modes=("idle",), device="cpu", rounds=2, seconds=600.0, csv=folder / "family.csv",
         quiet=True,
     )  # fmt: skip
@@ -605,18 +608,18 @@ def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Pat
 def _layered(at: ranks.Rank, folder: Path) -> list[Any]:
     """A short bench of layers by all ways, and of one layer with each of its steps spoilt."""
     few = {name: layers.WAYS[name] for name in ("collectives", "ficco")}
-    settings = layers.LayerSettings(
-        layers=layers.SHAPES["cpu"], modes=("idle",), device="cpu", rounds=2, seconds=2.0,
-        csv=folder / "layers.csv",
+    settings = BenchSettings(
+        subject=layers.SUBJECT, cases=layers.SHAPES["cpu"], modes=("idle",), device="cpu",
+        rounds=2, seconds=600.0, csv=folder / "layers.csv",
     )  # fmt: skip
     # Compiled for its own sizes: what an earlier layer left would make the next one dynamic.
     with torch._dynamo.config.patch(recompile_limit=1):
-        found = [layers.layers(settings)]
+        found = [bench(settings)]
     for operator in ("all_gather_matmul", "matmul_reduce_scatter"):
         with _spoilt(operator, at.rank), pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "WAYS", few)
-            one = replace(settings, layers=settings.layers[:1], csv=folder / f"{operator}.csv")
-            found.append(layers.layers(one))
+            one = replace(settings, cases=settings.cases[:1], csv=folder / f"{operator}.csv")
+            found.append(bench(one))
     return found
 
 
@@ -630,7 +633,7 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
             assert (row.status, row.note) == ("ok", ""), row
             assert row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
     assert (rows["speedup"][rows["way"].isin(layers.COLLECTIVES)] == 1.0).sum() >= 2
-    text = layers.report(LAYERS.read(tmp_path / "layers.csv"), {"ranks": 2}, "name")
+    text = harness.report(layers.SUBJECT, LAYERS.read(tmp_path / "layers.csv"), {}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
     assert "- pytorch-async-tp of attention: skipped" in text
     for rows in spoilt:
@@ -652,7 +655,7 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> 
     """A short bench of ways, and of some of them with an operator of each case spoilt."""
     room, odd, _, _ = WAYS[which]
     cases = (*room.SHAPES["cpu"], replace(room.SHAPES["cpu"][0], name="odd", **odd))
-    settings = ways.WaySettings(
+    settings = BenchSettings(
         subject=room.SUBJECT, cases=cases, modes=("idle",), device="cpu", rounds=2, seconds=600.0,
         timelines=True, csv=folder / "ways.csv",
     )  # fmt: skip
@@ -660,14 +663,13 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> 
     few = replace(settings, schedules=("auto", "serial"), timelines=False, csv=folder / "few.csv")
     late = replace(few, seconds=-1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ficco.tools.bench.series.PEERS_S", 250.0)  # while rank 0 draws
         first = {operator: names[:4] for operator, names in attention.SCHEDULES.items()}
         patch.setattr(attention, "SCHEDULES", first)
-        found = [ways.time_ways(one) for one in (settings if which else some, late)]
+        found = [bench(one) for one in (settings if which else some, late)]
         with ExitStack() as stack:
             for operator in spoilt:
                 stack.enter_context(_spoilt(operator, at.rank))
-            found.append(ways.time_ways(few))
+            found.append(bench(few))
     return found
 
 
@@ -687,7 +689,8 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(tmp_path: Path, which:
         whole = by_way.drop([*parts.index, "ideal"])
         assert (whole["share"] < whole["in_turn"]).all() and (whole["speedup"] == 1.0).any()
         assert by_way["took"]["ficco"] and sum(by_way["took"] != "") == 1
-    text = ways.report(room.SUBJECT, room.SUBJECT.schema.read(tmp_path / "ways.csv"), {}, "name")
+    rows = room.SUBJECT.schema.read(tmp_path / "ways.csv")
+    text = harness.report(room.SUBJECT, rows, {}, "name")
     assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
     assert "of odd: skipped" in text and ("skew 0.5 |" in text) == (which == 0)
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
@@ -729,7 +732,7 @@ def _data(at: ranks.Rank) -> tuple[list[tuple[list[int], int]], list[float]]:
     apart = []
     for shape in attention.SHAPES["cpu"]:
         work = attention.AttentionData(shape, watch)
-        made = [way.call() for way in work.ways(()).values() if not (way.part or way.lacks)]
+        made = [way.call() for way in work.variants().values() if not (way.part or way.lacks)]
         assert len(made) > 5
         apart += [float((one - made[0]).abs().max()) for one in made]
     watch.close()

@@ -30,7 +30,7 @@ from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED
 from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
-from ficco.tools.bench import demo, ways
+from ficco.tools.bench import demo, experts
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.candidates import BenchCandidate, parse
 from ficco.tools.bench.cases import Case
@@ -380,15 +380,16 @@ def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     def told(words: str) -> Any:
         arguments = cli._parser().parse_args(["bench", *words.split()])
         bench_command._check_replay(arguments)
-        return bench_command._ways(arguments, "cuda")
+        what = "experts" if arguments.experts else "attention"
+        return bench_command._others(arguments, "cuda", what)
 
-    what, _, _, more, _ = told("--attention --operator ulysses_attention --only 64k")
+    what, more = told("--attention --operator ulysses_attention --only 64k")
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
     assert more["modes"] == ("queued", "idle") and "replayed" not in more
     played = "--replay 8 --rank 3 --machine h200-4 --device cuda"
-    what, _, _, more, write = told(f"--experts {played} --schedules growing auto")
-    assert what == "replay-8-experts" and len(more["cases"]) == 7
-    assert more["schedules"] == ("growing", "auto") and write.func is ways.report
+    what, more = told(f"--experts {played} --schedules growing auto")
+    assert what == "experts" and len(more["cases"]) == 7
+    assert more["schedules"] == ("growing", "auto") and more["subject"] is experts.SUBJECT
     replayed = more["replayed"]
     assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
 

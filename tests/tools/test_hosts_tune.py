@@ -17,8 +17,9 @@ from ficco.machine import load
 from ficco.tools.bench.candidates import choose
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH
+from ficco.tools.bench.harness import BenchSettings, bench
 from ficco.tools.bench.measure import Barrier
-from ficco.tools.bench.run import BenchSettings, bench
+from ficco.tools.bench.products import SUBJECT
 from ficco.tools.tune import fits
 from ficco.tools.tune import run as tuning
 
@@ -78,8 +79,8 @@ def _benched(at: Rank, path: Path) -> None:
     about: Any = {"cases": (Case("a", 256, 16, 32, "float32"),), "device": "cpu", "csv": path}
     with host_of(at, 2):
         chosen = choose(["auto", "growing", "uniform-fused-2d"])
-        about |= {"candidates": chosen, "modes": ("idle",), "rounds": 2, "seconds": 30}
-        bench(BenchSettings(quiet=True, **about))
+        about |= {"schedules": chosen, "modes": ("idle",), "rounds": 2, "seconds": 30}
+        bench(BenchSettings(subject=SUBJECT, quiet=True, **about))
 
 
 def test_a_bench_over_hosts(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problems.products import Problem
-from ficco.tools.bench import plots, report, stats
+from ficco.tools.bench import report, stats
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, append, records
 from ficco.tools.bench.stats import balance, lines, modes
@@ -162,7 +162,7 @@ def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
     assert "no larger than serial's on 2 of 2 shapes; at most it is 0.900 times" in text
     assert "the memory traffic" not in report.report(_rows(), {}, "name", [])
     assert "Accuracy" not in report.report(_rows(), {}, "name", [])
-    names = [path.name for path in plots.draw(rows, tmp_path / "name", "title")]
+    names = [path.name for path in report.draw(rows, tmp_path / "name", "title")]
     assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
 
 
@@ -197,6 +197,25 @@ def test_lines_take_the_best_of_each_shape() -> None:
     assert list(lines(alone, "queued")["best", "candidate"]) == ["auto"] * 2  # nothing else is
 
 
+def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
+    rows = _rows().query("mode == 'queued' and case == 'g1'")
+    auto = rows.query("candidate == 'shard-overlap'").assign(candidate="auto", note="is x (model)")
+    rows = pd.concat([rows, auto], ignore_index=True)
+    ours = rows["kind"] == "ficco"
+    for name, ratio in (("shard-overlap", "share"), ("uniform-fused-2d", "speedup")):
+        rows.loc[rows["candidate"] == name, ratio] = 0.99 * rows.loc[ours, ratio].max() + 0.1
+        assert list(lines(rows, "queued", ratio)["best", "candidate"]) == [name]
+    # A call with auto has a clock of its own, and is never above the best.
+    rows.loc[rows["candidate"] == "auto", "share"] = 2.0
+    found = lines(rows, "queued")
+    for role in ("auto", "overlap", "best_1d", "best_2d"):
+        assert (found["best", "share"] >= found[role, "share"]).all(), role
+    assert list(stats.schedules(found["best"])) == ["x"]
+    assert "| 2.400 | x | 2.00 |" in report.report(rows, {}, "name", [])
+    found = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]  # medians choose
+    assert list(found) == ["hetero-fused-1d:pieces=4"]
+
+
 def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _rows()
     report.show_shape(rows[rows["case"] == "g1"])
@@ -216,7 +235,7 @@ def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
     rows = _rows()
-    pictures = plots.draw(rows, tmp_path / "name", "title")
+    pictures = report.draw(rows, tmp_path / "name", "title")
     assert [path.name for path in pictures] == ["name_share.png", "name_speedup.png"]
     assert all(path.stat().st_size > 10_000 for path in pictures)
     about = {"device": "a device", "ranks": 4, "date": "2026-01-02 03:04 UTC", "command": "c"}
@@ -381,16 +400,16 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(
             figures.append(figure)
             yield figure
 
-    real = plots.picture
-    monkeypatch.setattr(plots, "picture", kept)
+    real = report.picture
+    monkeypatch.setattr(report, "picture", kept)
     for name, shapes, rows in (("measured-h200-4", 8, 1), ("unseen-h200-4", 27, 3)):
         table = BENCH.read(RESULTS / f"{name}.csv")
         there = modes(table)
-        plots.shares(table, there, tmp_path / "share.png", name)
+        report.shares(table, there, tmp_path / "share.png", name)
         panels = figures.pop().axes
         assert len(panels) == rows * len(there)
         assert sum(len(panel.get_xticks()) for panel in panels) == shapes * len(there)
         assert "ficco, auto" in panels[0].get_legend_handles_labels()[1]
-        plots.speedups(table, there, tmp_path / "speedup.png", name)
+        report.speedups(table, there, tmp_path / "speedup.png", name)
         assert all(axes.get_legend() is None for axes in figures[-1].axes)  # it covers nothing
         assert len(figures.pop().legends) == 1

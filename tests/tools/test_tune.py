@@ -50,7 +50,7 @@ from ficco.schedules import Schedule, plan
 from ficco.tools.bench import series
 from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.cases import Case
-from ficco.tools.tune import attention, calls, check, effort, fits, products
+from ficco.tools.tune import calls, check, effort, fits, products
 from ficco.tools.tune import run as tuning
 from ficco.tools.tune.files import Journal, changes, damaged, opened, rounded
 from ficco.tools.tune.site import Site
@@ -81,7 +81,7 @@ def test_times_that_tell_too_little_are_refused() -> None:
             fits.memory([(1e6, 1.0), (2e6, seconds)])
     with pytest.raises(ValueError, match="required rows of three lengths"):
         fits.heat(rows_of_products(BLOCKS["gemm"], (1, 64)))
-    counted = [attention.call_of(one) for one in effort.GPU.attends]
+    counted = [products.call_of(one) for one in effort.GPU.attends]
     with pytest.raises(ValueError, match="attention: required larger calls to take longer"):
         fits.attention(132, counted, [1e-3] * len(counted))
 
@@ -249,17 +249,17 @@ def test_attention_is_measured_cold_and_beside_the_products(
     def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         found = MadeUp.time(made_up, step, {n: c for n, c in calls.items() if n[0] == "r"})
         for name in calls.keys() - found.keys():
-            seconds, _ = truth.times(TRUTH, 2, *attention.call_of(calls[name]))
+            seconds, _ = truth.times(TRUTH, 2, *products.call_of(calls[name]))
             found[name] = np.array((TRUTH.heated(seconds),) * 6)
         return found
 
-    monkeypatch.setattr(attention, "call", lambda parts, asked: asked)
+    monkeypatch.setattr(products, "attention_call", lambda parts, asked: asked)
     monkeypatch.setattr(made_up, "time", timed)
     made_up.machine = Machine("new", "NVIDIA H200", 2)
     with pytest.raises(ValueError, match="attention: required the block 'gemm'"):
-        attention.attention(made_up)
+        products.attention(made_up)
     made_up.machine = replace(made_up.machine, gemm=TRUTH)
-    found = attention.attention(made_up)
+    found = products.attention(made_up)
     assert (found.start, found.block, found.backward_start) == pytest.approx(fixed)
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
@@ -423,6 +423,7 @@ def tune_with(
     with pytest.MonkeyPatch.context() as patch:
         fake = {name: fake_measure(name, Path(calls), faults.get(name, "")) for name in BLOCKS}
         patch.setattr(tuning, "MEASURES", fake)
+        patch.setattr(effort, "STEPS", tuple(fake))
         patch.setattr(tuning, "save", save_if_room)
         patch.setattr(series, "PEERS_S", 1.0)
         try:

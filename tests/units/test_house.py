@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1751, 1032),
     "schedules": (4830, 2900),
     "simulate": (1230, 810),
-    "tools": (13510, 7510),
+    "tools": (13440, 7390),
     "__init__.py": (160, 50),
     "__main__.py": (10, 10),
     "accelerator.py": (10, 10),
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 232,
+    "files": 226,
     "loose files": 9,
     "lines of the longest file": 1078,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -112,7 +112,7 @@ LAYERS = (
     ("integrations",),
     ("ficco",),
     ("tools",),
-    ("tools.launch", "tools.doctor", "tools.fit", "tools.probe", "tools.promela"),
+    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela"),
     ("tools.bench",),
     ("tools.tune",),
     ("tools.selftest",),
@@ -426,7 +426,7 @@ def test_every_module_has_a_docstring() -> None:
         ("tools/launch.py", "def f():\n    torch.cuda.synchronize()", own_gpus),
         ("nn/linear.py", "def f():\n    import transformers", clients),
         ("passes/graph.py", "from vllm.distributed import get_tp_group", clients),
-        ("tools/bench/run.py", "from torch import cuda", own_gpus),
+        ("tools/bench/harness.py", "from torch import cuda", own_gpus),
     ],
 )
 def test_rules_see_what_breaks_them(

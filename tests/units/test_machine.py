@@ -38,7 +38,7 @@ from ficco.machine import (
 )
 from ficco.machine import text as as_yaml
 from ficco.machine.model import OneOf, Points, Quantity
-from ficco.tools.fit import ENOUGH, Sample, errors, fit
+from ficco.tools.tune.fits import ENOUGH, Sample, errors, fit
 
 MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
 SMALL = Machine(

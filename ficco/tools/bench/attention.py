@@ -34,8 +34,8 @@ from ficco.problems.sizes import problem_of
 from ficco.runtime.workspace import workspace_of
 from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION
+from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
 from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.ways import COMPUTED, MOVED, Subject, Way
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0
@@ -268,23 +268,22 @@ SCHEDULES = {
 KERNELS = ("flash", "fmha", "sdpa", "attention")
 
 
-class AttentionData:
-    """A case on one rank (:class:`ficco.tools.bench.ways.Workload`)."""
+class AttentionData(Workload):
+    """A case on one rank."""
 
-    def __init__(self, case: AttentionCase, watch: Stopwatch) -> None:
-        self.case, self.watch, self.scale = case, watch, 0.0
+    def __init__(
+        self, case: AttentionCase, watch: Stopwatch, schedules: Sequence[str] = ()
+    ) -> None:
+        super().__init__(case, watch, schedules)
+        self.scale = 0.0
         sizes = {name: getattr(case, name) for name in
                  ("sequence", "heads", "kv_heads", "head_size", "causal", "placement")}  # fmt: skip
         self.asked = asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
         self.problem = asked if case.operator == GATHERS else HeadsProblem(asked)
         self.fill(0)
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self.case).items() if name != "name"}
-
     def fill(self, seed: int, exact: bool = False) -> None:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         self.scale = SCALE if exact else self.asked.size**-0.5
         self.operands = self._exact(seed) if exact else self._random(seed)
         if self.case.operator == GATHERS:
@@ -306,28 +305,28 @@ class AttentionData:
         return AttentionOperands(q, k, v, q)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, self.operands.wanted)
 
-    def ways(self, schedules: Sequence[str]) -> dict[str, Way]:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+    def variants(self) -> dict[str, Variant]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Way(
+            "ficco" if name == "auto" else f"ficco, {name}": Variant(
                 partial(self._by_ficco, name),
                 schedule=name,
                 baseline=name == "serial" and not self.watch.meets,
             )
-            for name in schedules or SCHEDULES[self.case.operator]
+            for name in self.schedules or SCHEDULES[self.case.operator]
         }
-        alone = {"attention": Way(self._alone(), COMPUTED)}
+        alone = {"attention": Variant(self._alone(), COMPUTED)}
         if self.case.operator == BY_HEADS:
             return {**alone, **self._by_heads(), **ours}
         if self.watch.on_gpu and "ficco" in ours:
             call = ours["ficco"].call
-            ours |= {"ficco, nothing merged": Way(call, "unmerged", context=nothing_merged)}
+            ours |= {"ficco, nothing merged": Variant(call, "unmerged", context=nothing_merged)}
         return {**alone, **self._gathered(), **ours}
 
-    def _gathered(self) -> dict[str, Way]:
+    def _gathered(self) -> dict[str, Variant]:
         asked, group, device = self.asked, self.watch.group, self.watch.device
 
         def by_collective() -> torch.Tensor:
@@ -341,7 +340,7 @@ class AttentionData:
 
         lacks = "" if self.watch.on_gpu else "PyTorch has it on GPUs only"
         pytorch = {
-            f"context_parallel, {kernels}, {rotation}": Way(
+            f"context_parallel, {kernels}, {rotation}": Variant(
                 by_pytorch,
                 meets=True,
                 context=partial(context_parallel, group, device, backend, ROTATIONS[rotation]),
@@ -349,10 +348,10 @@ class AttentionData:
             )
             for (kernels, backend), rotation in product(BACKENDS.items(), ROTATIONS)
         }
-        moved = Way(lambda: gather(asked, self.operands, group), MOVED, meets=True)
+        moved = Variant(lambda: gather(asked, self.operands, group), MOVED, meets=True)
         return {
             "all-gather": moved,
-            "all-gather, attention": Way(by_collective, baseline=True, meets=True),
+            "all-gather, attention": Variant(by_collective, baseline=True, meets=True),
             **pytorch,
         }
 
@@ -362,7 +361,7 @@ class AttentionData:
         found: Merge = getattr(engine, "merge", merge)
         return found
 
-    def _by_heads(self) -> dict[str, Way]:
+    def _by_heads(self) -> dict[str, Variant]:
         asked, group = self.asked, self.watch.group
 
         def exchanges() -> torch.Tensor:
@@ -377,8 +376,10 @@ class AttentionData:
         lacks = f"{asked.kv_heads} heads of keys for {asked.world} ranks" if (
             asked.kv_heads % asked.world) else ""  # fmt: skip
         return {
-            "all-to-alls": Way(exchanges, MOVED, meets=True, lacks=lacks),
-            "all-to-alls, attention": Way(by_collectives, baseline=True, meets=True, lacks=lacks),
+            "all-to-alls": Variant(exchanges, MOVED, meets=True, lacks=lacks),
+            "all-to-alls, attention": Variant(
+                by_collectives, baseline=True, meets=True, lacks=lacks
+            ),
         }
 
     @property
@@ -410,7 +411,7 @@ class AttentionData:
         return result
 
     def others(self, call: Callable[[], Any]) -> float:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             call()
             gpu.synchronize()

@@ -83,6 +83,9 @@ KERNEL_BYTES = 4 << 20
 #: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
 COMPARED = BenchCandidate("candidates", "compared")
 
+#: Kinds of candidates that a replay has.
+REPLAYED = ("gemm", "ficco", COMPARED.kind)
+
 #: The schedules that are benched unless others are named: every named one, then knobs. An operator
 #: has those that serve it.
 SCHEDULES = tuple(

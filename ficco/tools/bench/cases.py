@@ -1,10 +1,11 @@
-"""The shapes that are benched."""
+"""The shapes that are benched, and the settings of a bench."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ficco.errors import ConfigError
 from ficco.problems.products import OPERATORS, Problem
@@ -26,6 +27,71 @@ OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native", "quack")
 
 #: The operator that gives the gradient of its B.
 WEIGHT_GRADIENT = "all_gather_transposed_matmul"
+
+
+def option(text: str, default: Any = None, **how: Any) -> Any:
+    """A field of settings that is an option of the command line, with its help; ``how`` as
+    :meth:`argparse.ArgumentParser.add_argument` takes it."""
+    return field(default=default, metadata={"help": text, **how})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of every run that writes rows.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        csv: the file that rows are appended to, case by case.
+        command: the command line, for the description of the figures.
+    """
+
+    device: str
+    rounds: int = option("at most so many rounds per shape", 25)
+    seconds: float = option("time for all shapes", 300, type=float)
+    csv: Path
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """The rank that is replayed, and when rows of its peers arrive.
+
+    Attributes:
+        world: ranks of the group that is played.
+        machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
+            Peers are GPUs like this one, if any machine has such GPUs.
+        products: measures what products take here, in place of the machine's, from a stopwatch and
+            the machine.
+    """
+
+    world: int
+    rank: int = option("be this one", 0)
+    machine: str | None = option(
+        "a name or a file that says when rows arrive (default: of this GPU)"
+    )
+    products: Callable[[Any, Any], Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(RunSettings):
+    """What is benched, and how.
+
+    Attributes:
+        subject: a :class:`ficco.tools.bench.harness.Subject`.
+        cases: of the subject.
+        schedules: of ficco's variants, empty for those of the subject; candidates of products.
+        quiet: print no table of each case.
+        replayed: the rank that is replayed; None where all ranks run.
+    """
+
+    subject: Any
+    cases: tuple[Any, ...]
+    modes: tuple[str, ...]
+    schedules: tuple[Any, ...] = ()
+    timelines: bool = option("trace and draw the first shape", False)
+    quiet: bool = False
+    seed: int = option("seed of the order and the operands", 0)
+    replayed: Replayed | None = None
 
 
 @dataclass(frozen=True)

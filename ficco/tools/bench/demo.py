@@ -30,12 +30,12 @@ from ficco.tools.bench.calls import build, caller, taken
 from ficco.tools.bench.candidates import BenchCandidate, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case, scenarios
 from ficco.tools.bench.draw import draw, trace
+from ficco.tools.bench.frames import bar, cells, show
+from ficco.tools.bench.harness import Workload, taken_by_auto
 from ficco.tools.bench.inputs import ExactCall, Operands, exact_calls, seconds
 from ficco.tools.bench.series import Stopwatch
 from ficco.tools.bench.simulated import examples, show_table_i
-from ficco.tools.bench.tables import bar, cells, show
 from ficco.tools.bench.traces import trace_all
-from ficco.tools.bench.ways import Workload, taken_by_auto
 from ficco.tools.launch import local_device
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
@@ -202,18 +202,21 @@ def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any
     for operator in (attention.GATHERS, attention.BY_HEADS):
         sizes = rows * world, heads * world, kv_heads * world, size
         case = attention.AttentionCase(operator, operator, *sizes, dtype=dtype)
-        yield {"operator": operator, **_work(attention.AttentionData(case, watch), watch)}
+        yield {
+            "operator": operator,
+            **_work(attention.AttentionData(case, watch, ("auto",)), watch),
+        }
     rows, _, k, dtype = SIZES[device.type]
     layer = experts.ExpertCase("experts", 2 * world, rows, k // 4, k // 4, dtype=dtype)
-    yield {"operator": "experts", **_work(experts.ExpertData(layer, watch), watch)}
+    yield {"operator": "experts", **_work(experts.ExpertData(layer, watch, ("auto",)), watch)}
     watch.close()
 
 
 def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
     """What ``auto`` takes, and the first baseline, in turns."""
-    ways = work.ways(("auto",))
-    theirs = next(way for way in ways.values() if way.baseline and not way.lacks)
-    calls = [way.call for way in (theirs, ways["ficco"])]
+    variants = work.variants()
+    theirs = next(one for one in variants.values() if one.baseline and not one.lacks)
+    calls = [one.call for one in (theirs, variants["ficco"])]
     measure, times, right = seconds(watch.group, watch.device), list[list[float]](), True
     for turn in range(ROUNDS):
         work.fill(turn, exact=True)

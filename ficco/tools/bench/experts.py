@@ -7,7 +7,6 @@ the host learns first, as torchtitan does it. The routes are such that no token 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,8 @@ from ficco.problems.sizes import problem_of
 from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.attention import exchanged
 from ficco.tools.bench.frames import EXPERTS
+from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
 from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.ways import COMPUTED, MOVED, Subject, Way
 
 #: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how
 #: many they need.
@@ -76,11 +75,11 @@ SHAPES = {
 }
 
 
-class ExpertData:
-    """What one rank has of a layer (:class:`ficco.tools.bench.ways.Workload`)."""
+class ExpertData(Workload):
+    """A layer on one rank."""
 
-    def __init__(self, case: ExpertCase, watch: Stopwatch) -> None:
-        self.case, self.watch, self.group, self.device = case, watch, watch.group, watch.device
+    def __init__(self, case: ExpertCase, watch: Stopwatch, schedules: Sequence[str] = ()) -> None:
+        super().__init__(case, watch, schedules)
         if case.experts % watch.world:
             raise ValueError(f"{case.experts} experts for {watch.world} ranks")
         if case.skew and not watch.meets:
@@ -100,15 +99,14 @@ class ExpertData:
         self.fill(0)
 
     @property
-    def problem(self) -> AnyProblem:
+    def problem(self) -> AnyProblem:  # type: ignore[override]
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)
 
     @property
     def shape(self) -> dict[str, Any]:
-        sizes = {name: value for name, value in vars(self.case).items() if name != "name"}
-        return {**sizes, "capacity": self.capacity}
+        return {"capacity": self.capacity}
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
@@ -131,30 +129,26 @@ class ExpertData:
             self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, by_blocks(self))
 
-    def others(self, call: Callable[[], Any]) -> float:
-        """Not told apart."""
-        return math.nan
-
-    def ways(self, schedules: Sequence[str]) -> dict[str, Way]:
-        """See :class:`ficco.tools.bench.ways.Workload`."""
+    def variants(self) -> dict[str, Variant]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
         ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Way(
+            "ficco" if name == "auto" else f"ficco, {name}": Variant(
                 partial(by_ficco, self, name),
                 schedule=name,
                 baseline=name == "serial" and not self.watch.meets,
             )
-            for name in schedules or ("auto", *EXPERTS_FAMILY.compared)
+            for name in self.schedules or ("auto", *EXPERTS_FAMILY.compared)
         }
-        theirs = {way: Way(partial(call, self), baseline=True, meets=True) for way, call in
+        theirs = {way: Variant(partial(call, self), baseline=True, meets=True) for way, call in
                   COLLECTIVES.items()}  # fmt: skip
         parts = {
-            "products": Way(partial(by_blocks, self, travels=False), COMPUTED),
-            "all-to-alls": Way(partial(exchanges, self), MOVED, meets=True),
+            "products": Variant(partial(by_blocks, self, travels=False), COMPUTED),
+            "all-to-alls": Variant(partial(exchanges, self), MOVED, meets=True),
         }
-        exact = Way(partial(by_ficco, self, "auto", exact=True), meets=True)
+        exact = Variant(partial(by_ficco, self, "auto", exact=True), meets=True)
         return {**parts, **theirs, **ours, "ficco, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Figures as frames: the columns of each kind of CSV file, and how such files are read and written.
+"""Figures as frames: the columns of each kind of CSV file, how such files are read and written, and
+frames of text as tables.
 
 A row is what was measured of one thing. A figure that does not exist is NaN, and empty in a file.
 What a run was told, and where it ran, is described in a JSON file next to its CSV file.
@@ -9,15 +10,20 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ficco.errors import ConfigError
 from ficco.tools import doctor
@@ -181,7 +187,7 @@ LAYERS = Schema(
     | _columns(float, "speedup vs_pytorch error extra_bytes")
 )
 
-#: One way to make something (:mod:`ficco.tools.bench.ways`).
+#: One way to make something (:mod:`ficco.tools.bench.harness`).
 #:
 #: took: what ``auto`` stood for. speedup: over the fastest baseline. share, in_turn: the longer of
 #: the two parts, and their sum, over it. others: what is not a library's in the time of its
@@ -238,43 +244,28 @@ SIMULATED = Schema(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What every run is told.
+def record(
+    settings: Any,
+    schema: Schema,
+    steps: Iterable[Iterable[Mapping[str, Any]]],
+    rank: int,
+    ranks: int,
+    **more: Any,
+) -> pd.DataFrame | None:
+    """Write the rows of each step as it ends, next to a description of the run, without which a
+    figure is worth nothing; all rows on rank 0, None elsewhere.
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        rounds: most rounds of a shape.
-        seconds: time for everything, shared among the shapes.
-        csv: the file that rows are appended to, shape by shape.
-        command: the command line, for the description of the figures.
+    ``settings``: :class:`ficco.tools.bench.cases.RunSettings`.
     """
-
-    device: str
-    rounds: int
-    seconds: float
-    csv: Path
-    command: str = ""
-
-    def record(
-        self,
-        schema: Schema,
-        steps: Iterable[Iterable[Mapping[str, Any]]],
-        rank: int,
-        ranks: int,
-        **more: Any,
-    ) -> pd.DataFrame | None:
-        """Write the rows of each step as it ends, next to a description of the run, without which
-        a figure is worth nothing; all rows on rank 0, None elsewhere."""
-        frames = [schema.frame(())]
+    frames, csv = [schema.frame(())], settings.csv
+    if rank == 0:
+        text = json.dumps(describe(settings.device, settings.command, ranks) | more, indent=2)
+        csv.with_suffix(".json").write_text(text + "\n")
+    for rows in steps:
+        frames.append(schema.frame(rows))
         if rank == 0:
-            text = json.dumps(describe(self.device, self.command, ranks) | more, indent=2)
-            self.csv.with_suffix(".json").write_text(text + "\n")
-        for rows in steps:
-            frames.append(schema.frame(rows))
-            if rank == 0:
-                append(self.csv, frames[-1])
-        return pd.concat(frames, ignore_index=True) if rank == 0 else None
+            append(csv, frames[-1])
+    return pd.concat(frames, ignore_index=True) if rank == 0 else None
 
 
 def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
@@ -316,3 +307,94 @@ def read_description(path: Path) -> dict[str, Any]:
     if not isinstance(description, dict):
         raise ConfigError(str(file), "file", "required a JSON object")
     return description
+
+
+# Tables of text, for Markdown and for a terminal, and a bar over what takes long.
+
+
+def cells(values: pd.Series, form: str = ".2f") -> pd.Series:
+    """Figures as text; nothing for NaN."""
+    return values.map(lambda value: "" if pd.isna(value) else format(value, form)).astype(object)
+
+
+def markdown(heads: Sequence[str], rows: pd.DataFrame | Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    body = rows.itertuples(index=False) if isinstance(rows, pd.DataFrame) else rows
+    lines = [heads, ["---"] * len(heads), *body]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def show(
+    title: str,
+    rows: pd.DataFrame,
+    left: Sequence[int] = (0,),
+    bold: Sequence[int] = (),
+    sections: Sequence[int] = (),
+    width: int = 120,
+) -> None:
+    """Print a table to the terminal, or so wide where there is none.
+
+    Args:
+        rows: text; the names of the columns are the headings.
+        left: columns that are aligned to the left.
+        bold: rows to stress.
+        sections: rows after which a line is drawn.
+    """
+    table = Table(title=escape(title), title_justify="left")
+    for number, heading in enumerate(rows.columns):
+        justify, overflow = ("left", "fold") if number in left else ("right", "ellipsis")
+        table.add_column(escape(heading), justify=justify, overflow=overflow)
+    for number, row in enumerate(rows.itertuples(index=False)):
+        style = "bold" if number in bold else ""
+        table.add_row(*map(escape, row), style=style, end_section=number in sections)
+    console = Console(width=None if sys.stdout.isatty() else width)
+    console.print(table, highlight=False)
+
+
+class Forecast:
+    """How long the steps of a run still take: as planned, at the pace of those that are over.
+
+    Attributes:
+        rest: seconds that were planned for each step that is not over.
+    """
+
+    def __init__(self, planned: Mapping[str, float]) -> None:
+        self.rest = dict(planned)
+        self._planned, self._taken = 0.0, 0.0
+
+    def over(self, step: str, seconds: float | None) -> None:
+        """A step took so long; None where that says nothing of the others."""
+        planned = self.rest.pop(step)
+        if seconds is not None:
+            self._planned, self._taken = self._planned + planned, self._taken + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds of the steps that are not over."""
+        pace = self._taken / self._planned if self._planned else 1.0
+        return pace * sum(self.rest.values())
+
+
+@contextmanager
+def bar(
+    console: Console, title: str, total: float, done: float = 0.0
+) -> Iterator[Callable[[float, str], None]]:
+    """Show how much of ``total`` is done, of which ``done`` was before.
+
+    Yields:
+        a function that takes how much is done, and what is being done in words.
+    """
+    if not console.is_terminal:
+        console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
+    columns = (
+        TextColumn("{task.fields[title]}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as shown:
+        task = shown.add_task("", total=total, completed=done, title=title)
+        yield lambda now, what: shown.update(task, completed=now, description=what)

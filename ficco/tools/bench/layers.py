@@ -9,9 +9,8 @@ here (``mlp``), or nothing (``attention``: the queries go on, attention itself i
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import ficco
 from ficco.tools.bench.calls import Runner, all_gather, reduce_scatter
-from ficco.tools.bench.frames import LAYERS, RunSettings
+from ficco.tools.bench.frames import LAYERS
+from ficco.tools.bench.harness import CHECKS, Subject, Workload
 from ficco.tools.bench.measure import peak_bytes, pytorch_workspace_bytes
-from ficco.tools.bench.report import MODE_WORDS, about_table
 from ficco.tools.bench.series import Stopwatch
 from ficco.tools.bench.stats import fastest, over, spread
-from ficco.tools.bench.tables import cells, markdown
-from ficco.tools.bench.verify import FATAL
-from ficco.tools.launch import local_device
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -182,12 +178,17 @@ class LayerWay:
         compiler: options of the compiler; None for an eager step.
         calls: parts of names of operators, each of which a step must call: a compiler that does
             not find what it should replace says nothing.
+        kept: bytes that the way keeps, besides PyTorch's allocations.
+        schedule, lacks: as of :class:`ficco.tools.bench.harness.Variant`.
     """
 
     make: Callable[[Layer, Any], Forward]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiler: dict[str, Any] | None = None
     calls: tuple[str, ...] = ()
+    kept: Callable[[ProcessGroup], int] = lambda group: 0
+    schedule: str = ""
+    lacks: str = ""
 
     def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
         eager = self.make(layer, group)
@@ -212,11 +213,15 @@ WAYS = {
         _traceable,
         compiler={"_micro_pipeline_tp": True},
         calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
+        kept=pytorch_workspace_bytes,
     ),
-    "ficco": LayerWay(_by_ficco),
-    "ficco, gathered A saved": LayerWay(_by_ficco, partial(ficco.options, save_gathered=True)),
+    "ficco": LayerWay(_by_ficco, kept=ficco.memory),
+    "ficco, gathered A saved": LayerWay(
+        _by_ficco, partial(ficco.options, save_gathered=True), kept=ficco.memory
+    ),
     "ficco, compiled": LayerWay(
-        _by_ficco, compiler={}, calls=("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")
+        *(_by_ficco, nullcontext, {}, ("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")),
+        kept=ficco.memory,
     ),
 }
 COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
@@ -230,47 +235,35 @@ Tensors = tuple[torch.Tensor, ...]
 #: missing differs by tenths.
 TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 1e-4}
 
-#: Steps with fresh operands that must be right before a way is timed.
-CHECKS = 2
 
+class LayerData(Workload):
+    """The operands of a layer on one rank, and its steps on them; the variants are ``WAYS``."""
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSettings(RunSettings):
-    """What is timed."""
-
-    layers: tuple[Layer, ...]
-    modes: tuple[str, ...]
-
-
-@dataclass
-class LayerStep:
-    """The operands of a layer on one rank, and its steps on them."""
-
-    layer: Layer
-    rank: int
-    world: int
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        layer, world, dtype = self.layer, self.world, getattr(torch, self.layer.dtype)
-        rows = layer.tokens // world
+    def __init__(self, case: Layer, watch: Stopwatch, schedules: Sequence[Any] = ()) -> None:
+        super().__init__(case, watch, schedules)
+        # The compiler would take another layer's sizes for a sign that sizes change, and compile
+        # for any; and of many layers it would refuse the last.
+        torch.compiler.reset()
+        world, dtype = watch.world, getattr(torch, case.dtype)
+        rows = case.tokens // world
         shapes = (
-            *((rows, layer.hidden), (layer.columns // world, layer.hidden)),
-            *((layer.hidden, layer.inner // world), (rows, layer.hidden)),
+            *((rows, case.hidden), (case.columns // world, case.hidden)),
+            *((case.hidden, case.inner // world), (rows, case.hidden)),
         )
         *operands, self.grad = (torch.empty(s, dtype=dtype, device=self.device) for s in shapes)
         self.operands = tuple(one.requires_grad_() for one in operands)
+        self.offered = dict(WAYS)
 
     @torch.no_grad()
-    def fill(self, seed: int) -> None:
+    def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data of unit variance, other data on every rank."""
         generator = torch.Generator(self.device)
-        generator.manual_seed(seed * self.world + self.rank)
+        generator.manual_seed(seed * self.watch.world + self.watch.rank)
         for tensor in (*self.operands, self.grad):
             tensor.normal_(generator=generator)
         _, first, second = self.operands
-        first.mul_(self.layer.hidden**-0.5)
-        second.mul_(self.layer.inner**-0.5)
+        first.mul_(self.case.hidden**-0.5)
+        second.mul_(self.case.inner**-0.5)
 
     def run(self, forward: Forward) -> torch.Tensor:
         """One step; its result. The gradients stay with the operands."""
@@ -286,6 +279,40 @@ class LayerStep:
         grads = [tensor.grad for tensor in self.operands]
         return result.detach(), *(grad for grad in grads if grad is not None)
 
+    def prove(self, variant: LayerWay) -> tuple[Runner, tuple[float, int]]:
+        """A way's step, and on this rank its error and the memory that it takes."""
+        reference = WAYS[COLLECTIVES[0]].forward(self.case, self.group)
+        forward, error, extra = variant.forward(self.case, self.group), 0.0, 0
+        for turn in range(CHECKS):
+            self.fill(turn + 1)
+            wanted = self.results(reference)
+            with variant.context():
+                error = max(error, difference(self.results(forward), wanted))
+                del wanted
+                _, extra = peak_bytes(partial(self.run, forward), self.device)
+            extra += variant.kept(self.group)
+        require(variant.calls, partial(self.run, forward))
+        return Runner(partial(self.run, forward), context=variant.context), (error, extra)
+
+    def judge(self, everyone: Sequence[tuple[float, int]]) -> tuple[str, dict[str, Any]]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        error, extra = map(max, zip(*everyone, strict=True))
+        limit = TOLERANCE[self.case.dtype]
+        if error > limit:
+            return f"differs by {error:.2g} of {limit:.2g}", {"error": error}
+        extra_bytes = float(extra) if self.watch.on_gpu else math.nan
+        return "", {"error": error, "extra_bytes": extra_bytes}
+
+    def figures(
+        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
+    ) -> pd.DataFrame:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        frame = pd.DataFrame(times)
+        return spread(frame).assign(
+            speedup=over(fastest(frame, COLLECTIVES), frame),
+            vs_pytorch=over(frame.get(ASYNC_TP), frame),
+        )
+
 
 def difference(results: Tensors, wanted: Tensors) -> float:
     """Root mean square of the difference over that of what is wanted; the largest of several."""
@@ -294,89 +321,6 @@ def difference(results: Tensors, wanted: Tensors) -> float:
         for one, other in zip(results, wanted, strict=True)
     ]
     return max(shares) if all(map(math.isfinite, shares)) else math.inf
-
-
-def layers(settings: LayerSettings) -> pd.DataFrame | None:
-    """Measure; collective. The rows on rank 0, None elsewhere."""
-    watch = Stopwatch(dist.group.WORLD, local_device(settings.device))
-    end = time.monotonic() + settings.seconds
-
-    def steps() -> Iterator[Iterator[dict[str, Any]]]:
-        for number, layer in enumerate(settings.layers):
-            share = (end - time.monotonic()) / (len(settings.layers) - number)
-            yield _layer(layer, watch, settings, share)
-            watch.release()
-
-    rows = settings.record(LAYERS, steps(), watch.rank, watch.world)
-    watch.close()
-    return rows
-
-
-def _layer(
-    layer: Layer, watch: Stopwatch, settings: LayerSettings, seconds: float
-) -> Iterator[dict[str, Any]]:
-    """The rows of a layer, as columns of ``ficco.tools.bench.frames.LAYERS``."""
-    began = time.monotonic()
-    # The compiler would take another layer's sizes for a sign that sizes change, and compile for
-    # any; and of many layers it would refuse the last.
-    torch.compiler.reset()
-    step = LayerStep(layer, watch.rank, watch.world, watch.device)
-    sizes = {name: value for name, value in vars(layer).items() if name != "name"}
-    shape = {"layer": layer.name, **sizes, "world": watch.world}
-    runners: dict[str, Runner] = {}
-    figures: dict[str, dict[str, Any]] = {}
-    for way in WAYS:
-        forward, figures[way], why = _proven(way, step, watch)
-        if forward is None:
-            yield {**shape, "way": way, **figures[way], "note": why}
-        else:
-            runners[way] = Runner(partial(step.run, forward), context=WAYS[way].context)
-    step.fill(0)
-    rest = max(seconds - (time.monotonic() - began), 0.0) / len(settings.modes)
-    for mode in settings.modes:
-        series = watch.time(runners, seconds=rest, most=settings.rounds, mode=mode)
-        times = pd.DataFrame(series)
-        found = spread(times)
-        found["speedup"] = over(fastest(times, COLLECTIVES), times)
-        found["vs_pytorch"] = over(times.get(ASYNC_TP), times)
-        for way, own in found.to_dict("index").items():
-            timed = {"mode": mode, "way": way, "status": "ok", "rounds": len(times)}
-            yield {**shape, **timed, **own, **figures[way]}
-
-
-def _proven(
-    way: str, step: LayerStep, watch: Stopwatch
-) -> tuple[Forward | None, dict[str, Any], str]:
-    """A way that agrees with the first one, and what was seen; None if it does not, and why."""
-    reference = WAYS[COLLECTIVES[0]].forward(step.layer, watch.group)
-
-    def action() -> tuple[Forward, float, int]:
-        ours, error, extra = WAYS[way].forward(step.layer, watch.group), 0.0, 0
-        for turn in range(CHECKS):
-            step.fill(turn + 1)
-            wanted = step.results(reference)
-            with WAYS[way].context():
-                error = max(error, difference(step.results(ours), wanted))
-                del wanted
-                _, extra = peak_bytes(partial(step.run, ours), watch.device)
-            if way == ASYNC_TP:  # what is not PyTorch's own memory, and is kept
-                extra += pytorch_workspace_bytes(watch.group)
-            elif way not in COLLECTIVES:
-                extra += ficco.memory(watch.group)
-        require(WAYS[way].calls, partial(step.run, ours))
-        return ours, error, extra
-
-    value, why = watch.together(action, fatal=FATAL)
-    if value is None:
-        status = "skipped" if why.startswith("NotImplementedError") else "failed"
-        return None, {"status": status}, why
-    forward, *mine = value
-    error, extra = map(max, zip(*watch.gather(mine), strict=True))
-    limit = TOLERANCE[step.layer.dtype]
-    if error > limit:
-        return None, {"status": "wrong", "error": error}, f"differs by {error:.2g} of {limit:.2g}"
-    on_gpu = watch.device.type == "cuda"
-    return forward, {"error": error, "extra_bytes": float(extra) if on_gpu else math.nan}, ""
 
 
 def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
@@ -391,31 +335,19 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
             raise RuntimeError(f"a step does not call {call}")
 
 
-def report(rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
-    """The rows as Markdown."""
-    parts = [f"# {name}", about_table(about), HOW]
-    for mode, found in rows[rows["mode"] != ""].groupby("mode", sort=False):
-        text = found.astype(str)
-        sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
-        columns = {
-            "layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes,
-            "way": text["way"],
-            "ms": cells(found["ms"], ".3f"),
-            "x collectives": cells(found["speedup"]),
-            "x Async TP": cells(found["vs_pytorch"]),
-            "extra MiB": cells(found["extra_bytes"] / 2**20, ".0f"),
-            "differs by": cells(found["error"], ".1e"),
-        }
-        table = pd.DataFrame(columns)
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
-    missing = rows[rows["note"] != ""]
-    if len(missing):
-        names = ("way", "layer", "status", "note")
-        texts = missing[list(names)].itertuples(index=False)
-        lines = [f"- {way} of {layer}: {status}: {note}" for way, layer, status, note in texts]
-        parts += ["## Not measured", "\n".join(lines)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
+    """Columns of the report that say what a case is."""
+    sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
+    return {"layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes}
 
+
+SHOWN = (
+    ("ms", "ms", 1.0, ".3f"),
+    ("x collectives", "speedup", 1.0, ".2f"),
+    ("x Async TP", "vs_pytorch", 1.0, ".2f"),
+    ("extra MiB", "extra_bytes", 2.0**-20, ".0f"),
+    ("differs by", "error", 1.0, ".1e"),
+)
 
 HOW = (
     "A step is forward and backward of a column-parallel and a row-parallel product with sharded "
@@ -428,4 +360,8 @@ HOW = (
     "of the three. Before it is timed every way must agree with the first in result and "
     "gradients, within what rounding explains, and must be seen to call the fused operators that "
     "it is named after."
+)
+
+SUBJECT = Subject(
+    "layers", LAYERS, LayerData, heads, HOW, how="", shown=SHOWN, case="layer", gradients=True
 )

@@ -151,7 +151,7 @@ class Barrier:
         self._between = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Item:
     """One candidate in one mode.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 
@@ -20,10 +18,9 @@ from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Program
 from ficco.dma.choose import engine_name, make_engine
 from ficco.dma.patience import limit_of
-from ficco.errors import FiccoError
 from ficco.heuristics.arrivals import last_arrival
 from ficco.heuristics.families import family_of
-from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.machine import Fingerprint, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current
 from ficco.problems.products import Problem
@@ -31,19 +28,14 @@ from ficco.problems.specification import AnyProblem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import SLOTS, Workspace, adopt, workspace_of
 from ficco.tools.bench.calls import Runner
-from ficco.tools.bench.candidates import COMPARED, BenchCandidate
-from ficco.tools.bench.cases import Case
-from ficco.tools.bench.frames import REPLAY
+from ficco.tools.bench.cases import Replayed
 from ficco.tools.bench.inputs import Draw, Operands, draw_normal
-from ficco.tools.bench.measure import HOST_ROWS, DeviceClock, Item, peak_bytes
+from ficco.tools.bench.measure import HOST_ROWS, DeviceClock, Item
 from ficco.tools.bench.replay import Courier, Paces, ReplayEngine, brought, plans_of, portable
-from ficco.tools.bench.run import Bench, BenchRow, BenchSettings, Tick
 from ficco.tools.bench.series import Call, Stopwatch
-from ficco.tools.bench.verify import Checked, Verifier
 
-#: The candidates that a replay has, by kind; and that for the last arrival.
-KINDS = ("gemm", "ficco", COMPARED.kind)
-ARRIVALS = BenchCandidate("copies", "arrivals")
+#: The name of the last arrival, which is no call, in rows.
+ARRIVALS = "copies"
 
 #: Seconds that a call may wait for the courier.
 TIMEOUT_S = 20.0
@@ -54,47 +46,20 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replayed:
-    """Who is played, and when rows arrive.
-
-    Attributes:
-        world: ranks of the group that is played.
-        rank: the one that the GPU is.
-        machine: name or path of the machine that says how ranks are joined; None: that of the GPU.
-            Peers are GPUs like this one, if any machine is of such.
-        products: measures what products take here, in place of the machine's, if given.
-    """
-
-    world: int
-    rank: int = 0
-    machine: str | None = None
-    products: Callable[[Stopwatch, Machine], Machine] | None = None
-
-    def watch(self, csv: Path, device: torch.device) -> ReplayWatch:
-        """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine,
-        which is written next to a CSV file."""
-        ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
-        watch = ReplayWatch(self, device)
-        path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save(watch.machine, path)
-        ficco.set_options(machine=str(path))
-        return watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplaySettings(Replayed, BenchSettings):
-    """What is replayed."""
-
-
-def replay(settings: ReplaySettings) -> pd.DataFrame | None:
-    """Measure, in a process group of one rank."""
-    return ReplayBench(settings).run()
+def replayed_watch(settings: Replayed, csv: Path, device: torch.device) -> ReplayWatch:
+    """A stopwatch of one rank, in a process group of one. ``auto`` decides by its machine, which is
+    written next to a CSV file."""
+    ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+    watch = ReplayWatch(settings, device)
+    path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(watch.machine, path)
+    ficco.set_options(machine=str(path))
+    return watch
 
 
 class ReplayOperands(Operands):
-    """The operands of the rank that is played, and of its peers."""
+    """The operands of the rank that is played, and of its peers until random data are drawn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,6 +70,11 @@ class ReplayOperands(Operands):
         super().exact_b()
         for peer in self.peers.values():
             peer.exact_b()
+
+    def random(self, seed: int) -> None:
+        """See :class:`ficco.tools.bench.inputs.Operands`."""
+        self.peers.clear()
+        super().random(seed)
 
     def _fill(self, iteration: int, draw: Draw, draw_factors: Draw) -> None:
         super()._fill(iteration, draw, draw_factors)
@@ -155,7 +125,7 @@ class ReplayClock(DeviceClock):
         self.off_s: dict[tuple[str, str], list[float]] = {}
 
     def time(self, item: Item) -> tuple[float, float]:
-        if item.name == ARRIVALS.name:
+        if item.name == ARRIVALS:
             return self.last_s, 0.0
         engine = self._watch.engine
         engine.latest = None
@@ -172,7 +142,7 @@ class ReplayClock(DeviceClock):
         self._programs.clear()
 
     def host(self, item: Item) -> float:
-        if item.name == ARRIVALS.name:
+        if item.name == ARRIVALS:
             return math.nan
         return median(self.time(item)[1] for _ in range(HOST_ROWS))
 
@@ -236,13 +206,30 @@ class ReplayWatch(Stopwatch):
     def arrivals(self, problem: AnyProblem) -> str:
         moved = family_of(problem).received(problem, self.rank)
         self.clock.last_s = last_arrival(moved, self.machine)
-        return ARRIVALS.name
+        return ARRIVALS
 
-    def fill(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def operands(self, problem: Problem) -> ReplayOperands:
+        return ReplayOperands(problem, self.rank, self.device)
+
+    def proof(self, call: Call, operands: Operands) -> Call:
+        assert isinstance(operands, ReplayOperands)
+        return partial(proven, call, operands, workspace_of(self.group, self.device))
+
+    def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
+        for runner in calls:
+            with runner.context():
+                for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
+                    runner.run()
+        self.engine.synchronize()
         for slot in workspace_of(self.group, self.device).slots:
-            assert slot.memory is not None
+            if slot.memory is None:
+                continue
             data = slot.memory.tensor[slot.data :]
             draw_normal(data.view(dtype))  # products are faster on zeros
+
+    def figures(self, item: Item, done: int) -> dict[str, float]:
+        off_s = self.clock.off_s.pop((item.mode, item.name), [])
+        return {"off_us": median(off_s[-done:]) * 1e6} if off_s else {}
 
     @property
     def engine(self) -> ReplayEngine:
@@ -280,82 +267,3 @@ class ReplayWatch(Stopwatch):
         if self._paces is None:
             self._paces = engine.courier.measure()
         adopt(self.group, self.device, Board(dist.group.WORLD, limit), engine)
-
-
-class ReplayVerifier(Verifier):
-    """Proves calls right for which the courier brings the rows of the peers."""
-
-    def free_bytes(self) -> int:
-        """What one rank may take, where all ranks' operands have to be here."""
-        return super().free_bytes() // self.watch.world
-
-    def _prove(
-        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
-    ) -> tuple[bool, int]:
-        if runner.expected == "result":
-            assert isinstance(operands, ReplayOperands)
-            workspace = workspace_of(self.watch.group, self.watch.device)
-            right, _ = super()._prove(runner, operands, partial(proven, call, operands, workspace))
-            return right, peak_bytes(runner.run, self.watch.device)[1]
-        return super()._prove(runner, operands, call)
-
-
-class ReplayBench(Bench):
-    """A bench of one rank, whose peers are played."""
-
-    schema = REPLAY
-    settings: ReplaySettings
-    watch: ReplayWatch
-
-    def __init__(self, settings: ReplaySettings) -> None:
-        chosen = tuple(one for one in settings.candidates if one.kind in KINDS)
-        super().__init__(replace(settings, candidates=chosen))
-        self.rank = 0  # of the process, which writes
-        self.verifier = ReplayVerifier(self.watch)
-
-    def run(self) -> pd.DataFrame | None:
-        self.console.print(self._description()["note"], highlight=False)
-        return super().run()
-
-    def _stopwatch(self) -> Stopwatch:
-        return self.settings.watch(self.settings.csv, self.device)
-
-    def _description(self) -> dict[str, Any]:
-        return {"note": self.watch.note}
-
-    def _case(self, case: Case, number: int, left: float, cases: int) -> list[BenchRow]:
-        try:
-            return super()._case(case, number, left, cases)
-        except FiccoError as error:
-            self.watch.free()
-            return [{**self._shape(case), "status": "failed", "note": str(error).splitlines()[0]}]
-
-    def _operands(self, problem: Problem) -> Operands:
-        self.watch.arrivals(problem)
-        return ReplayOperands(problem, self.settings.rank, self.device)
-
-    def _verify(
-        self, candidates: Sequence[BenchCandidate], operands: Operands, tick: Tick
-    ) -> list[Checked]:
-        checked = super()._verify(candidates, operands, tick)
-        assert isinstance(operands, ReplayOperands)
-        operands.peers.clear()
-        for runner in [one.runner for one in checked if one.runner and one.candidate.ours]:
-            for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
-                runner.run()
-        gpu.synchronize()
-        self.watch.fill(operands.a_LK.dtype)
-        return [*checked, Checked(ARRIVALS, Runner(torch.Tensor, "whole"))]
-
-    def _errors(self, checked: list[Checked], operands: Operands) -> None:
-        """Nobody has sums that could be wrong."""
-
-    def _rows(
-        self, case: Case, checked: list[Checked], items: list[Item], done: int
-    ) -> list[BenchRow]:
-        rows, off_s = super()._rows(case, checked, items, done), self.watch.clock.off_s
-        for row in rows:
-            if times := off_s.get((row["mode"], row["candidate"])):
-                row["off_us"] = median(times[-done:]) * 1e6
-        off_s.clear()
-        return rows

@@ -1,4 +1,4 @@
-"""What is said of a bench's rows: a report in Markdown, and tables for a terminal."""
+"""What is said of a bench's rows: a report in Markdown, tables for a terminal, and pictures."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ficco.problems.products import OPERATORS
 from ficco.tools.bench import stats
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.frames import place
+from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
+from ficco.tools.bench.frames import cells, markdown, place, read_description, show
 from ficco.tools.bench.stats import (
     RATIOS,
+    balance,
     by_operator,
+    geomean,
     left_out,
     lines,
     measured,
     modes,
+    schedules,
     shape_text,
 )
-from ficco.tools.bench.tables import cells, markdown, show
-from ficco.tools.bench.verify import ERROR_ROWS
 
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
@@ -38,7 +41,9 @@ HOW = (
     "these medians, so that what slows down a whole round does not count. "
     "ideal = the longer of one whole library GEMM alone and the faster of the vendor's collective "
     "and the copy engines alone. serial = the better of that collective and the copy engines, with "
-    "the GEMM behind. overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
+    "the GEMM behind. A share above 1 is possible, since the parts are timed separately: the "
+    "products of a schedule can take less time than the one whole GEMM. "
+    "overlap = overlap efficiency as in Flux (arXiv:2406.06858, equation 2). "
     "Every result was compared exactly before it was timed."
 )
 
@@ -47,12 +52,15 @@ SUMS = (
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
+#: Rows of each rank's part of a result whose errors are looked at.
+ERROR_ROWS = 64
+
 #: Milliseconds of a product that is not short.
 LONG_MS = 0.09
 
 HINDSIGHT = (
-    "The schedule is the fastest that was measured, which is known in hindsight; `auto` is what a "
-    "call takes with nothing else set."
+    "The schedule is the one with the largest median share of the ideal, which is known in "
+    "hindsight; `auto` is what a call takes with nothing else set."
 )
 
 
@@ -117,7 +125,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
     table = pd.DataFrame({"shape": shape_text(shapes)})
     for head, role in timed.items():
         table[head] = cells(shapes[role, "ms"], ".3f")
-    table["schedule"] = shapes["best", "candidate"].fillna("")
+    table["schedule"] = schedules(shapes["best"])
     ratios = {head: shapes["best", name] for name, head in figures.items()}
     table = table.assign(**{head: cells(values) for head, values in ratios.items()})
     table["overlap"] = cells(shapes["best", "efficiency"])
@@ -155,11 +163,8 @@ def _tiled(rows: pd.DataFrame, mode: str) -> str:
     ideal = cells(shapes["ideal", "ms"], ".3f")
     table, ratios = pd.DataFrame({"shape": shape_text(shapes), "ideal": ideal}), {}
     for role in ("serial", "library", "tiled", "auto"):
-        if role in ("library", "tiled"):
-            table[role] = shapes[role, "candidate"].fillna("")
-        if role == "auto":
-            note = shapes[role, "note"].astype(object).fillna("").astype(str)
-            table[role] = note.str.extract(r"^is (\S+)", expand=False)
+        if role != "serial":
+            table[role] = schedules(shapes[role])
         table[f"{role}: ms"] = cells(shapes[role, "ms"], ".3f")
         ratios[f"{role}: of ideal"] = shapes[role, "share"]
         table[f"{role}: of ideal"] = cells(shapes[role, "share"])
@@ -315,6 +320,132 @@ def show_best(rows: pd.DataFrame) -> None:
             ratios = {head: best[name] for name, head in RATIOS.items()}
             table = pd.DataFrame({"shape": shapes["shape", "case"], "ms": cells(best["ms"], ".3f")})
             table = table.assign(**{head: cells(values) for head, values in ratios.items()})
-            table = with_means(table.assign(schedule=best["candidate"]), ratios)
+            table = with_means(table.assign(schedule=schedules(best)), ratios)
             title, last = f"{operator}: best schedule per shape, {mode}", len(table) - 1
             show(title, table, left=(0, table.shape[1] - 1), bold=(last - 1, last))
+
+
+# Pictures.
+
+#: What is drawn, by role: name and colour.
+DRAWN = {
+    "serial": ("serial", GREY),
+    "pytorch": ("PyTorch fused op", ORANGE),
+    "overlap": ("shard overlap", GREEN),
+    "auto": ("ficco, auto", BLUE),
+    "best": ("ficco, best schedule", LIGHT),
+    "ideal": ("ideal", BLACK),
+    "best_1d": ("ficco 1D", BLUE),
+    "best_2d": ("ficco 2D", LIGHT),
+    "pieces": ("ficco rccl", PURPLE),
+}
+
+#: Roles that the first picture compares, that the second draws over the balance of GEMM and
+#: communication, and of which it shows geometric means.
+SHARES = ("serial", "pytorch", "overlap", "auto", "best")
+CURVES = ("ideal", "overlap", "best")
+MEANS = ("ideal", "overlap", "best_1d", "best_2d", "pieces", "pytorch")
+
+#: Shapes in a row of the first picture.
+MOST_SHAPES = 10
+
+
+def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
+    """Draw the rows of a CSV file, to files that begin with its name; returns them."""
+    about = read_description(csv)
+    title = f"{csv.stem}: {place(about)}"
+    return draw(rows, csv.with_suffix(""), title)
+
+
+def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
+    """Draw all pictures for which there are rows, to files that begin with ``stem``; those of
+    several operators one by one; returns them."""
+    drawn = []
+    several = rows["operator"].nunique() > 1
+    for operator, mine in by_operator(rows):
+        if not (there := modes(mine)):
+            continue
+        start = f"{stem.name}_{operator}" if several else stem.name
+        share, speedup = (stem.with_name(f"{start}_{name}.png") for name in ("share", "speedup"))
+        shares(mine, there, share, f"{title}, {operator}" if several else title)
+        speedups(mine, there, speedup, f"{title}, {operator}" if several else title)
+        drawn += [share, speedup]
+    return drawn
+
+
+def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:
+    """Grouped bars over shapes: of every group its label, its values and its colour."""
+    series = list(series)
+    width = 0.8 / max(len(series), 1)
+    for i, (label, values, colour) in enumerate(series):
+        left = np.arange(len(names)) - 0.4 + (i + 0.5) * width
+        axes.bar(left, values, width, label=label, color=colour)
+    axes.axhline(1, color=BLACK, linewidth=0.8)
+    axes.set_xticks(range(len(names)), names)
+
+
+def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: str) -> None:
+    """Share of the ideal by shape, a panel per mode."""
+    by_mode = {mode: lines(rows, mode) for mode in modes_there}
+    shown = [
+        (mode, measured, part)
+        for mode, there in by_mode.items()
+        for measured in [[role for role in SHARES if there[role, "share"].notna().any()]]
+        for part in _in_rows(there)
+    ]
+    widest = max(len(part) for *_, part in shown)
+    size = max(6.0, 1.3 * widest + 2), 2.9 * len(shown) + 0.6
+    with picture(path, *size, title) as figure:
+        panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+        for axes, (mode, measured, there) in zip(panels, shown, strict=True):
+            series = [(DRAWN[role][0], there[role, "share"], DRAWN[role][1]) for role in measured]
+            _bars(axes, [_shape(row) for _, row in there["shape"].iterrows()], series)
+            axes.set_xlim(-0.6, widest - 0.4)
+            axes.set_ylabel(f"share of ideal, {mode}")
+        _legend_below(figure, panels[0])
+
+
+def _in_rows(there: pd.DataFrame) -> list[pd.DataFrame]:
+    """Shapes in rows of about the same length, ``MOST_SHAPES`` at most."""
+    rows = -(-len(there) // MOST_SHAPES)
+    length = -(-len(there) // rows)
+    return [there.iloc[first : first + length] for first in range(0, len(there), length)]
+
+
+def _legend_below(figure: Any, axes: Any) -> None:
+    """What is in these axes, below all axes of the figure."""
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False
+    )
+
+
+def _shape(row: pd.Series) -> str:
+    m, n, k = row["m"], row["n"], row["k"]
+    return f"{row['case']}\n" * (row["case"] != f"{m}x{n}x{k}") + f"m {m}\nn {n}\nk {k}"
+
+
+def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: str) -> None:
+    """Speed-up over the better serial composition against the GEMM/communication ratio, and its
+    geometric means over the shapes (figures 13 and 14 of the FiCCO paper), a row per mode."""
+    with picture(path, 10, 3.2 * len(modes_there) + 0.6, title) as figure:
+        widths = {"width_ratios": [1.4, 1]}
+        panels = figure.subplots(len(modes_there), 2, squeeze=False, gridspec_kw=widths)
+        for (left, right), mode in zip(panels, modes_there, strict=True):
+            there = lines(rows, mode, "speedup")
+            order = balance(there).sort_values(kind="stable")
+            for name, colour, role in ((*DRAWN[role], role) for role in CURVES):
+                points = there[role, "speedup"].reindex(order.index).set_axis(order).dropna()
+                left.plot(points, "o-", label=name, color=colour)
+            left.axhline(1, color=GREY, linewidth=0.8)
+            left.set_xscale("log", base=2)
+            left.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            left.set_xlabel("time of the GEMM / time of the communication")
+            left.set_ylabel(f"speed-up over serial, {mode}")
+            means = pd.Series({role: geomean(there[role, "speedup"]) for role in MEANS}).dropna()
+            names, colours = zip(*(DRAWN[role] for role in means.index), strict=True)
+            names = [name.replace(" ", "\n", 1) for name in names]
+            right.bar_label(right.bar(names, means, color=colours), fmt="%.2f")
+            right.axhline(1, color=GREY, linewidth=0.8)
+            right.set_ylabel(f"geometric mean of {len(there)} shapes")
+        _legend_below(figure, panels[0, 0])

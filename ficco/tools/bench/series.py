@@ -26,10 +26,11 @@ from ficco.accelerator import gpu
 from ficco.compute.products import multiply
 from ficco.compute.scaled import multiply_scaled
 from ficco.dma.hosts import Hosts, hosts_of
+from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.calls import Runner, all_gather
-from ficco.tools.bench.inputs import draw_normal, factors
+from ficco.tools.bench.inputs import Operands, draw_normal, factors
 from ficco.tools.bench.measure import MEET_S, Barrier, DeviceClock, HostClock, Item, rounds
 
 Call = Callable[[], Any]
@@ -100,13 +101,22 @@ class Stopwatch:
         tick: Callable[[str], None] = lambda what: None,
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
-        items = {
-            name: Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
+        items = [
+            Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
-        }
-        rounds(list(items.values()), self.clock, self.barrier, most, seconds, least, tick=tick)
-        everyone = self.gather({name: item.times_s for name, item in items.items()})
-        return {name: slowest([one[name] for one in everyone]) for name in items}
+        ]
+        _, found = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
+        return {item.name: times for item, (times, _) in zip(items, found, strict=True)}
+
+    def rounds(
+        self, items: list[Item], *, seconds: float, **how: Any
+    ) -> tuple[int, list[tuple[Times, float]]]:
+        """Time items in rounds; how many rounds, and of each item the times and the seconds of the
+        host, both of the slowest rank. ``how``: as :func:`ficco.tools.bench.measure.rounds`."""
+        done = rounds(items, self.clock, self.barrier, seconds=seconds, **how)
+        everyone = self.gather([(item.times_s, item.host_s) for item in items])
+        by_item = [zip(*of_ranks, strict=True) for of_ranks in zip(*everyone, strict=True)]
+        return done, [(slowest(times), max(hosts)) for times, hosts in by_item]
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, on every rank."""
@@ -150,8 +160,22 @@ class Stopwatch:
         empty where it can be moved."""
         return ""
 
-    def fill(self) -> None:
-        """Make what nobody sends like what is sent."""
+    # What a stopwatch of a rank without peers does otherwise.
+
+    def operands(self, problem: Problem) -> Operands:
+        """Operands of a problem on this rank."""
+        return Operands(problem, self.rank, self.device)
+
+    def proof(self, call: Call, operands: Operands) -> Call:
+        """A call with the result that has to be right."""
+        return call
+
+    def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
+        """Prepare calls of ficco's on operands of a dtype, which are timed next."""
+
+    def figures(self, item: Item, done: int) -> dict[str, float]:
+        """Columns of an item besides its times, from the last ``done`` rounds."""
+        return {}
 
     def free(self) -> None:
         """Free ficco's memory on all ranks, once no peer can reach it any more."""

@@ -17,8 +17,7 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
-from ficco.tools.bench.frames import SIMULATED
-from ficco.tools.bench.tables import show
+from ficco.tools.bench.frames import SIMULATED, show
 
 #: What every shape is held against: bounds, not schedules.
 BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -108,6 +109,9 @@ MODES = ("queued", "idle", "graph")
 #: What identifies a shape.
 SHAPE = ["operator", "case"]
 
+#: Sorts candidates by a ratio: the largest ratio first, equal ratios in their order.
+BEST_FIRST: dict[str, Any] = {"ascending": False, "kind": "stable"}
+
 #: Figures of which reports give geometric means, with their headings.
 RATIOS = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
 
@@ -134,9 +138,15 @@ def dims(candidate: str) -> int:
     return 0 if name == "auto" else Schedule.parse(name).dims
 
 
-def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
+def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
     """A row per shape that was measured in a mode, in their order, and the columns of the fastest
     candidate in every role: ``lines["best", "ms"]``. NaN where nothing in that role was measured.
+
+    The fastest candidate has the largest ratio ``by``, which is the ratio that is then shown: a
+    median of paired ratios and a ratio of medians can order candidates differently. Medians of
+    milliseconds choose ``serial`` and ``pytorch``, since the ratios are relative to that choice,
+    and every role of a shape that has no such ratio. ``best`` is never below a role that it
+    contains: a call with ``auto`` counts as a call of the schedule that ``auto`` took.
 
     ==================  =============================================================
     role                candidate
@@ -145,7 +155,7 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     gemm, collective    parts of the operator
     copies, ideal       a part, and the bound
     serial, pytorch     the better serial composition, and path of PyTorch's fused op
-    best                the fastest schedule of ficco, known in hindsight
+    best                the fastest call of ficco, known in hindsight
     auto                what a call takes with nothing else set
     library, tiled      the fastest schedule of library products, and of one whose tiles wait
     overlap             shard overlap, as PyTorch's Async TP, by a schedule of ficco
@@ -157,11 +167,8 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
     there = measured(rows[rows["mode"] == mode])
     there = there.drop_duplicates([*SHAPE, "candidate"], keep="last")
     name, ours = there["candidate"], there["kind"] == "ficco"
-    # auto is one of the others, under another name.
     named, tiled = ours & (name != "auto"), name.str.startswith("tiled")
-    others = named.groupby([there[key] for key in SHAPE]).transform("any")
-    ours &= (name != "auto") | ~others
-    cut = name[ours].map(dims).reindex(name.index)
+    cut = name.where(ours, "auto").map(dims)
     roles = {
         "shape": name == name,
         **{part: name == part for part in (*PARTS, IDEAL, "auto")},
@@ -176,17 +183,24 @@ def lines(rows: pd.DataFrame, mode: str) -> pd.DataFrame:
         "pieces": name == "ficco-rccl",
         "quack": name == "quack",
     }
+    chosen = {role: there[found].sort_values("ms", kind="stable") for role, found in roles.items()}
     return pd.concat(
         {
-            role: there[chosen]
-            .sort_values("ms", kind="stable")
+            role: (found if role in ("serial", "pytorch") else found.sort_values(by, **BEST_FIRST))
             .drop_duplicates(SHAPE)
             .sort_index()
             .set_index(SHAPE, drop=False)
-            for role, chosen in roles.items()
+            for role, found in chosen.items()
         },
         axis=1,
     )
+
+
+def schedules(role: pd.DataFrame) -> pd.Series:
+    """Names of the schedules of a role of :func:`lines`: for ``auto`` the schedule that it took."""
+    notes = role["note"].astype(object).fillna("").astype(str)
+    took = notes.str.extract(r"^is (\S+)", expand=False)
+    return role["candidate"].mask((role["candidate"] == "auto") & took.notna(), took).fillna("")
 
 
 def balance(shapes: pd.DataFrame) -> pd.Series:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,17 @@ from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import SCALED
 from ficco.tools import launch
 from ficco.tools.bench import cases
-from ficco.tools.bench.cases import OPTIONAL, Case
+from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli.site import (
     CSV,
     FLAG,
     NAMES,
     add_dtypes,
+    add_fields,
     add_files,
     add_ranks,
-    add_rounds,
     command,
+    field_values,
     refuse_others,
     shapes,
     writable,
@@ -46,7 +48,7 @@ START_S = 180.0
 #: Operators of ``--attention``.
 OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 
-#: Options that a replay has, named as in ``ReplaySettings``.
+#: Options of a replay.
 PLAYED = ("rank", "machine", "products")
 
 
@@ -112,10 +114,7 @@ def options(parser: Any) -> None:
     played.add_argument(
         "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
     )
-    played.add_argument("--rank", type=int, help="be this one (default: 0)")
-    played.add_argument(
-        "--machine", help="a name or a file that says when rows arrive (default: of this GPU)"
-    )
+    add_fields(played, Replayed, "rank", "machine")
     played.add_argument(
         "--products",
         **FLAG,
@@ -124,16 +123,10 @@ def options(parser: Any) -> None:
     )
     how = parser.add_argument_group("how")
     add_ranks(how)
-    add_rounds(how)
-    how.add_argument(
-        "--seconds", type=float, default=300, help="time for all shapes (default: 300)"
-    )
-    how.add_argument(
-        "--seed", type=int, default=0, help="seed of the order and the operands (default: 0)"
-    )
+    add_fields(how, BenchSettings, "rounds", "seconds", "seed")
     result = parser.add_argument_group("output")
     add_files(result, "ficco-bench", "set")
-    result.add_argument("--timelines", **FLAG, help="trace and draw the first shape")
+    add_fields(result, BenchSettings, "timelines")
     result.add_argument("--json", **FLAG, help="print the rows as JSON")
     later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
     later.add_argument("--plot", **CSV, help="draw its pictures")
@@ -149,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"wrote {_report(arguments.report)}")
         return 0
     from ficco.tools.bench.frames import read_description, records
+    from ficco.tools.bench.harness import bench, report
     from ficco.tools.bench.report import show_best
 
     _check_replay(arguments)
@@ -160,13 +154,21 @@ def run(arguments: argparse.Namespace) -> int:
         if (name in OF_ATTENTION) != (others == ["attention"]):
             how = "with" if name in OF_ATTENTION else "without"
             raise ValueError(f"--operator: {name} is required {how} --attention")
-    told_by = _layers if others == ["layers"] else _ways if others else _products
-    what, measure, kind, more, write = told_by(arguments, device)
-    settings = kind(**more, **run_settings(arguments, what, device, ranks))
+    what, kind = _others(arguments, device, others[0]) if others else _products(arguments, device)
+    what = what if arguments.replay is None else f"replay-{arguments.replay}-{what}"
+    settings = BenchSettings(
+        **kind,
+        **field_values(arguments, BenchSettings),
+        device=device,
+        quiet=arguments.json,
+        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        command=command(),
+    )
 
     def finish(rows: pd.DataFrame) -> list[Path]:
-        if write is not None:
-            text = write(rows, read_description(settings.csv), settings.csv.stem)
+        if settings.subject.heads is not None:
+            about = read_description(settings.csv)
+            text = report(settings.subject, rows, about, settings.csv.stem)
             print(json.dumps(records(rows)) if arguments.json else text)
             path = settings.csv.with_suffix(".md")
             path.write_text(text)
@@ -177,15 +179,15 @@ def run(arguments: argparse.Namespace) -> int:
             show_best(rows)
         return [*_pictures(settings.csv), _report(settings.csv)]
 
-    return measured(measure, arguments, settings, arguments.seconds + START_S, finish)
+    return measured(bench, arguments, settings, arguments.seconds + START_S, finish)
 
 
 def _check_replay(arguments: argparse.Namespace) -> None:
     """Refuse what a replay cannot have, and what is for a replay where there is none."""
-    world, rank = arguments.replay, arguments.rank or 0
+    world, rank = arguments.replay, arguments.rank
     if world is None:
         for name in PLAYED:
-            if (given := getattr(arguments, name)) is not None and given is not False:
+            if getattr(arguments, name):
                 raise ValueError(f"--{name}: required with --replay")
         return
     for name in ("ranks", "layers", "timelines"):
@@ -219,20 +221,6 @@ def place(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.set and arguments.shapes:
         raise ValueError("--set and --shapes: required one of them, got both")
     return device, ranks
-
-
-def run_settings(
-    arguments: argparse.Namespace, what: str, device: str, ranks: int
-) -> dict[str, Any]:
-    """What every measurement of something is told:
-    :class:`ficco.tools.bench.frames.RunSettings`."""
-    return {
-        "device": device,
-        "rounds": arguments.rounds,
-        "seconds": arguments.seconds,
-        "csv": fresh(arguments.out, arguments.name or named(what, device, ranks)),
-        "command": command(),
-    }
 
 
 def named(what: str, device: str, ranks: int) -> str:
@@ -270,105 +258,86 @@ def measured(
         return 0
     for path in (settings.csv, *finish(rows)):
         print(f"wrote {path}", file=sys.stderr)
-    bad = rows[rows["status"].isin(("wrong", "failed"))]
-    for row in bad.to_dict("records"):
+    bad = []
+    for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
         what = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
-        print(f"{row['status']}: {' on '.join(what)}: {row['note']}", file=sys.stderr)
-    return 1 if len(bad) else 0
+        bad.append(f"{row['status']}: {' on '.join(what)}: {row['note']}")
+    for line in dict.fromkeys(bad):  # once, not in every mode
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
 
 
 # What is measured.
 
 
-#: Its name, the function of the ranks, the type of its settings, these, and what writes a report,
-#: if not that of products.
-Told = tuple[str, Any, Any, dict[str, Any], Any]
+#: Name of a measurement, and the fields of :class:`ficco.tools.bench.cases.BenchSettings` that
+#: depend on its kind.
+Measurement = tuple[str, dict[str, Any]]
 
 
-def _products(arguments: argparse.Namespace, device: str) -> Told:
+def _products(arguments: argparse.Namespace, device: str) -> Measurement:
+    from ficco.machine import SCALED_PRODUCTS
+    from ficco.tools.bench import frames, products
     from ficco.tools.bench.candidates import choose
-    from ficco.tools.bench.measure import modes_of
-    from ficco.tools.bench.run import BenchSettings, bench
 
     found, what = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without, device)
     if arguments.schedules:
         _servable(candidates, found)
-    told: dict[str, Any] = {
-        "cases": tuple(found),
-        "candidates": candidates,
-        "modes": modes_of(device, arguments.mode),
-        "timelines": arguments.timelines,
-        "quiet": arguments.json,
-        "seed": arguments.seed,
-    }
-    if arguments.replay is None:
-        return what, bench, BenchSettings, told, None
-    from ficco.machine import SCALED_PRODUCTS
-    from ficco.tools.bench.replay_run import ReplaySettings, replay
-
-    recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
-    told |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
-    told["modes"] = tuple(mode for mode in told["modes"] if mode != "graph")
-    return f"replay-{arguments.replay}-{what}", replay, ReplaySettings, told, None
+    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(found)}
+    settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
+    if arguments.replay is not None:
+        recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+        settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
+        settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
+    return what, settings
 
 
 def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
-    """Of :class:`ficco.tools.bench.replay_run.Replayed`; ``blocks``: of products beside plain
-    ones."""
+    """The rank that is replayed; ``blocks``: of products besides plain products."""
     from ficco.tools.tune.products import refitted
 
-    told = {name: getattr(arguments, name) for name in PLAYED} | {"world": arguments.replay}
-    measure = partial(refitted, more=tuple(sorted(blocks)))
-    return told | {"rank": arguments.rank or 0, "products": measure if arguments.products else None}
+    if arguments.replay is None:
+        return {}
+    measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
+    values = field_values(arguments, Replayed)
+    return {"replayed": Replayed(world=arguments.replay, products=measure, **values)}
 
 
-def _layers(arguments: argparse.Namespace, device: str) -> Told:
-    from ficco.tools.bench import layers
-
-    modes = _no_products(
-        arguments, device, "layers", "only", "operator", "schedules", "timelines", "json"
-    )
-    told = {"layers": layers.SHAPES[device], "modes": modes}
-    return "layers", layers.layers, layers.LayerSettings, told, layers.report
-
-
-def _ways(arguments: argparse.Namespace, device: str) -> Told:
+def _others(arguments: argparse.Namespace, device: str, what: str) -> Measurement:
+    """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
-    from ficco.tools.bench import attention, experts, ways
+    from ficco.tools.bench import attention, experts, layers
 
-    what, refused = ("experts", ["operator"]) if arguments.experts else ("attention", [])
-    room: Any = {"experts": experts, "attention": attention}[what]
-    modes = _no_products(arguments, device, what, *refused)
+    room: Any = {"layers": layers, "experts": experts, "attention": attention}[what]
+    refused = {
+        "layers": ("only", "operator", "schedules", "timelines", "json"),
+        "experts": ("operator",),
+    }
+    for name in ("set", "shapes", "dtype", *refused.get(what, ())):
+        if getattr(arguments, name):
+            raise ValueError(f"--{what}: required without --{name}, which is for products")
     found = [
         one
         for one in room.SHAPES[device]
         if not arguments.operator or one.operator in arguments.operator
     ]
-    told: dict[str, Any] = {"subject": room.SUBJECT, "modes": modes}
-    told |= {"cases": tuple(_only(arguments, found)), "timelines": arguments.timelines}
-    told["schedules"] = tuple(
-        one if one == "auto" else str(Schedule.parse(one)) for one in arguments.schedules or ()
-    )
-    if arguments.replay is not None:
-        from ficco.tools.bench.replay_run import Replayed
-
-        blocks = ("experts",) if arguments.experts else ()
-        told["replayed"] = Replayed(**_played(arguments, blocks))
-        what = f"replay-{arguments.replay}-{what}"
-    return what, ways.time_ways, ways.WaySettings, told, partial(ways.report, room.SUBJECT)
+    names = arguments.schedules or ()
+    return what, {
+        "subject": room.SUBJECT,
+        "cases": tuple(_only(arguments, found)),
+        "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
+        "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
+        **_played(arguments, ("experts",) if arguments.experts else ()),
+    }
 
 
-def _no_products(
-    arguments: argparse.Namespace, device: str, what: str, *more: str
-) -> tuple[str, ...]:
-    """The modes of a measurement that takes no option of those for products, nor some more."""
+def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
+    """The modes that are timed; a replay has no graphs."""
     from ficco.tools.bench.measure import modes_of
 
-    for name in ("set", "shapes", "dtype", *more):
-        if getattr(arguments, name):
-            raise ValueError(f"--{what}: required without --{name}, which is for products")
-    return tuple(mode for mode in modes_of(device, arguments.mode) if mode != "graph")
+    modes = modes_of(device, arguments.mode)
+    return tuple(mode for mode in modes if mode != "graph" or arguments.replay is None)
 
 
 def _only(arguments: argparse.Namespace, found: Sequence[Any]) -> list[Any]:
@@ -413,10 +382,10 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
 
 
 def _pictures(csv: Path) -> list[Path]:
-    from ficco.tools.bench import plots
     from ficco.tools.bench.frames import REPLAY  # whose columns are those of all benches and more
+    from ficco.tools.bench.report import draw_next_to
 
-    return plots.draw_next_to(csv, REPLAY.read(csv))
+    return draw_next_to(csv, REPLAY.read(csv))
 
 
 def _report(csv: Path) -> Path:

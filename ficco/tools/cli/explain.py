@@ -15,7 +15,7 @@ from typing import Any
 from ficco.plan.amounts import seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.tools import launch
-from ficco.tools.bench.cases import Case
+from ficco.tools.bench.cases import BenchSettings, Case
 from ficco.tools.cli.bench import START_S
 from ficco.tools.cli.site import (
     FILE,
@@ -124,9 +124,10 @@ def _measure(
     Raises:
         ValueError: this problem cannot be measured here.
     """
+    from ficco.tools.bench import products
     from ficco.tools.bench.candidates import parse
+    from ficco.tools.bench.harness import bench
     from ficco.tools.bench.measure import modes_of
-    from ficco.tools.bench.run import BenchSettings, bench
 
     require_extra()
     asked, device = decision.problem, launch.default_device()
@@ -135,8 +136,9 @@ def _measure(
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
         settings = BenchSettings(
+            subject=products.SUBJECT,
             cases=(case,),
-            candidates=tuple(map(parse, names)),
+            schedules=tuple(map(parse, names)),
             modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
             device=device,
             rounds=200,

@@ -169,8 +169,8 @@ def _print(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     a call of another operator than products."""
     import pandas as pd
 
+    from ficco.tools.bench.frames import cells, show
     from ficco.tools.bench.simulated import BOUNDS
-    from ficco.tools.bench.tables import cells, show
 
     bound = rows["candidate"].isin(BOUNDS)
     text = pd.DataFrame(

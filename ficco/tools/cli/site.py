@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,10 +103,24 @@ def add_dtypes(parser: Any) -> None:
     parser.add_argument("--dtype", **NAMES, choices=DTYPES, help=text)
 
 
-def add_rounds(parser: Any) -> None:
-    """Add the option that says how often each shape is measured."""
-    text = "at most so many rounds per shape (default: 25)"
-    parser.add_argument("--rounds", type=int, default=25, help=text)
+def add_fields(parser: Any, settings: Any, *names: str) -> None:
+    """Add options for fields of a dataclass, which were declared as
+    :func:`ficco.tools.bench.cases.option`."""
+    there = {one.name: one for one in fields(settings)}
+    for name in names:
+        default, how = there[name].default, dict(there[name].metadata)
+        if isinstance(default, bool):
+            how |= FLAG
+        elif isinstance(default, (int, float)):
+            how = {"type": type(default), **how, "help": f"{how['help']} (default: {default})"}
+        parser.add_argument(f"--{name}", default=default, **how)
+
+
+def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass that :func:`add_fields` made options of."""
+    names = [one.name for one in fields(settings) if one.metadata and one.name in arguments]
+    values = {name: getattr(arguments, name) for name in names}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def add_files(parser: Any, folder: str, what: str) -> None:

@@ -13,8 +13,18 @@ from typing import Any
 from ficco.problems.products import OPERATORS
 from ficco.tools import launch
 from ficco.tools.bench import cases
-from ficco.tools.cli.site import CSV, FILE, FLAG, GATHERS, NAMES, add_ranks, command
-from ficco.tools.tune.effort import STEPS
+from ficco.tools.cli.site import (
+    CSV,
+    FILE,
+    FLAG,
+    GATHERS,
+    NAMES,
+    add_fields,
+    add_ranks,
+    command,
+    field_values,
+)
+from ficco.tools.tune.effort import TuneSettings
 
 #: Seconds that starting the ranks and their libraries may take on top, and how much longer than
 #: estimated the steps may take before a run has hung.
@@ -31,10 +41,7 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def options(parser: Any) -> None:
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--quick", **FLAG, help="measure for less time, and less exactly")
-    what.add_argument(
-        "--only", nargs="+", metavar="STEP", choices=STEPS, help=f"these steps: {', '.join(STEPS)}"
-    )
+    add_fields(what, TuneSettings, "quick", "only")
     what.add_argument(
         "--operator",
         **NAMES,
@@ -52,7 +59,7 @@ def options(parser: Any) -> None:
     what.add_argument("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
     add_ranks(how)
-    how.add_argument("--fresh", **FLAG, help="begin anew instead of continuing an interrupted run")
+    add_fields(how, TuneSettings, "fresh")
     how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
@@ -60,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.dma.engine import fingerprint
     from ficco.machine import user_dir
     from ficco.tools.tune.files import default_name, opened
-    from ficco.tools.tune.run import TuneSettings, tune
+    from ficco.tools.tune.run import tune
 
     _refuse(arguments)
     device = arguments.device or launch.default_device()
@@ -74,11 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
-        quick=arguments.quick,
-        only=tuple(arguments.only or ()),
+        **field_values(arguments, TuneSettings),
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
-        fresh=arguments.fresh,
         command=command(),
     )
     if not settings.steps:

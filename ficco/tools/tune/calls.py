@@ -18,8 +18,8 @@ from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
 from ficco.tools.bench.cases import MEMORY_SHARE, Case
 from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.products import Verifier
 from ficco.tools.bench.series import Times
-from ficco.tools.bench.verify import Verifier
 from ficco.tools.tune import fits
 from ficco.tools.tune.site import Site
 
@@ -173,12 +173,6 @@ def with_entry(machine: Machine, new: Tuned) -> Machine:
     """The machine with an entry, in place of an older one of the same problem."""
     others = [one for one in machine.tuned if tuned_key(one) != tuned_key(new)]
     return replace(machine, tuned=(*others, new))
-
-
-def name_of(problem: Problem) -> str:
-    """The name of a problem as a step of a run."""
-    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
-    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.kind_of_operands}"
 
 
 def from_cases(

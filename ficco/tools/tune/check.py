@@ -16,7 +16,7 @@ from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools.bench.series import Stopwatch
 from ficco.tools.launch import local_device
-from ficco.tools.tune import attention, communication, fits, products
+from ficco.tools.tune import communication, fits, products
 from ficco.tools.tune.effort import EFFORTS, Shape
 from ficco.tools.tune.run import TIMEOUT_S
 from ficco.tools.tune.site import Site
@@ -93,8 +93,8 @@ def _attention(site: Site) -> Iterator[Point]:
     if model is None or gemm is None:
         return
     chosen = site.effort.attends[2::4]
-    for asked, seconds in zip(chosen, attention.call_seconds(site, chosen), strict=True):
-        stored, _ = model.times(gemm, site.itemsize, *attention.call_of(asked))
+    for asked, seconds in zip(chosen, products.attention_seconds(site, chosen), strict=True):
+        stored, _ = model.times(gemm, site.itemsize, *products.call_of(asked))
         what = f"{asked.queries} x {asked.keys}, size {asked.size}" + ", causal" * asked.causal
         what += ", backward" * asked.back
         yield Point("attention", what, stored, seconds)

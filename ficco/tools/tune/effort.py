@@ -1,11 +1,16 @@
-"""The steps of a tuning run, and what each measures, as data: for GPUs and CPUs, full and quick."""
+"""The settings and steps of a tuning run, and what each step measures, as data: for GPUs and CPUs,
+full and quick."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ficco.problems.products import OPERATORS, Problem
+from ficco.tools.bench.cases import option
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -287,3 +292,66 @@ EFFORTS = {
         takes=6.0,
     ),
 }
+
+#: The step that ranks on several hosts measure, and no others.
+NETWORK = "network"
+
+
+def name_of(problem: Problem) -> str:
+    """The name of a problem as a step of a run."""
+    rows = "/".join("+".join(map(str, line)) for line in problem.blocks or (problem.rows,))
+    return f"{problem.operator} {rows}x{problem.n}x{problem.k} {problem.kind_of_operands}"
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What is tuned, and where the figures go.
+
+    Attributes:
+        path: the machine's file.
+        device: ``"cpu"`` or ``"cuda"``.
+        only: names of steps; empty for all.
+        operators: whose collectives are measured; empty for all. The all-gather always is, since
+            collectives that were not measured are derived from it.
+        problems: whose candidates are measured exhaustively.
+        command: the command line, for the provenance of the figures.
+    """
+
+    path: Path
+    device: str
+    quick: bool = option("measure for less time, and less exactly", False)
+    only: tuple[str, ...] = option(
+        f"these steps: {', '.join(STEPS)}", (), nargs="+", metavar="STEP", choices=STEPS
+    )
+    operators: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    fresh: bool = option("begin anew instead of continuing an interrupted run", False)
+    command: str = ""
+
+    @property
+    def effort(self) -> Effort:
+        return EFFORTS[self.device, self.quick]
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """Names of the steps, in order."""
+        usual = {*STEPS} - {NETWORK}
+        wanted = [name for name in STEPS if name in (self.only or usual) and name != SHAPES]
+        if self.operators:
+            from ficco.machine import COLLECTIVES
+
+            kinds = {OPERATORS[name].collective for name in self.operators}
+            others = {COLLECTIVES[kind] for kind in {*COLLECTIVES} - {*kinds, "all-gather"}}
+            wanted = [name for name in wanted if name not in others]
+        if not self.only or SHAPES in self.only:
+            wanted += map(name_of, self.problems)
+        return tuple(wanted)
+
+    def describe(self, fingerprint: Any) -> str:
+        """What another run must share to continue this one."""
+        return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
+
+    def seconds(self, step: str) -> float:
+        """About how long a step takes."""
+        seconds = self.effort.seconds.get(step, 2 * self.effort.shape_seconds)
+        return seconds * self.effort.takes

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from ficco.dma.engine import fingerprint
 from ficco.dma.hosts import hosts_of
 from ficco.errors import ConfigError
 from ficco.machine import (
-    COLLECTIVES,
-    Fingerprint,
     Machine,
     Provenance,
     dumps,
@@ -33,29 +30,24 @@ from ficco.machine import (
     save,
     tuned_key,
 )
-from ficco.problems.products import OPERATORS, Problem
 from ficco.tools import doctor
-from ficco.tools.bench.frames import commit
+from ficco.tools.bench.frames import Forecast, bar, commit
 from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.tables import Forecast, bar
 from ficco.tools.launch import local_device
-from ficco.tools.tune import attention, calls, communication, products
-from ficco.tools.tune.effort import EFFORTS, SHAPES, STEPS, Effort
+from ficco.tools.tune import calls, communication, products
+from ficco.tools.tune.effort import NETWORK, STEPS, TuneSettings, name_of
 from ficco.tools.tune.files import Journal, changes, opened, rounded
 from ficco.tools.tune.site import Site
 
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
 
-#: The step that ranks on several hosts measure, and no others.
-NETWORK = "network"
-
 #: What measures the block of each step; None leaves the block as it is.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
     **products.MORE,
     "tiled": products.tiled,
-    "attention": attention.attention,
+    "attention": products.attention,
     "copies": communication.copies,
     "kernel_copies": communication.kernel_copies,
     "topology": communication.topology,
@@ -66,57 +58,6 @@ MEASURES: dict[str, Callable[[Site], Any]] = {
     "thresholds": calls.thresholds,
     NETWORK: communication.network,
 }
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """What is tuned, and where the figures go.
-
-    Attributes:
-        path: the machine's file.
-        device: ``"cpu"`` or ``"cuda"``.
-        quick: measure for less time.
-        only: names of steps; empty for all.
-        operators: whose collectives are measured; empty for all. The all-gather always is, since
-            collectives that were not measured are derived from it.
-        problems: whose candidates are measured exhaustively.
-        fresh: begin anew, whatever an interrupted run has done.
-        command: the command line, for the provenance of the figures.
-    """
-
-    path: Path
-    device: str
-    quick: bool = False
-    only: tuple[str, ...] = ()
-    operators: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    fresh: bool = False
-    command: str = ""
-
-    @property
-    def effort(self) -> Effort:
-        return EFFORTS[self.device, self.quick]
-
-    @property
-    def steps(self) -> tuple[str, ...]:
-        """Names of the steps, in order."""
-        wanted = [name for name in MEASURES if name in (self.only or {*MEASURES} - {NETWORK})]
-        if self.operators:
-            kinds = {OPERATORS[name].collective for name in self.operators}
-            others = {COLLECTIVES[kind] for kind in {*COLLECTIVES} - {*kinds, "all-gather"}}
-            wanted = [name for name in wanted if name not in others]
-        if not self.only or SHAPES in self.only:
-            wanted += map(calls.name_of, self.problems)
-        return tuple(wanted)
-
-    def describe(self, fingerprint: Fingerprint) -> str:
-        """What another run must share to continue this one."""
-        return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
-
-    def seconds(self, step: str) -> float:
-        """About how long a step takes."""
-        seconds = self.effort.seconds.get(step, 2 * self.effort.shape_seconds)
-        return seconds * self.effort.takes
 
 
 @dataclass
@@ -268,7 +209,7 @@ class _TuningRun:
             single = Machine("block", self.here.accelerator, self.here.ranks, **block)
             loads(dumps(single), str(self.settings.path))  # else the step has failed
             return replace(site.machine, **block)
-        problem = next(p for p in self.settings.problems if calls.name_of(p) == name)
+        problem = next(p for p in self.settings.problems if name_of(p) == name)
         entry, left_out = calls.best(site, problem)
         for other, why in left_out.items():
             self._say(f"  {other} was not measured: {why}")

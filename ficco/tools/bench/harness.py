@@ -1,0 +1,480 @@
+"""The harness: whatever is timed is a workload with variants.
+
+A workload is one case on one rank: a product, attention, a layer of experts, a step of layers. Its
+variants are the ways to compute it. Each variant is proven right, then all variants are timed in
+shuffled, interleaved rounds; the time of a round is that of the slowest rank.
+
+A part is only the computation, with all data there, or only the communication. *Ideal* is the
+longer of the two parts, and *in turn* their sum.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ficco.errors import FiccoError
+from ficco.heuristics import decide
+from ficco.problems.specification import AnyProblem
+from ficco.runtime.workspace import workspace_of
+from ficco.tools.bench.calls import Runner
+from ficco.tools.bench.cases import BenchSettings
+from ficco.tools.bench.frames import Schema, bar, cells, markdown, record
+from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item
+from ficco.tools.bench.replay_run import replayed_watch
+from ficco.tools.bench.report import MODE_WORDS, about_table
+from ficco.tools.bench.series import Stopwatch, Times
+from ficco.tools.bench.stats import IDEAL, fastest, over, spread
+from ficco.tools.bench.traces import trace_all, write
+from ficco.tools.launch import local_device
+
+Tick = Callable[[str], None]
+
+#: Kinds of parts.
+COMPUTED, MOVED = "computed", "moved"
+
+#: Errors of variants that cannot run here.
+REFUSALS = ("ValueError", "NotImplementedError")
+
+#: After one of ficco's own errors peers can be stuck: the bench ends.
+FATAL = (FiccoError,)
+
+#: Calls with fresh inputs that must be right before a variant is timed; as many replays.
+CHECKS = 2
+
+#: Share of a case's seconds that its rounds get, however long the preparation took.
+LEAST_SHARE = 0.25
+
+
+class Variant(NamedTuple):
+    """One way to compute a workload.
+
+    Attributes:
+        call: computes it once, from the current data.
+        part: kind of part; empty for the whole.
+        baseline: speed-ups are over the fastest baseline.
+        schedule: of a call of ficco's.
+        meets: the call needs peers that run.
+        context: entered around calls, outside of the timed part.
+        lacks: why the variant cannot run here.
+    """
+
+    call: Callable[[], torch.Tensor]
+    part: str = ""
+    baseline: bool = False
+    schedule: str = ""
+    meets: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    lacks: str = ""
+
+
+@dataclass
+class Checked:
+    """A variant that was proven right, or the reason why it is not timed.
+
+    Attributes:
+        runner: its calls; None if it is not timed.
+        schedule: of a call of ficco's.
+        status, note: columns of its rows if it is not timed.
+        columns: further columns of its rows if it is timed.
+        replay: its calls, captured in a graph.
+        graph_status, graph_note: why there is no replay.
+    """
+
+    name: str
+    runner: Runner | None = None
+    schedule: str = ""
+    status: str = "ok"
+    note: str = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+    replay: Callable[[], None] | None = None
+    graph_status: str = "skipped"
+    graph_note: str = ""
+
+
+class Workload:
+    """A case on one rank, and the variants that compute it.
+
+    Attributes:
+        problem: of a call of ficco's.
+        dtype: of the rows that peers send.
+        schedules: of ficco's variants; empty for those of the subject.
+
+    Raises:
+        ValueError: the case cannot be measured here; the same on every rank.
+    """
+
+    problem: AnyProblem
+    dtype = torch.bfloat16
+
+    def __init__(self, case: Any, watch: Stopwatch, schedules: Sequence[Any] = ()) -> None:
+        self.case, self.watch, self.schedules = case, watch, schedules
+        self.group, self.device = watch.group, watch.device
+
+    # What each kind of workload says.
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Columns of the case that its attributes do not have."""
+        return {}
+
+    def variants(self) -> dict[str, Variant]:
+        """All variants, by name."""
+        raise NotImplementedError
+
+    def fill(self, seed: int, exact: bool = False) -> None:
+        """Draw random data, or data of which all variants compute exactly the same."""
+        raise NotImplementedError
+
+    def right(self, result: torch.Tensor) -> bool:
+        """Whether a result of exact data is right. Collective."""
+        raise NotImplementedError
+
+    def others(self, call: Callable[[], Any]) -> float:
+        """Share of kernels other than the library's in the time of a call's kernels; NaN if
+        unknown."""
+        return math.nan
+
+    # Proofs.
+
+    @cached_property
+    def offered(self) -> Mapping[str, Any]:
+        """Variants that these ranks can run, by name."""
+        there = self.variants().items()
+        offered = {name: one for name, one in there if self.watch.meets or not one.meets}
+        if copies := self.watch.arrivals(self.problem):
+            offered = {copies: Variant(torch.Tensor, MOVED), **offered}
+        return offered
+
+    def checked(self, graph: bool, tick: Tick) -> list[Checked]:
+        """Prove every variant right, captured in a graph too if ``graph``. Collective."""
+        checked = []
+        for name, variant in self.offered.items():
+            tick(f"verify {name}")
+            checked.append(self._checked(name, variant))
+        return checked
+
+    def _checked(self, name: str, variant: Any) -> Checked:
+        if variant.lacks:
+            return Checked(name, status="skipped", note=variant.lacks)
+        value, why = self.watch.together(partial(self.prove, variant), fatal=FATAL)
+        if value is None:
+            if not self.watch.meets:
+                self.watch.free()  # the next call has an engine of its own
+            status = "skipped" if why.startswith(REFUSALS) else "failed"
+            return Checked(name, status=status, note=why)
+        runner, mine = value
+        why, columns = self.judge(self.watch.gather(mine))
+        if why:
+            return Checked(name, status="wrong", note=why, columns=columns)
+        return Checked(name, runner, variant.schedule, columns=columns)
+
+    def prove(self, variant: Any) -> tuple[Runner, Any]:
+        """A variant's calls, and what :meth:`judge` takes of each rank. Of a part, and of a rank
+        that is replayed, the proof shows only that the calls run."""
+        right, shows = True, self.watch.meets and not variant.part
+        for seed in range(1, 1 + CHECKS):
+            if shows:
+                self.fill(seed, exact=True)
+            with variant.context():
+                result = variant.call()
+            right &= not shows or self.right(result)
+        return Runner(variant.call, context=variant.context), right
+
+    def judge(self, everyone: Sequence[Any]) -> tuple[str, dict[str, Any]]:
+        """Why a variant is wrong, from what all ranks saw, and columns of its rows."""
+        return wrong_ranks(everyone), {}
+
+    def annotate(self, checked: Sequence[Checked]) -> None:
+        """Add the columns that need calls with random data. Collective."""
+        for one in checked:
+            if one.runner is not None and one.schedule:
+                if one.schedule == "auto":
+                    one.columns["took"] = taken_by_auto(self.problem, self.watch)
+                if self.watch.on_gpu:
+                    one.columns["others"] = max(self.watch.gather(self.others(one.runner.run)))
+
+    # Rows.
+
+    def label(self, name: str) -> dict[str, str]:
+        """Columns that name a variant."""
+        return {"way": name}
+
+    def columns(self, one: Checked, mode: str) -> dict[str, Any]:
+        """Columns of a timed variant besides its figures."""
+        return one.columns
+
+    def figures(
+        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
+    ) -> pd.DataFrame:
+        """Figures of a mode, indexed by variant, as columns of the schema."""
+        frame = pd.DataFrame(times)
+
+        def chosen(keep: Callable[[Variant], bool]) -> pd.Series | None:
+            return fastest(frame, [name for name, one in self.offered.items() if keep(one)])
+
+        computed, moved, baseline = (
+            chosen(lambda one: one.part == COMPUTED),
+            chosen(lambda one: one.part == MOVED),
+            chosen(lambda one: one.baseline),
+        )
+        bound = in_turn = None
+        if computed is not None and moved is not None:
+            bound, in_turn = np.maximum(computed, moved), computed + moved
+            frame = frame.assign(**{IDEAL: bound})
+        ratios = {
+            "speedup": over(baseline, frame),
+            "share": over(bound, frame),
+            "in_turn": over(in_turn, frame),
+        }
+        whole = [name for name in frame if name == IDEAL or not self.offered[name].part]
+        return spread(frame).join(pd.DataFrame(ratios).loc[whole])
+
+    def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows that repeat others under another name."""
+        return []
+
+
+def wrong_ranks(rights: Sequence[bool]) -> str:
+    """Ranks whose results are wrong, in words; empty if all are right."""
+    wrong = [rank for rank, right in enumerate(rights) if not right]
+    return f"wrong result on ranks {wrong}" if wrong else ""
+
+
+def taken_by_auto(problem: AnyProblem, watch: Stopwatch) -> str:
+    """The schedule that ``auto`` takes."""
+    machine = workspace_of(watch.group, watch.device).known(None).machine
+    mode = "queued" if watch.on_gpu else "idle"
+    return str(decide(problem, machine=machine, mode=mode).schedule)
+
+
+#: Columns of a report: heading, column of the rows, factor and format.
+Shown = Sequence[tuple[str, str, float, str]]
+
+OF_WAYS: Shown = (
+    ("ms", "ms", 1.0, ".3f"),
+    ("of ideal", "share", 1.0, ".2f"),
+    ("x baseline", "speedup", 1.0, ".2f"),
+    ("x in turn", "in_turn", 1.0, ".2f"),
+    ("others", "others", 1.0, ".3f"),
+)
+
+HOW = (
+    "All ways and parts run in shuffled order in every round; a round's time is that of its "
+    "slowest rank, and ratios are medians of those of the rounds. *Ideal* is the longer of what "
+    "is computed and what travels, each exclusively, *in turn* one after the other. Before a way "
+    "is timed its results must be right, exactly, on data that have one right result; in a "
+    "replay, where nobody sends rows, results are not looked at. *Others* is the share of what is"
+    " not a library's in the time of the kernels."
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of workload.
+
+    Attributes:
+        name: of the files.
+        schema: columns of the rows.
+        work: the workload of a case, on the ranks of a stopwatch, with some schedules.
+        heads: columns of :func:`report` that describe a case, from the columns of the schema as
+            text; None if the kind has a report of its own.
+        about, how: text of the report: what the variants are, and how they are timed.
+        shown: columns of the report.
+        case: column with the name of a case.
+        gradients: calls record gradients.
+        show: prints the rows of a case.
+    """
+
+    name: str
+    schema: Schema
+    work: Callable[[Any, Stopwatch, Sequence[Any]], Workload]
+    heads: Callable[[pd.DataFrame], dict[str, pd.Series]] | None = None
+    about: str = ""
+    how: str = HOW
+    shown: Shown = OF_WAYS
+    case: str = "case"
+    gradients: bool = False
+    show: Callable[[pd.DataFrame], None] | None = None
+
+
+def bench(settings: BenchSettings) -> pd.DataFrame | None:
+    """Measure; collective. The rows on rank 0, None elsewhere."""
+    device, subject = local_device(settings.device), settings.subject
+    if settings.replayed:
+        watch: Stopwatch = replayed_watch(settings.replayed, settings.csv, device)
+    else:
+        # Without a limit: a rank that fails here ends, and brings its peers down.
+        watch = Stopwatch(dist.group.WORLD, device, timeout_s=math.inf)
+    more: dict[str, Any] = {"hosts": watch.hosts.count}
+    if "graph" in settings.modes:
+        more["calls_in_graph"] = CALLS_IN_GRAPH
+    if watch.note:
+        more["note"] = watch.note
+    writer = dist.get_rank()  # of the processes that run
+    run = _Bench(settings, watch, Console(stderr=True, quiet=writer != 0))
+    with torch.set_grad_enabled(subject.gradients):
+        rows = record(settings, subject.schema, run.cases(), writer, watch.world, **more)
+    watch.close()
+    return rows
+
+
+class _Bench:
+    """A run on this rank."""
+
+    def __init__(self, settings: BenchSettings, watch: Stopwatch, console: Console) -> None:
+        self.settings, self.watch, self.console = settings, watch, console
+        self.subject = settings.subject
+        self.deadline = time.monotonic() + settings.seconds
+        self.preparing = 0.0  # seconds of the longest preparation of a case
+        if watch.note:
+            console.print(watch.note, highlight=False)
+
+    def cases(self) -> Iterator[list[dict[str, Any]]]:
+        """The rows of each case."""
+        shows = self.subject.show if dist.get_rank() == 0 and not self.settings.quiet else None
+        for number, case in enumerate(self.settings.cases):
+            rows = self._case(case, number)
+            self.watch.release()
+            yield rows
+            if shows is not None:
+                shows(self.subject.schema.frame(rows))
+
+    def _shape(self, case: Any) -> dict[str, Any]:
+        columns = self.subject.schema.columns
+        sizes = {name: value for name, value in vars(case).items() if name in columns}
+        return {self.subject.case: case.name, "world": self.watch.world, **sizes}
+
+    def _case(self, case: Any, number: int) -> list[dict[str, Any]]:
+        watch, settings, began = self.watch, self.settings, time.monotonic()
+        left = self.deadline - began
+        if watch.barrier.decide(left < self.preparing):
+            note = f"out of time ({settings.seconds:.0f} s)"
+            return [{**self._shape(case), "status": "skipped", "note": note}]
+        try:
+            work = self.subject.work(case, watch, settings.schedules)
+        except ValueError as error:
+            return [{**self._shape(case), "status": "skipped", "note": str(error)}]
+        shape = {**self._shape(work.case), **work.shape}
+        share = left / (len(settings.cases) - number)
+        try:
+            return self._timed(work, shape, began, share, number)
+        except FiccoError as error:
+            if watch.meets:
+                raise
+            return [{**shape, "status": "failed", "note": str(error).splitlines()[0]}]
+
+    def _timed(
+        self, work: Workload, shape: dict[str, Any], began: float, share: float, number: int
+    ) -> list[dict[str, Any]]:
+        """Prove and time the variants of a workload in its share of the seconds."""
+        watch, settings = self.watch, self.settings
+        graph = "graph" in settings.modes
+        name = f"{getattr(work.case, 'operator', '')} {work.case.name}".strip()
+        title = f"[{number + 1}/{len(settings.cases)}] {name}"
+        with bar(self.console, title, len(work.offered) * (1 + graph) + settings.rounds) as show:
+            done_steps = count(1)
+
+            def tick(what: str) -> None:
+                show(next(done_steps), what)
+
+            checked = work.checked(graph, tick)
+            work.fill(settings.seed)
+            timed = [one for one in checked if one.runner is not None]
+            ours = [one.runner for one in timed if one.runner is not None and one.schedule]
+            watch.settle(ours, work.dtype)
+            work.annotate(checked)
+            spent = time.monotonic() - began
+            self.preparing = max(self.preparing, spent)
+            items = [
+                Item(mode, one.name, one.runner, one.replay if mode == "graph" else None)
+                for mode in settings.modes
+                for one in timed
+                if one.runner is not None and (mode != "graph" or one.replay is not None)
+            ]
+            # The first preparation is that of the libraries, too, and no reason for few rounds.
+            seconds = max(share - spent, share * LEAST_SHARE)
+            how: dict[str, Any] = {"most": settings.rounds, "seed": settings.seed + number}
+            done, times = watch.rounds(items, seconds=seconds, tick=tick, **how)
+        rows = self._rows(work, shape, checked, dict(zip(items, times, strict=True)), done)
+        if settings.timelines and number == 0:
+            calls: dict[str, Callable[[], Any]] = {}
+            for one in timed:
+                if one.runner is not None and one.schedule:
+                    calls.setdefault(one.schedule, one.runner.run)
+            timelines = trace_all(calls, watch.group, watch.device)
+            if watch.rank == 0:
+                write(timelines, settings.csv)
+        return [*rows, *work.renamed(rows)]
+
+    def _rows(
+        self,
+        work: Workload,
+        shape: dict[str, Any],
+        checked: Sequence[Checked],
+        timed: Mapping[Item, tuple[Times, float]],
+        done: int,
+    ) -> list[dict[str, Any]]:
+        series: dict[str, dict[str, Any]] = {mode: {} for mode in self.settings.modes}
+        seen: dict[tuple[str, str], dict[str, float]] = {}
+        columns = self.subject.schema.columns
+        for item, (times, host_s) in timed.items():
+            series[item.mode][item.name] = times
+            own = {"host_us": host_s * 1e6, **self.watch.figures(item, done)}
+            seen[item.mode, item.name] = {key: own[key] for key in own if key in columns}
+        by_name = {one.name: one for one in checked}
+        rows = []
+        for mode, of_mode in series.items():
+            queued = series.get("queued") if mode == "graph" else None
+            figures = work.figures(of_mode, queued).to_dict("index") if of_mode else {}
+            for name in dict.fromkeys((*figures, *by_name)):
+                one = by_name.get(name) or Checked(name)
+                row = {**shape, "mode": mode, **work.label(name)}
+                if name in figures:
+                    row |= {"status": "ok", "rounds": done, **work.columns(one, mode)}
+                    row |= {**seen.get((mode, name), {}), **figures[name]}
+                elif one.runner is None:
+                    row |= {"status": one.status, "note": one.note, **one.columns}
+                else:
+                    row |= {"status": one.graph_status, "note": one.graph_note}
+                rows.append(row)
+        return rows
+
+
+def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
+    """The rows as Markdown."""
+    assert subject.heads is not None
+    parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
+    for mode, found in rows[rows["status"] == "ok"].groupby("mode", sort=False):
+        text = found.astype(str)
+        way = text["way"]
+        if "took" in text:
+            way = way.where(text["took"] == "", way + ": " + text["took"])
+        figures = {
+            heading: cells(found[column] * factor, form)
+            for heading, column, factor, form in subject.shown
+        }
+        table = pd.DataFrame({**subject.heads(text), "way": way, **figures})
+        table = table.loc[:, (table != "").any()]
+        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
+    missing = rows[rows["note"] != ""]
+    if len(missing):
+        texts = missing[["way", subject.case, "status", "note"]].itertuples(index=False)
+        lines = [
+            f"- {way or 'all ways'} of {case}: {status}: {note}"
+            for way, case, status, note in texts
+        ]
+        parts += ["## Not measured", "\n".join(dict.fromkeys(lines))]
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,301 @@
+"""Products: every operator by schedules and by what else there is, proven right and timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.problems.products import Problem
+from ficco.runtime.workspace import SLOTS, workspace_of
+from ficco.tools.bench.calls import Runner, build, expected, taken, unavailable
+from ficco.tools.bench.candidates import (
+    REPLAYED,
+    BenchCandidate,
+    moved_bytes,
+    named_again,
+    of_problem,
+)
+from ficco.tools.bench.cases import Case
+from ficco.tools.bench.frames import BENCH
+from ficco.tools.bench.harness import (
+    CHECKS,
+    FATAL,
+    REFUSALS,
+    Checked,
+    Subject,
+    Tick,
+    Workload,
+    wrong_ranks,
+)
+from ficco.tools.bench.inputs import Operands, exact_calls, wrong_elements
+from ficco.tools.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
+from ficco.tools.bench.report import ERROR_ROWS, show_shape
+from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.stats import IDEAL, summarise
+
+#: Elements of B that are converted to float64 at once.
+FLOAT64_ELEMENTS = 1 << 26
+
+
+class ProductWork(Workload):
+    """A shape on one rank; its schedules are candidates."""
+
+    problem: Problem
+
+    def __init__(
+        self, case: Case, watch: Stopwatch, schedules: Sequence[BenchCandidate] = ()
+    ) -> None:
+        self.verifier = Verifier(watch)
+        free_bytes = self.verifier.free_bytes()
+        super().__init__(case.fitted(watch.world, free_bytes), watch, schedules)
+        if why := self.case.skipped(watch.world, free_bytes):
+            raise ValueError(why)
+        self.problem = self.case.problem(watch.world)
+        self.operands = watch.operands(self.problem)
+        self.dtype = self.operands.a_LK.dtype
+
+    @cached_property
+    def candidates(self) -> tuple[BenchCandidate, ...]:
+        """Candidates of the operator, those with equal plans included."""
+        engine = workspace_of(self.group, self.device).engine
+        chosen = [one for one in self.schedules if self.watch.meets or one.kind in REPLAYED]
+        return of_problem(
+            *(chosen, self.problem, engine),
+            lambda: taken(self.problem, self.group, self.device).others,
+        )
+
+    @cached_property
+    def again(self) -> dict[BenchCandidate, BenchCandidate]:
+        """Candidates with the plan of an earlier candidate, which is timed for both."""
+        return named_again(self.candidates, self.problem)
+
+    @cached_property
+    def offered(self) -> Mapping[str, BenchCandidate]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        return {one.name: one for one in self.candidates if one not in self.again}
+
+    def fill(self, seed: int, exact: bool = False) -> None:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        (self.operands.exact if exact else self.operands.random)(seed)
+
+    def checked(self, graph: bool, tick: Tick) -> list[Checked]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        self.operands.exact_b()
+        checked = []
+        for name, candidate in self.offered.items():
+            tick(f"verify {name}")
+            checked.append(self.verifier.eager(candidate, self.operands))
+        # From here on all share one workspace, as in a program that uses several schedules.
+        symmetric = any(candidate.symmetric for candidate in self.offered.values())
+        self.verifier.renew(self.operands, symmetric)
+        if graph:
+            self._capture(checked, tick)
+        if copies := self.watch.arrivals(self.problem):
+            checked.append(Checked(copies, Runner(torch.Tensor, "whole")))
+        return checked
+
+    def _capture(self, checked: Sequence[Checked], tick: Tick) -> None:
+        there = [one for one in checked if one.runner is not None]
+        # A graph owns the memory of its calls, which take turns on slots.
+        need = sum(bool(one.schedule) for one in there) * SLOTS * moved_bytes(self.problem)
+        free = self.verifier.free_bytes()
+        pool = gpu.graph_pool_handle()
+        for one in there:
+            tick(f"capture {one.name}")
+            if need > free / 2:
+                one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
+            else:
+                self.verifier.graph(one, self.operands, pool)
+
+    def annotate(self, checked: Sequence[Checked]) -> None:
+        """Add what is left of exactness on random operands, where products are summed."""
+        if not self.problem.kind.sums or not self.watch.meets:
+            return
+        error = accuracy(self.operands, self.group)
+        for one in checked:
+            runner = one.runner
+            if runner is not None and runner.proof is None and runner.expected == "result":
+                with runner.context():
+                    mine = error(runner.run())
+                one.columns["error"] = max(self.watch.gather(mine))
+
+    def label(self, name: str) -> dict[str, str]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        one = self.offered.get(name)
+        kind = one.kind if one else "bound" if name == IDEAL else "arrivals"
+        return {"candidate": name, "kind": kind}
+
+    def columns(self, one: Checked, mode: str) -> dict[str, Any]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        if one.schedule != "auto":
+            return one.columns
+        kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
+        decision = taken(self.problem, self.group, self.device, kind)
+        return {**one.columns, "note": f"is {decision.schedule} ({decision.source})"}
+
+    def figures(
+        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
+    ) -> pd.DataFrame:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        return summarise(times, queued)
+
+    def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """See :class:`ficco.tools.bench.harness.Workload`."""
+        return [
+            {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
+            for one, timed in self.again.items()
+            for row in rows
+            if row["candidate"] == timed.name
+        ]
+
+
+#: A replay takes the schema :data:`ficco.tools.bench.frames.REPLAY` instead.
+SUBJECT = Subject("products", BENCH, ProductWork, gradients=True, show=show_shape)
+
+
+@dataclass
+class Verifier:
+    """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
+
+    watch: Stopwatch
+    iteration: int = field(default=1, init=False)
+
+    def free_bytes(self) -> int:
+        """Free memory where there is least: of a GPU, or a rank's part of the host's."""
+        if self.watch.on_gpu:
+            gpu.empty_cache()
+            free = gpu.mem_get_info()[0]
+            if not self.watch.meets:  # the operands of all ranks are here
+                free //= self.watch.world
+        else:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+            free = int(kib) * 1024 // self.watch.world
+        return min(self.watch.gather(free))
+
+    def renew(self, operands: Operands, symmetric: bool) -> None:
+        """Begin anew with ficco's memory, and with an operand in it if one is wanted."""
+        operands.a_symmetric_LK = None
+        self.watch.free()
+        if symmetric:
+            a = operands.a_LK
+            operands.a_symmetric_LK = ficco.empty(
+                a.shape, dtype=a.dtype, group=self.watch.group, device=self.watch.device
+            )
+
+    def eager(self, candidate: BenchCandidate, operands: Operands) -> Checked:
+        """Build a candidate and prove its calls right; note what memory they take."""
+        name = candidate.name
+        if why := unavailable(candidate, operands, self.watch.hosts.count):
+            return Checked(name, status="skipped", note=why)
+        if candidate.ours:
+            self.renew(operands, candidate.symmetric)  # so that its memory is its own
+
+        def action() -> tuple[Runner, bool, int]:
+            runner = build(candidate, operands, self.watch.group)
+            with runner.context():
+                right, peak = self._prove(runner, operands, runner.proof or runner.run)
+            return runner, right, peak + self._symmetric_bytes(candidate, operands.problem)
+
+        value, why = self.watch.together(action, fatal=FATAL)
+        if value is None:
+            status = "skipped" if why.startswith(REFUSALS) else "failed"
+            return Checked(name, status=status, note=why)
+        runner, right, extra = value
+        if why := wrong_ranks(self.watch.gather(right)):
+            return Checked(name, status="wrong", note=why)
+        counted = (self.watch.on_gpu or candidate.ours) and runner.proof is None
+        extra_bytes = float(max(self.watch.gather(extra))) if counted else math.nan
+        schedule = candidate.schedule if candidate.ours else ""
+        return Checked(name, runner, schedule, columns={"extra_bytes": extra_bytes})
+
+    def graph(self, checked: Checked, operands: Operands, pool: Any) -> None:
+        """Capture a candidate's call and prove its replays right."""
+        runner = checked.runner
+        assert runner is not None
+
+        def action() -> tuple[Callable[[], None], bool]:
+            with runner.context():
+                runner.run()  # memory that cannot be grown in a capture
+            gpu.synchronize()
+            replay, result = capture(runner, pool)
+
+            def again() -> torch.Tensor:
+                replay()
+                return result
+
+            # Where another call is the proof, this result shows nothing; the eager call's did.
+            return replay, bool(runner.proof) or self._prove(runner, operands, again)[0]
+
+        value, why = self.watch.together(action, fatal=FATAL)
+        if value is None:
+            checked.graph_note = why
+        elif wrong := wrong_ranks(self.watch.gather(value[1])):
+            checked.graph_status, checked.graph_note = "wrong", wrong
+        else:
+            checked.replay = value[0]
+
+    def _prove(
+        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
+    ) -> tuple[bool, int]:
+        """Whether calls with inputs never used before are right, and the last one's peak memory."""
+        how: dict[str, Any] = {
+            "first": self.iteration,
+            "compare": lambda result: wrong_elements(result, expected(runner, operands)),
+            "measure": lambda one: peak_bytes(one, self.watch.device),
+        }
+        proof = call if runner.expected != "result" else self.watch.proof(call, operands)
+        outcomes = list(exact_calls({"": proof}, operands, CHECKS, **how))
+        self.iteration += CHECKS
+        right = not any(outcome.wrong.item() for outcome in outcomes)
+        if proof is call:
+            return right, int(outcomes[-1].figure)
+        return right, peak_bytes(runner.run, self.watch.device)[1]
+
+    def _symmetric_bytes(self, candidate: BenchCandidate, problem: Problem) -> int:
+        if candidate.ours:
+            return ficco.memory(self.watch.group)
+        if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
+            # PyTorch's fused operator asks for a shard, or two blocks of the product.
+            return max(problem.rows) * problem.moved_bytes * (1 + problem.kind.scatters)
+        return 0
+
+
+def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:
+    """What gives the error of a result of an operator that sums: the root mean square of its
+    differences over that of what the operands should give, in some rows of each rank. Collective.
+
+    All ranks have the same B, so that the sum of their products is the product of their sum; that
+    is added up and multiplied in float64.
+    """
+    problem, rank = operands.problem, operands.rank
+    picked = [
+        torch.linspace(0, rows - 1, min(rows, ERROR_ROWS), device=operands.device).long()
+        for rows in problem.rows
+    ]
+    everyone = zip(picked, problem.offsets, strict=False)
+    left = operands.wide(operands.a_LK, operands.scales.get("scale_a"))
+    sums = left[torch.cat([rows + first for rows, first in everyone])].double()
+    dist.all_reduce(sums, group=group)
+    mine = sums.split([len(rows) for rows in picked])[rank]
+    width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
+    parts = [mine @ some.double() for some in operands.wide_b_KN.split(width, dim=1)]
+    wanted = torch.cat(parts, dim=1)
+    rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
+
+    def error(result: torch.Tensor) -> float:
+        off = (result[rows].double() - wanted).norm()
+        return float(off / wanted.norm()) if wanted.numel() else 0.0
+
+    return error
