@@ -282,6 +282,7 @@ class KeptGradientStage(GradientStage):
             for peer in self.regions
         }
         self.senders, self.own_in_group = {}, {}  # no row is on its way
+        self.begun, self.silent = self.back.begun, self.back.silent
 
     def _own_rows(self) -> Region:
         return Region(self.a, self.me, *self.world.block(self.me, self.me), 0, self.asked.kv_cols)
@@ -291,9 +292,3 @@ class KeptGradientStage(GradientStage):
 
     def _cross(self) -> None:
         return
-
-    def begun(self) -> dict[int, tuple[Signal, ...]]:
-        return self.back.begun()
-
-    def silent(self) -> tuple[Signal, ...]:
-        return self.back.silent()

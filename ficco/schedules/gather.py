@@ -58,45 +58,44 @@ class Stages:
     """The stages of a receiver's capped staging. Groups with units of peers use them in turn.
 
     Attributes:
+        groups: groups with units of peers, in order.
         rows, cols: size of a stage.
         count: number of stages.
         room_of, next_of: previous and next group in the same stage, by group.
     """
 
     def __init__(self, arrivals: Arrivals) -> None:
-        by_columns, me = arrivals.schedule.dims == 2, arrivals.rank
-        self.by_group = {
-            group: units
-            for group, units in enumerate(arrivals.by_group)
-            if any(unit.peer != me for unit in units)
-        }
-        self.arrivals, self.rows, self.cols = arrivals, 0, 0
-        self._row: dict[tuple[int, int], int] = {}  # by peer and unit, its row within its stage
-        for units in self.by_group.values():
+        by_columns, self.rank = arrivals.schedule.dims == 2, arrivals.rank
+        self.rows, self.cols, self.groups = 0, 0, list[int]()
+        #: First row in the stage, rows and columns of a unit, by peer and number.
+        self._size: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for group, units in enumerate(arrivals.by_group):
+            if all(unit.peer == self.rank for unit in units):
+                continue
             row = 0
+            self.groups.append(group)
             for unit in units:
-                self._row[unit[:2]], length = row, unit.stop - unit.start
-                row += arrivals.block(unit.peer) if by_columns else length
-                self.cols = max(self.cols, length if by_columns else arrivals.columns)
+                rows, cols = unit.stop - unit.start, arrivals.columns
+                if by_columns:
+                    rows, cols = arrivals.block(unit.peer), rows
+                self._size[unit[:2]] = row, rows, cols
+                row, self.cols = row + rows, max(self.cols, cols)
             self.rows = max(self.rows, row)
 
     def set_count(self, most: int) -> None:
         """Set the number of stages: ``most``, or the number of groups if that is smaller."""
-        groups = list(self.by_group)
-        self.count = min(most, len(groups))
+        groups, self.count = self.groups, min(most, len(self.groups))
         self._begin = {group: i % self.count * self.rows for i, group in enumerate(groups)}
         self.room_of = dict(zip(groups[self.count :], groups, strict=False))
         self.next_of = dict(zip(groups, groups[self.count :], strict=False))
 
     def regions(self, buffer: str, units: Iterable[Unit]) -> list[Region]:
         """The regions of units."""
-        by_columns, arrivals, regions = self.arrivals.schedule.dims == 2, self.arrivals, []
+        regions = []
         for unit in units:
-            row, length = self._begin[unit.group] + self._row[unit[:2]], unit.stop - unit.start
-            rows, cols = length, arrivals.columns
-            if by_columns:
-                rows, cols = arrivals.block(unit.peer), length
-            regions.append(Region(buffer, arrivals.rank, row, row + rows, 0, cols))
+            row, rows, cols = self._size[unit[:2]]
+            row += self._begin[unit.group]
+            regions.append(Region(buffer, self.rank, row, row + rows, 0, cols))
         return regions
 
 
@@ -320,6 +319,7 @@ class GatherStage(Stage):
         super().__init__(world, builder)
         self.world, self.mine = world, world.arrivals[self.me]
         self.traffic = Traffic(builder, self.schedule, world)
+        self.begun, self.silent = self.traffic.begun, self.traffic.silent
         self.groups, self.product = self.mine.by_group, world.product.name
         self.stages = world.stages[self.me] if world.stages else None
         #: By group that has units of peers, too, the rank's own units.
@@ -397,14 +397,6 @@ class GatherStage(Stage):
         self.acquired = self.builder.acquire(opening, published)
         return self._turns()
 
-    def begun(self) -> dict[int, tuple[Signal, ...]]:
-        """The signals that this rank's call has begun, by peer."""
-        return self.traffic.begun()
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers have begun, of peers without data for this rank."""
-        return self.traffic.silent()
-
     def _turns(self) -> list[list[Item]]:
         """The pieces to copy, by group."""
         if self.schedule.pull:
@@ -449,19 +441,16 @@ class GatherStage(Stage):
             return ()
         if problem.given is not problem:
             return self._cast_all()
-        moves = [(world.a, world.source)]
+        copies = [(world.a, world.source)]
         if problem.sends_factors:
-            moves.append((problem.factors, world.factors_from))
+            copies.append((problem.factors, world.factors_from))
         published = []
-        for source, target in moves:
-            if target == source.name:
-                continue
+        for source, target in copies:
             rows, cols = source.shapes[self.me]
-            here, there = (
-                Region(name, self.me, 0, rows, 0, cols) for name in (source.name, target)
-            )
-            step = Step("place", "compute0", "publish", transfer=Transfer(here, there))
-            published.append(self.add(step))
+            whole = Region(source.name, self.me, 0, rows, 0, cols)
+            if target != source.name:
+                move = Transfer(whole, whole._replace(buffer=target))
+                published.append(self.add(Step("place", "compute0", "publish", transfer=move)))
         return tuple(published)
 
     def _cast_all(self) -> After:

@@ -263,6 +263,7 @@ class ScatterStage(Stage):
         super().__init__(world, builder)
         self.world, self.mine = world, world.departures[self.me]
         self.traffic = Traffic(builder, self.schedule, world)
+        self.begun, self.silent = self.traffic.begun, self.traffic.silent
         self.back = Traffic(builder, self.schedule, world.back)
         self.ways = list(legs(self.problem, self.me))
         self.sums = self.problem.kind.sums
@@ -308,14 +309,6 @@ class ScatterStage(Stage):
             self._return()
         if self.schedule.pull:
             self.traffic.close()
-
-    def begun(self) -> dict[int, tuple[Signal, ...]]:
-        """The signals that this rank's call has begun, by peer without data from it."""
-        return self.traffic.begun()
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers have begun, of peers without data for this rank."""
-        return self.traffic.silent()
 
     # Products.
 

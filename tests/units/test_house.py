@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2440, 1100),
     "proof": (1810, 1250),
     "runtime": (1751, 1032),
-    "schedules": (4830, 2900),
+    "schedules": (4815, 2895),
     "simulate": (1230, 810),
     "tools": (13440, 7390),
     "__init__.py": (160, 50),
