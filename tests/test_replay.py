@@ -364,6 +364,10 @@ class HostEvent:
         return (later.at - self.at) * 1e3
 
 
+CASES = (
+    (Case("gather", 48, 12, 16, "float32"), "queued"),
+    (Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"), "idle"),
+)
 NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=3 auto".split()
 
 
@@ -419,14 +423,7 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
     return records(rows)
 
 
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [
-        (Case("gather", 48, 12, 16, "float32"), "queued"),
-        (Case("scatter", 48, 12, 16, "float32", operator="matmul_reduce_scatter"), "idle"),
-    ],
-    ids=lambda one: str(getattr(one, "name", one)),
-)
+@pytest.mark.parametrize(("case", "mode"), CASES, ids=("gather", "scatter"))
 def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
     rows = ranks.run(1, _bench, case, mode, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)

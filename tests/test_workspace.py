@@ -260,8 +260,7 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
             exact(at, Case(tuple(rows), 8, 8, schedule=schedule), iteration, group)
         (workspace,) = workspaces.workspaces(group)
         slots = {id(slot) for slot in (None, *workspace.slots)}
-        kept = [cached.programs.keys() for cached in workspace.programs.values()]
-        assert all(keys <= slots for keys in kept), "a program for a slot that was freed is kept"
+        assert all(cached.programs.keys() <= slots for cached in workspace.programs.values())
         return [len(workspace.programs), sum(len(slot.programs) for slot in workspace.slots)]
     finally:
         workspaces.KINDS = before
