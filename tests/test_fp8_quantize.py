@@ -331,7 +331,7 @@ REFUSED: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
     ({"scale_b": torch.ones(1, 16).half()}, VALUE, ("torch.float32", "float16", ".float()")),
     ({"a": A.to(E4M3)}, VALUE, ("bfloat16", "float8_e4m3fn")),
     ({"a": A.double()}, VALUE, ("bfloat16", "float64")),
-    ({"b": B.bfloat16()}, VALUE, ("b of float8", "casts a_shard alone")),
+    ({"b": B.bfloat16()}, VALUE, ("b of float8", "casts only a_shard")),
     ({"a": A[:, :24], "b": B[:24]}, INVALID, ("k: required a multiple of 16", "got 24")),
     (
         {"return_gathered": True},

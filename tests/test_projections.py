@@ -102,7 +102,7 @@ def test_what_lies_transposed_is_refused_where_it_is_not_served() -> None:
     for name in ("serial:collective", "growing:pull", "tiled", "growing:kernel"):
         with pytest.raises(ValueError, match="rows that lie as columns|tiled"):
             plans(problem, Schedule.parse(name))
-    with pytest.raises(ValueError, match="equal blocks"):
+    with pytest.raises(ValueError, match="blocks of equal size"):
         Problem.of_blocks(OPERATORS[0], [[1, 2], [2, 1]], 4, 4, "float32", transposed=True)
     with pytest.raises(NotImplementedError, match="all-to-alls"):
         Problem("all_gather_matmul", (4, 4), 4, 4, "float32", transposed=True)
