@@ -447,7 +447,7 @@ ASKED = (
     Way("copy=peer", "hipMemcpyPeerAsync", {"copy": "hipMemcpyPeerAsync"}),
     Way("copy=nocu", ROWS, {"copy": "without compute units"}),
     Way("columns=pack", COPY, {"copy": f"{PACKED} (asked for)"}),
-    Way("events=write", "hipStreamWriteValue32", {"copy": "behind a stream write"}),
+    Way("events=write", "hipStreamWriteValue32", {"copy": "after a stream write"}),
 )
 #: By what a machine has not.
 LEFT: tuple[tuple[dict[str, int], tuple[Way, ...]], ...] = (
