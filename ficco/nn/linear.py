@@ -475,8 +475,8 @@ class RowParallelLinear(_ParallelLinear):
             return self._by_own_kernel(x, rows)
         weight, bias = self.local()
         kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule, "rows": rows}
-        kwargs |= {"recipe": self.recipe, "sequence_dim": self.sequence_dim}
-        return scattered_linear(x, weight, bias, **kwargs)
+        kwargs["recipe"] = self.recipe
+        return scattered_linear(x, weight, bias, **kwargs, sequence_dim=self.sequence_dim)
 
 
 @tells_refusals
@@ -535,9 +535,9 @@ def gathered(
     """Return the layers' outputs for a plain tensor that fits all of them."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
     first = layers[0]
-    kwargs: dict[str, Any] = {"group": first.group, "schedule": first.schedule, "rows": rows}
-    kwargs |= {"recipe": first.recipe, "sequence_dim": sequence_dim}
-    return gathered_linears(x, weights, biases, **kwargs)
+    kwargs: dict[str, Any] = {"group": first.group, "schedule": first.schedule}
+    kwargs["recipe"] = first.recipe
+    return gathered_linears(x, weights, biases, **kwargs, sequence_dim=sequence_dim, rows=rows)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
