@@ -119,8 +119,8 @@ def own_rows(plan: Plan) -> tuple[int, int]:
 
 
 def pieces_of(plan: Plan) -> tuple[ArrivingPiece, ...]:
-    """What arrives, in the order in which it is expected; piece ``i`` has the word ``i`` of those
-    of the step's gates, which follow each other."""
+    """Arriving pieces in the expected order. Piece ``i`` has the ``i``-th of the consecutive words
+    of the step's gates."""
     lands, me = plan.problem.specification.exchange.lands, plan.rank
     offsets = [lands(peer, me) for peer in range(plan.problem.world)]
     gates = plan.steps[callers_step(plan)].gates

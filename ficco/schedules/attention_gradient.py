@@ -87,12 +87,12 @@ class GradientWorld(AttentionWorld):
             super()._add_slot_buffers(shapes, packs_columns)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
-        """Where gradients of some rows of an owner's keys come to a rank."""
+        """Region where gradients of rows of an owner's keys arrive at a rank."""
         row = self.first_rows[rank][sender, owner] - self.problem.leaves(owner, sender)
         return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
 
     def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
-        """Where they leave: what a rank's own queries give or, ``summed``, those of its host."""
+        """Region of gradients that leave: of a rank's queries or, ``summed``, of its host."""
         number, cols = partial(self.problem.number, rank, owner), (0, self.asked.kv_cols)
         buffer, begin = "leaving", 0
         if summed and self.host_sums:
@@ -102,8 +102,8 @@ class GradientWorld(AttentionWorld):
 
     @remembered
     def sums(self, rank: int, owner: int) -> list[tuple[Contribution, list[Contribution]]]:
-        """What a rank sums of the gradients of an owner's keys, and of what, in the order of ranks:
-        rows of which the same ranks have some, in one piece if they go to another host."""
+        """Sums of gradients of an owner's keys at a rank, each with its summands in the order of
+        ranks. The same ranks have all rows of a sum; to another host, its rows are in one piece."""
         problem, ends = self.problem, set[int]()
         shares = [
             Contribution(*problem.spans[owner][near], near, 1 << near)

@@ -224,13 +224,13 @@ class AttentionStage(GatherStage):
 
 
 class KeyRun(NamedTuple):
-    """Rows of KV that follow each other and are attended to together.
+    """Consecutive rows of KV that one step attends to.
 
     Attributes:
-        kv: where they are.
-        first: the number of the first where it lands.
-        queries: from the first to the last own row that attends to any of them.
-        calls: what they attend to of the rows.
+        kv: region of the rows.
+        first: number of the first row where it lands.
+        queries: from the first to the last own row that attends to any of the rows.
+        calls: rectangles of queries and rows.
     """
 
     kv: Region
@@ -240,13 +240,13 @@ class KeyRun(NamedTuple):
 
 
 def both(spans: list[Span], other: Span) -> list[Span]:
-    """What spans have in common with another."""
+    """Intersections of spans with another span."""
     common = [(max(first, other[0]), min(last, other[1])) for first, last in spans]
     return [(first, last) for first, last in common if first < last]
 
 
 def _without(span: Span, others: list[Span]) -> list[Span]:
-    """What is left of a span without others, which are in rising order."""
+    """Parts of a span outside other spans, which are in ascending order."""
     left, (first, last) = list[Span](), span
     for begin, end in others:
         if first < min(begin, last):

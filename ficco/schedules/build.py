@@ -105,8 +105,8 @@ def _untiled(scaling: Scaling) -> str:
 
 
 def _turned(schedule: Schedule) -> str:
-    """What a schedule has that is not served where what travels lies transposed; empty if all is
-    served."""
+    """Reason why a schedule does not serve operands that travel transposed; empty if it serves
+    them."""
     if schedule.own or schedule.grouping == "tiled":
         return f"the schedule is {schedule.grouping}"
     if schedule.pull:

@@ -240,7 +240,7 @@ class _HeadsStage:
         return first < self.world.new_rows("k", self.me, piece)[0]
 
     def _shared(self, piece: int, lane: str) -> tuple[int, ...]:
-        """What comes before a piece that needs such rows, and is on another lane."""
+        """Steps on other lanes that must precede a piece with shared rows of keys."""
         if not piece or not self._shares(piece):
             return ()
         before = self.here[piece - 1]
