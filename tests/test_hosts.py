@@ -354,8 +354,9 @@ def bereaved(
         ficco.synchronize()
 
     os.environ["FICCO_HOST"] = f"host-{at.rank // (at.world // hosts)}"
-    with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+    with ficco.options(timeout_s=60, on_timeout="raise"):  # the first calls connect the hosts
         calls()
+    with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
         return losing(at, victims, how, calls)
 
 
