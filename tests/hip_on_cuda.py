@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "gpu")]
 # Processes that are started later begin with this.
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2] + [os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3] + [os.environ.get("PYTHONPATH", "")])
 
 import cases as gathers  # noqa: E402
 import hip_ranks  # noqa: E402
@@ -81,7 +81,7 @@ def jittered(at: Rank, count: int, together: int = 8) -> str:
         some = [_any_case(choice, at.world) for _ in range(together)]
         made = [make(at, case, first + i) for i, case in enumerate(some)]
         torch.cuda.synchronize()
-        cap = choice.choice((None, at.world << 14))  # room for the largest step there can be
+        cap = choice.choice((None, at.world << 15))  # room for the largest step there can be
         found = []
         for case, one in zip(some, made, strict=True):
             _delay(mine)
