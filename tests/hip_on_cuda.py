@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "gpu")]
+sys.path[:0] = [str(HERE), str(HERE.parent), *(str(HERE / room) for room in ("gpu", "faults"))]
 # Processes that are started later begin with this.
-os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3] + [os.environ.get("PYTHONPATH", "")])
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:4] + [os.environ.get("PYTHONPATH", "")])
 
 import cases as gathers  # noqa: E402
 import hip_ranks  # noqa: E402
