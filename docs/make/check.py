@@ -1,9 +1,8 @@
-"""Checks what the pages say: links, commands, names, and the tables that scripts write.
+"""Check the pages: links, commands, names, and the tables that scripts write.
 
 python -m docs.make.check
 
-prints a line for each thing that is wrong, and ends with status 1 if there is any. `make docs` runs
-it.
+prints a line for each error and exits with status 1 if there are errors. `make docs` runs it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from ficco.tools.bench.frames import (
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS, RESULTS = ROOT / "ficco", ROOT / "docs", ROOT / "docs" / "results"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-#: Reports are copied from the machine that wrote them, with commands of that day, and the log of
-#: changes names what has gone.
+#: Pages that describe the present code. Reports keep the commands of the day they were measured;
+#: the change log names removed features.
 CURRENT = [
     page
     for page in PAGES
@@ -71,7 +70,7 @@ BY_HAND = ("serial-by-kernel-before-h200-4", "timeline-h200-2")
 
 
 def anchors(text: str) -> set[str]:
-    """The names by which the headings of a page can be linked, as GitHub makes them."""
+    """Anchors of the headings of a page, by GitHub's rule."""
     titles = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
@@ -92,7 +91,7 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def unlinked() -> Iterator[str]:
-    """Pages and pictures to which no page leads."""
+    """Pages and pictures without a link to them."""
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
         for page in PAGES
@@ -106,7 +105,7 @@ def unlinked() -> Iterator[str]:
 
 
 def invented(text: str) -> list[str]:
-    """Addresses of the project in a text other than the one that pyproject.toml names."""
+    """Addresses of the project in a text that differ from pyproject.toml's."""
     named = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     addresses = re.findall(r"https?://[^\s()\"'<>]*ficco[^\s()\"'<>]*", text)
     return [one for one in addresses if not (named and one.startswith(named[1]))]
@@ -122,7 +121,7 @@ def addresses() -> Iterator[str]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """The lines of code on a page, comments and prompts taken off."""
+    """Lines of code on a page, without comments and prompts."""
     for part in CODE.findall(page.read_text()):
         for line in part.strip("`\n").replace("\\\n", " ").splitlines():
             yield re.sub(r"\s#.*", "", line.strip().removeprefix("$ "))
@@ -138,7 +137,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def unknown(line: str) -> str:
-    """What a line of code calls that ficco or make does not have; empty if it has all."""
+    """The unknown command, option or script in a line of code; empty if all exist."""
     words = line.split()
     script = SCRIPT.search(line)
     if script and not (ROOT / (script[2] or f"{script[1].replace('.', '/')}.py")).exists():
@@ -158,7 +157,7 @@ def unknown(line: str) -> str:
 
 
 def variables() -> Iterator[str]:
-    """Variables that a page lacks, or that nothing reads."""
+    """Environment variables that are undocumented, or documented but never read."""
     source = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     read = set(re.findall(rf'"({VARIABLE.pattern})"', source))
     known = set(VARIABLE.findall(source))  # some names are put together
@@ -170,7 +169,7 @@ def variables() -> Iterator[str]:
 
 
 def names(page: Path) -> Iterator[str]:
-    """Tests and files that a page names and the project lacks."""
+    """Tests and files that a page names but that do not exist."""
     text = page.read_text()
     tests = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
@@ -203,14 +202,14 @@ def forms() -> Iterator[str]:
 
 
 def modules() -> Iterator[str]:
-    """Tables of modules in docstrings have all of them."""
+    """Tables of modules in docstrings that miss a module or list a removed one."""
     for folder in ("tools/bench", "compute", "dma", "runtime"):
         table = str(ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())))
         rows = re.findall(r"^([a-z_]+(?:, [a-z_]+)*)  +\S", table, re.MULTILINE)
         rows_name = {name for row in rows for name in row.split(", ") if name != "module"}
         in_prose = set(re.findall(r"``([a-z_]+)``", table))
-        there = {path.stem for path in PACKAGE.glob(f"{folder}/*.py") if path.stem[0] != "_"}
-        wrong = (rows_name - there) | (there - rows_name - in_prose)
+        files = {path.stem for path in PACKAGE.glob(f"{folder}/*.py") if path.stem[0] != "_"}
+        wrong = (rows_name - files) | (files - rows_name - in_prose)
         yield from (f"the docstring of {folder} is wrong about {one}" for one in sorted(wrong))
 
 
@@ -218,8 +217,7 @@ def modules() -> Iterator[str]:
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """The public names of ficco's own, and what they stand for. Modules are those of the pages of
-    the reference."""
+    """Public names defined in ficco, with their objects, of the modules in the API reference."""
     for name in re.findall(r"`(ficco[\w.]*)`", (DOCS / "api" / "README.md").read_text()):
         if (ROOT / name.replace(".", "/") / "__init__.py").exists():
             module = import_module(name)
@@ -230,7 +228,7 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 def undocumented(value: Any) -> list[str]:
-    """What of a function or a class, itself included, has no docstring."""
+    """Suffixes of the names without a docstring: ``""`` for the object, ``.name`` for a member."""
     if not inspect.isclass(value):
         return [] if inspect.getdoc(value) else [""]
     generated = (value.__doc__ or "").startswith(f"{value.__name__}(")  # by dataclass, NamedTuple
@@ -243,7 +241,7 @@ def undocumented(value: Any) -> list[str]:
 
 
 def undocumented_source(text: str) -> list[str]:
-    """The public functions and classes of a module that have no docstring."""
+    """Public functions and classes of a module without a docstring."""
     nodes = [
         node
         for node in ast.parse(text).body
@@ -253,8 +251,8 @@ def undocumented_source(text: str) -> list[str]:
 
 
 def shown() -> Iterator[Any]:
-    """What the pages of the reference show: objects or, of data, the names. What needs a client or
-    Triton is left out."""
+    """Objects in the API reference, or the names of data, without modules that need a client or
+    Triton."""
     directive = r"^\.\. auto(\w+):: ([\w.]+)((?:\n   :.*)*)"
     for page in (DOCS / "api").glob("*.md"):
         text = page.read_text()
@@ -276,15 +274,16 @@ def shown() -> Iterator[Any]:
 
 def reference() -> Iterator[str]:
     """Public names without a docstring or without a place in the reference."""
-    values, there = dict(public()), [*shown()]
-    data = {one for one in there if isinstance(one, str)}
-    objects = {id(one) for one in there if callable(one)}
+    values, documented = dict(public()), [*shown()]
+    data = {one for one in documented if isinstance(one, str)}
+    objects = {id(one) for one in documented if callable(one)}
     for name, value in values.items():
         if name not in data and not (callable(value) and id(value) in objects):
             yield f"{name} is not in docs/api"
-    classes = [one for one in there if inspect.isclass(one)]
-    documented = {f"{one.__module__}.{one.__qualname__}": one for one in classes}
-    for name, value in {**values, **documented}.items():
+    classes = {
+        f"{one.__module__}.{one.__qualname__}": one for one in documented if inspect.isclass(one)
+    }
+    for name, value in {**values, **classes}.items():
         if callable(value):
             yield from (f"{name}{part} has no docstring" for part in undocumented(value))
     for path in (PACKAGE / "tile.py", *PACKAGE.glob("integrations/[a-z]*.py")):
@@ -324,8 +323,7 @@ def _between(page: str, name: str, text: str, script: str) -> Iterator[str]:
 
 
 def sources() -> Iterator[str]:
-    """Keys of machine files of which the page says something else than `ficco tune` writes on a
-    host that is new to ficco."""
+    """Keys of machine files whose documented source is not where `ficco tune` gets them."""
     written = parse((configs() / "h100-2.yaml").read_text())
     for kind, blocks in machine_fields.blocks().items():
         who = machine_fields.sources(kind)
@@ -350,7 +348,7 @@ def result_files() -> Iterator[tuple[Path, Schema]]:
 
 
 def results() -> Iterator[str]:
-    """Results that do not follow from their rows, or do not say where they are from."""
+    """Reports that their rows do not reproduce, or that lack their origin."""
     with tempfile.TemporaryDirectory() as folder:
         for path, schema in result_files():
             rows = schema.read(path)
@@ -384,7 +382,7 @@ def results() -> Iterator[str]:
 
 
 def over_hosts() -> Iterator[str]:
-    """One line of the page of layers over hosts; all take a minute."""
+    """One line of the page of layers over hosts. The whole page would take a minute."""
     model = hosts_layers.MODELS[1]
     one, two = (hosts_layers.layer(machine("h100-8"), model, 8192, world) for world in (8, 16))
     figures = f"{two.serial * 1e3:.2f} | {two.auto * 1e3:.2f} | {two.gemm * 1e3:.2f}"
@@ -395,11 +393,11 @@ def over_hosts() -> Iterator[str]:
 
 
 def problems() -> Iterator[str]:
-    """All that is wrong, in sentences."""
+    """Errors of the pages, as sentences."""
     for page in PAGES:
         yield from broken_links(page)
     for page in CURRENT:
-        yield from (f"{page}: there is no {what}" for line in code(page) if (what := unknown(line)))
+        yield from (f"{page}: there is no {name}" for line in code(page) if (name := unknown(line)))
         yield from names(page)
     for check in (
         *(unlinked, addresses, variables, forms, modules, reference, tables, sources, results),

@@ -1,4 +1,4 @@
-"""What layers of large models would take with tensor parallelism over several hosts, simulated.
+"""Simulate layers of large models with tensor parallelism over several hosts.
 
 python -m docs.make.hosts_layers [docs/hosts-simulated.md]
 """

@@ -1,4 +1,4 @@
-"""Puts every key of a machine file, from the dataclasses that are its schema, into a page.
+"""Write tables of all keys of a machine file, from its dataclasses, into a page.
 
 python -m docs.make.machine_fields [docs/machine-file.md]
 """
@@ -76,7 +76,7 @@ def blocks() -> dict[Any, list[str]]:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """What the docstring of a class says of each key, in Markdown."""
+    """Meaning of each key of a class, from its docstring, in Markdown."""
     text = inspect.getdoc(kind) or ""
     _, _, listed = text.partition("Attributes:\n")
     plain = re.sub(r"`{2}(.+?)`{2}|:\w+:`(.+?)`", r"`\1\2`", listed)
@@ -88,12 +88,12 @@ def meanings(kind: Any) -> dict[str, str]:
 
 
 def sources(kind: Any) -> dict[str, str]:
-    """Who gives each key of a class its value."""
+    """Source of the value of each key of a class."""
     return {name: word for word, names in FROM[kind.__name__].items() for name in names.split()}
 
 
 def value(hint: Any) -> str:
-    """What stands at a key: a unit and bounds, or the kind of text or list."""
+    """Kind of a key's value: a unit and bounds, or the kind of text or list."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
     kind, note = get_args(hint) if get_origin(hint) is Annotated else (hint, None)
@@ -113,7 +113,7 @@ def value(hint: Any) -> str:
 
 
 def default(field: Field[Any], hint: Any) -> str:
-    """What a key is that a file leaves out."""
+    """Value of a key that a file omits."""
     if field.default is MISSING:
         return "required"
     if field.default is None or field.default in ("", ()):
@@ -127,19 +127,18 @@ def default(field: Field[Any], hint: Any) -> str:
 def table(kind: Any) -> str:
     """The keys of a class."""
     hints = get_type_hints(kind, include_extras=True)
-    told, given = meanings(kind), sources(kind)
+    meaning, source_of = meanings(kind), sources(kind)
     rows = []
     for field in keys(kind):
         block = block_of(hints[field.name])
         if block and kind is not Machine:
             continue  # provenance, which every block has
-        what = (
+        described = (
             f"[{block.__name__}](#{block.__name__.lower()})" if block else value(hints[field.name])
         )
-        source = "" if block else given[field.name]
-        rows.append(
-            (f"`{field.name}`", what, default(field, hints[field.name]), source, told[field.name])
-        )
+        source = "" if block else source_of[field.name]
+        omitted = default(field, hints[field.name])
+        rows.append((f"`{field.name}`", described, omitted, source, meaning[field.name]))
     return markdown(("key", "value", "if left out", "from", "meaning"), rows)
 
 
@@ -154,7 +153,7 @@ def text() -> str:
 
 
 def shipped() -> str:
-    """What the blocks of the files that ship rest on."""
+    """Provenance of the blocks of the shipped machine files, as Markdown."""
     machines = [load(path) for path in sorted(configs().glob("*.yaml"))]
     names = [name for block, names in blocks().items() for name in names if block is not Provenance]
     rows = [[f"`{name}`", *(_source(getattr(one, name)) for one in machines)] for name in names]

@@ -37,7 +37,7 @@ class Line:
 
     Attributes:
         case: the shape; world, mode: how it is simulated.
-        gathers: whether the paper ran an all-gather, which is what is simulated.
+        gathers: whether the paper ran an all-gather, as the simulation does.
         balance: time of the GEMM over time of the communication.
         ideal, overlap, best_1d, two_d: of the bound, of shard overlap, of the fastest studied
             schedule with pieces of rows, and of that with pieces of columns.
@@ -58,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that the paper says, what the simulation says, and why they may differ."""
+    """A claim of the paper, the simulated figure, and the reason for a difference."""
 
     text: str
     paper: str
@@ -293,9 +293,9 @@ def _assumptions(machine: Machine) -> str:
     rows = []
     for one in fields(machine):
         block = getattr(machine, one.name)
-        given = getattr(block, "provenance", None)
-        if isinstance(given, Provenance):
-            rows.append((one.name, given.source, given.note))
+        provenance = getattr(block, "provenance", None)
+        if isinstance(provenance, Provenance):
+            rows.append((one.name, provenance.source, provenance.note))
     return markdown(("block", "source", "note"), rows)
 
 

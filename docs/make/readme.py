@@ -1,4 +1,4 @@
-"""Puts a table of several benches between the markers of a README.
+"""Write a table of several benches between the markers of a README.
 
 python -m docs.make.readme docs/results/measured-h200-4.csv [...] [--file README.md] [--table all]
 """
@@ -19,14 +19,14 @@ from ficco.tools.bench.frames import BENCH, markdown, read_description
 from ficco.tools.bench.report import HINDSIGHT, MODE_WORDS
 from ficco.tools.bench.stats import RATIOS, by_operator, geomean, lines, modes
 
-#: A bench for a table of several: its rows, what is known of the machine, a link to its report.
+#: A bench in a table of several: its rows, the description of the machine, a link to its report.
 Results = tuple[pd.DataFrame, dict[str, Any], str]
 
 MEANS = "Geometric mean over the shapes, and the worst shape."
 
 
 def auto_table(benches: Sequence[Results]) -> str:
-    """What ``auto`` reaches: a line for each operator of each bench, both eager modes in it."""
+    """Ratios of ``auto``: a line for each operator of each bench, with both eager modes."""
     eager = ("queued", "idle")
     heads = [f"{mode}: {name}" for mode in eager for name in RATIOS.values()]
     body = []
@@ -40,7 +40,7 @@ def auto_table(benches: Sequence[Results]) -> str:
 
 
 def whole_table(benches: Sequence[Results]) -> str:
-    """What the fastest schedules and ``auto`` reach: a line for each operator and mode of each
+    """Ratios of the fastest schedules and of ``auto``: a line for each operator and mode of each
     bench."""
     heads = ("measured on", "operator", "mode", "shapes", *RATIOS.values())
     of_auto = [f"`auto`: {name}" for name in RATIOS.values()]
@@ -56,7 +56,7 @@ def whole_table(benches: Sequence[Results]) -> str:
     return f"{MEANS} {words}. {HINDSIGHT}\n\n" + markdown((*heads, *of_auto), body)
 
 
-#: Tables, by what they tell of.
+#: Tables by the value of ``--table``.
 TABLES: dict[str, Callable[[Sequence[Results]], str]] = {"auto": auto_table, "all": whole_table}
 
 
@@ -109,9 +109,9 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument(
         "--table", choices=TABLES, default="auto", help="all: also the fastest schedules"
     )
-    asked = parser.parse_args(words)
-    put_between(asked.file, "results", table(asked.csv, asked.file, asked.table))
-    print(f"wrote {asked.file}")
+    arguments = parser.parse_args(words)
+    put_between(arguments.file, "results", table(arguments.csv, arguments.file, arguments.table))
+    print(f"wrote {arguments.file}")
 
 
 if __name__ == "__main__":

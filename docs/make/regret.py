@@ -1,10 +1,10 @@
-"""What ``auto`` loses against the best schedule that was measured, and how far predictions are off.
+"""Time that ``auto`` loses against the fastest measured schedule, and errors of the predictions.
 
     python -m docs.make.regret docs/results/measured-h200-4.csv [--machine configs/h200-4.yaml]
 
-Rows of a bench and a machine in, figures and Markdown out. Nothing is measured; the schedule that
-``auto`` takes is decided anew from the machine's file, its time is that of the same schedule in the
-bench. A report says so, and by which ficco: with another, or another machine file, it may differ.
+Reads the rows of a bench and a machine file, writes figures and Markdown. Nothing is measured: the
+schedule that ``auto`` takes is decided anew from the machine file, and its time is the time of the
+same schedule in the bench. The report names the version of ficco that decided.
 """
 
 from __future__ import annotations
@@ -76,41 +76,41 @@ class Regret:
 
 
 def regrets(rows: pd.DataFrame, machine: Machine) -> Iterator[tuple[str, Regret | None]]:
-    """The mode and the regret of every shape that was measured in it; None where the schedule that
-    ``auto`` takes was not.
+    """The mode and the regret of every measured shape; None if the schedule that ``auto`` takes was
+    not measured.
 
     Raises:
-        ValueError: the machine says nothing of so many ranks.
+        ValueError: the machine does not describe this number of ranks.
     """
-    there = measured(rows)
-    there = there[there["mode"].isin(("queued", "idle"))]
-    for (_, _, mode), mine in there.groupby(["operator", "case", "mode"], sort=False):
+    timed = measured(rows)
+    timed = timed[timed["mode"].isin(("queued", "idle"))]
+    for (_, _, mode), mine in timed.groupby(["operator", "case", "mode"], sort=False):
         yield mode, _regret(mine, mode, machine)
 
 
 def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     row = next(rows.itertuples())
-    asked = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
+    where = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
     case = Case(row.case, row.m, row.n, row.k, row.dtype, operator=row.operator)
     problem = case.problem(row.world)
     ours = rows[(rows["kind"] == "ficco") & rows["candidate"].map(plain)]
     timed = dict(zip(map(Schedule.parse, ours["candidate"]), ours["ms"], strict=True))
     movers = tuple({schedule.mover: None for schedule in timed})
-    # Older files lack what the model may take of these: it was not thought of then.
+    # Older files lack the schedules by a copy kernel, which did not exist then.
     by_kernel = [
         one
-        for one in candidates(problem, asked.simulated, ALL_OFFERS)
-        if one.mover == "kernel" and predictable(one, problem, asked.simulated)
+        for one in candidates(problem, where.simulated, ALL_OFFERS)
+        if one.mover == "kernel" and predictable(one, problem, where.simulated)
     ]
     newer = by_kernel and timed.keys() >= set(by_kernel)
     by_model = ALL_OFFERS if newer else OFFERS
-    auto = decide(problem, machine=machine, mode=asked.mode, offers=by_model).schedule
-    names = (*candidates(problem, asked.simulated, movers), auto)
+    auto = decide(problem, machine=machine, mode=where.mode, offers=by_model).schedule
+    names = (*candidates(problem, where.simulated, movers), auto)
     times = by_plan(problem, timed, names)
     if auto not in times:
         return None
     compared = {one: times[one] for one in dict.fromkeys(names) if one in times}
-    predicted = {one: predict(problem, one, asked.simulated, mode) * 1e3 for one in compared}
+    predicted = {one: predict(problem, one, where.simulated, mode) * 1e3 for one in compared}
     ruled = None
     if machine.thresholds is not None:
         name, _ = rule(problem, machine.thresholds)
@@ -133,8 +133,8 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
 def by_plan(
     problem: Problem, timed: Mapping[Schedule, float], others: Iterable[Schedule]
 ) -> dict[Schedule, float]:
-    """Milliseconds of all schedules that lead to a plan that was measured: the median of what was
-    measured of it, under whatever names. The luckiest of several clocks would beat the rest."""
+    """Milliseconds of all schedules whose plan was measured: the median over all names of the plan.
+    The minimum of several measurements would have an advantage over a single one."""
     first = same_plans(problem, dict.fromkeys((*timed, *others)))
     by_plan: dict[Schedule, list[float]] = {}
     for schedule, ms in timed.items():
@@ -222,7 +222,7 @@ def report(rows: pd.DataFrame, machine: Machine, name: str, date: str = "") -> s
 
 
 def _decided(machine: Machine, name: str, date: str) -> str:
-    """By what was decided, and where the times are from."""
+    """Origin of the decisions and of the times."""
     at = commit()
     return DECIDED.format(
         ficco=f"ficco {version()}" + (f", commit {at}," if at else ""),
@@ -251,15 +251,15 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", type=Path, help="results of ficco bench")
     parser.add_argument("--machine", help="a name or a file (default: that of the bench)")
-    asked = parser.parse_args(words)
-    rows, about = BENCH.read(asked.csv), read_description(asked.csv)
+    arguments = parser.parse_args(words)
+    rows, about = BENCH.read(arguments.csv), read_description(arguments.csv)
     device, ranks = str(about.get("device", "")), int(about.get("ranks", 0))
-    there = Fingerprint(device, ranks)
-    machine = find(asked.machine, there) or (nearest(there) if ranks else None)
+    fingerprint = Fingerprint(device, ranks)
+    machine = find(arguments.machine, fingerprint) or (nearest(fingerprint) if ranks else None)
     if machine is None:
         raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
-    path = asked.csv.with_name(f"{asked.csv.stem}_regret.md")
-    path.write_text(report(rows, machine, asked.csv.stem, str(about.get("date", ""))))
+    path = arguments.csv.with_name(f"{arguments.csv.stem}_regret.md")
+    path.write_text(report(rows, machine, arguments.csv.stem, str(about.get("date", ""))))
     print(f"wrote {path}")
 
 

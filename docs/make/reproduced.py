@@ -43,13 +43,13 @@ STUDIED_ROLES = {
 }
 STUDIED = tuple(STUDIED_ROLES.values())
 
-#: What a page of regrets says of the paper's rule, and to which heading that belongs.
+#: The line about the paper's rule on a page of regrets, and the heading above the line.
 HEADING = re.compile(r"^## (?:(\w+), )?(queued|idle): ", re.MULTILINE | re.IGNORECASE)
 RULE = re.compile(r"the paper's rule alone \((\d+) shapes\) \| (\d+)% right(?:, ([\d.]+)% lost)?")
 
 
 class Ruled(NamedTuple):
-    """What the paper's rule alone came to in one mode of one bench."""
+    """Outcome of the paper's rule alone in one mode of one bench."""
 
     bench: str
     operator: str
@@ -60,18 +60,18 @@ class Ruled(NamedTuple):
 
 
 def ruled() -> Iterator[Ruled]:
-    """As the committed pages of regrets have it."""
+    """Outcomes on the committed pages of regrets."""
     for page in sorted(RESULTS.glob("*_regret.md")):
         name, text = page.stem.removesuffix("_regret"), page.read_text()
         only = BENCH.read(RESULTS / f"{name}.csv")["operator"].iloc[0]
         heads = list(HEADING.finditer(text))
         for head, after in zip(heads, [*heads[1:], None], strict=True):
             part = text[head.end() : after.start() if after else None]
-            if told := RULE.search(part):
-                shapes, share = int(told[1]), int(told[2])
+            if match := RULE.search(part):
+                shapes, share = int(match[1]), int(match[2])
                 right = round(shapes * share / 100)
                 operator = head[1] or only
-                yield Ruled(name, operator, head[2].lower(), shapes, right, float(told[3] or 0))
+                yield Ruled(name, operator, head[2].lower(), shapes, right, float(match[3] or 0))
 
 
 @cache
@@ -116,11 +116,11 @@ def by_shape(lines: pd.DataFrame) -> pd.Series:
 
 
 def by_rule(lines: pd.DataFrame) -> pd.Series:
-    """Whether the rule takes the fastest of the paper's own schedules, shape by shape, without the
-    shapes for which it takes the one that was not timed."""
-    there = lines[lines["rule"].isin(lines.columns)]
-    taken = there.apply(lambda line: line[line["rule"]], axis=1)
-    return taken * (1 + NEAR) >= there[["rows", "columns"]].max(axis=1)
+    """Whether the rule takes the fastest of the paper's schedules, shape by shape. Shapes for which
+    it takes a schedule that was not timed are left out."""
+    timed = lines[lines["rule"].isin(lines.columns)]
+    taken = timed.apply(lambda line: line[line["rule"]], axis=1)
+    return taken * (1 + NEAR) >= timed[["rows", "columns"]].max(axis=1)
 
 
 def rule_table() -> str:
@@ -142,7 +142,7 @@ def rule_table() -> str:
     shapes = whole[0].partition(" of ")[2]
     rows.append(["**together**", "", shapes, *(x for one in whole for x in (f"**{one}**", ""))])
     heads = ("bench", "operator", "shapes")
-    modes = [f"{mode}: {what}" for mode in ("queued", "idle") for what in ("right", "lost")]
+    modes = [f"{mode}: {head}" for mode in ("queued", "idle") for head in ("right", "lost")]
     return markdown((*heads, *modes), rows)
 
 
@@ -327,7 +327,7 @@ def _losses(simulated: dict[str, str]) -> list[Claim]:
 
 
 def _simulated() -> dict[str, str]:
-    """By claim, what the page of the simulation has."""
+    """Figures of the page of the simulation, by claim."""
     rows = re.findall(r"^\| (.+?) \| .+? \| (.+?) \|", SIMULATED.read_text(), re.MULTILINE)
     return dict(rows)
 

@@ -1,4 +1,4 @@
-"""Puts what the paper's rule takes for its Table I between the markers of a page.
+"""Write the choices of the paper's rule for its Table I between the markers of a page.
 
 python -m docs.make.rule_table [docs/choosing.md]
 """
@@ -54,7 +54,7 @@ def observe(problem: Problem, machine: Machine) -> Observation:
 
 
 def rule_table(machine: Machine, cases: Sequence[Case]) -> str:
-    """What the rule takes in its readings, in Markdown, with what it loses in the simulation."""
+    """Choices of the rule in its readings, with their losses in the simulation, in Markdown."""
     problems = [case.problem(machine.ranks) for case in cases]
     seen = [observe(problem, machine) for problem in problems]
     at_its_word = literal(machine)

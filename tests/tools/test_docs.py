@@ -1,4 +1,4 @@
-"""What `python -m docs.make.check` sees."""
+"""Checks of `python -m docs.make.check` and `python -m docs.make.language`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.make import check
+from docs.make import check, language
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,23 @@ def test_links_code_and_addresses(tmp_path: Path) -> None:
     assert len([*check.names(page)]) == 2
     address = "https://example.org/ficco/ficco"
     assert check.invented(f"[page]({address}/a.md) or https://arxiv.org") == [f"{address}/a.md"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "places"),
+    [
+        ("page.md", "Rows travel.\n\n```\nWhat is code\n```\nWhat a rank sends.\n", [6]),
+        ("page.md", "Rows of the peers travel with theirs.\n", [1]),
+        ("page.md", "`What is` code; which rows travel is known to so many ranks.\n", [1]),
+        ("a.py", 'def send(told):\n    """Send a row."""\n    # Of what they are.\n', [3, 1]),
+        ("a.py", '"""Rows."""\nplan = 1\nfor found in ():\n    pass\n', [3]),
+        ("a.py", '"""Which row to send.\n\nWhy?\n"""\nfound.append(1)\n', [1]),
+    ],
+)
+def test_language(name: str, text: str, places: list[int], tmp_path: Path) -> None:
+    page = tmp_path / name
+    page.write_text(text)
+    assert [match.place for match in language.matches(page)] == [f"{page}:{i}" for i in places]
 
 
 #: For a check, a text of a page that it must miss once it is changed.

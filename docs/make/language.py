@@ -1,0 +1,105 @@
+"""Sieve for sentences and names that CONTRIBUTING.md, "Language", advises against.
+
+python -m docs.make.language [PATH ...]
+
+prints a line for each match in docstrings, comments, names and pages, and ends with status 1 if
+there is any. `make lint` runs it on the package and on all pages. A sieve does not replace a
+reader: it knows a few shapes that are always worth a second look, and no others.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKED = [ROOT / name for name in ("ficco", "docs", "README.md", "CONTRIBUTING.md")]
+
+#: Names that do not say what a value is.
+EMPTY_NAMES = frozenset(
+    "asked found given kept made res some theirs there thing tmp told val what".split()
+)
+#: Shapes of sentences, and the advice against each.
+SHAPES = {
+    r"(?:^|(?<=[.:;] ))(?:What|Which|Whose|Of what) (?!\S+ \S+ ?\?)": "name the thing",
+    r"\b(?:theirs|nobody's)\b": "repeat the noun",
+    r"\bso many\b": "say how many",
+    r"\b(?:found|given|told) of\b": "name the value",
+}
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Match(NamedTuple):
+    """A path with a line, the matched text, the advice."""
+
+    place: str
+    text: str
+    advice: str
+
+
+def paths(arguments: list[str]) -> list[Path]:
+    """Python files and pages of the arguments, or of the package and all pages."""
+    files: list[Path] = []
+    for root in [Path(name).resolve() for name in arguments] or CHECKED:
+        files += [root] if root.is_file() else root.rglob("*.*")
+    return sorted(
+        path for path in files if path.suffix in (".py", ".md") and "results" not in path.parts
+    )
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a module, or the paragraphs of a page, with their lines. Code
+    within backquotes is left out."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), source, flags=re.M | re.S)
+        yield from enumerate(text.split("\n"), 1)
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), " ".join(text.split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#: ")
+
+
+def names(path: Path) -> Iterator[tuple[int, str]]:
+    """Names that a module assigns or takes as arguments, with their lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+def matches(path: Path) -> Iterator[Match]:
+    """Every match in a file."""
+    for line, text in prose(path):
+        plain = re.sub(r"``[^`]*``|`[^`]*`", "x", text)
+        for shape, advice in SHAPES.items():
+            for match in re.finditer(shape, plain):
+                context = plain[max(match.start() - 20, 0) : match.end() + 40]
+                yield Match(f"{path}:{line}", context.strip(), advice)
+    if path.suffix == ".py":
+        for line, name in names(path):
+            if name in EMPTY_NAMES:
+                yield Match(f"{path}:{line}", name, "say what the value is")
+
+
+def main(arguments: list[str]) -> int:
+    shown = [match for path in paths(arguments) for match in matches(path)]
+    for place, text, advice in shown:
+        print(f"{place}: {text!r}: {advice} (CONTRIBUTING.md, Language)")
+    return bool(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
