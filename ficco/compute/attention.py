@@ -54,12 +54,12 @@ class _Rectangles:
     """Operands and library calls of an attend."""
 
     def __init__(self, program: Program, one: Attending) -> None:
-        (asked,), places = program.plan.problem.specification.attentions, buffers_of(program)
+        (request,), places = program.plan.problem.specification.attentions, buffers_of(program)
         first, keys = one.q.row, (one.first, one.first + one.kv.rows)
-        found = asked.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
+        rectangles = request.rectangles(program.plan.rank, (first, one.q.row_stop), keys)
         #: Rows are relative to the regions of queries and of keys.
-        self.calls = LibraryCalls([each.moved(-first, -keys[0]) for each in found])
-        self.shape, self.scale = (2, *asked.heads), asked.scale
+        self.calls = LibraryCalls([each.moved(-first, -keys[0]) for each in rectangles])
+        self.shape, self.scale = (2, *request.heads), request.scale
         self._q, self._kv = places.view(one.q), places.view(one.kv)
 
     def heads(self, call: Call) -> Heads:
@@ -72,9 +72,9 @@ def _attend(program: Program, step: int, one: Attending) -> Op:
     reads, first = _Rectangles(program, one), one.q.row
 
     def op(call: Call) -> None:
-        made = call.parts.setdefault(step, [])
+        parts = call.parts.setdefault(step, [])
         for part in reads.calls.attended(reads.heads(call), reads.scale):
-            made.append(part._replace(first=first + part.first, last=first + part.last))
+            parts.append(part._replace(first=first + part.first, last=first + part.last))
 
     return op
 
@@ -91,14 +91,14 @@ def _backward(program: Program, one: Attending) -> Op:
         dq, dkv = by_heads(sums(call)), back(call).view(-1, *reads.shape)
         if not one.accumulate:
             dq.zero_()
-        found = list(reads.calls.differentiated(reads.heads(call), of, reads.scale))
-        apart = [(rows.k, rows.k_stop) for rows, _ in found] == [(0, one.kv.rows)]
+        gradients = list(reads.calls.differentiated(reads.heads(call), of, reads.scale))
+        apart = [(rows.k, rows.k_stop) for rows, _ in gradients] == [(0, one.kv.rows)]
         wide = dkv  # several calls add to it
         if not apart:
             wide = torch.zeros_like(dkv, dtype=torch.promote_types(dkv.dtype, torch.float32))
-        for rows, some in found:
-            dq[:, :, rows.q : rows.q_stop] += some.q
-            for i, gradient in enumerate(some[1:]):
+        for rows, of_operands in gradients:
+            dq[:, :, rows.q : rows.q_stop] += of_operands.q
+            for i, gradient in enumerate(of_operands[1:]):
                 target = by_heads(wide[rows.k : rows.k_stop, i])
                 target.copy_(gradient) if apart else target.add_(gradient)
         if not apart:
@@ -113,8 +113,8 @@ def by_heads(rows: torch.Tensor) -> torch.Tensor:
 
 
 def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> Op:
-    """Merge all parts of some rows that earlier steps computed; with the log-sum-exp, if the call
-    has a tensor ``lse``."""
+    """Merge all parts of a range of rows, computed by earlier steps; and the log-sum-exp, if the
+    call has a tensor ``lse``."""
     first, last = transfer.dst.row, transfer.dst.row_stop
     out_view = buffers_of(program).view(transfer.dst)
     steps = [
@@ -126,10 +126,10 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
         parts = [
-            some
+            clipped
             for index in steps
             for part in call.parts[index]
-            if (some := part.within(first, last))
+            if (clipped := part.within(first, last))
         ]
         merge(out, None if lse is None else lse[:, :, first:last], parts)
 
@@ -147,14 +147,14 @@ def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[sli
     for end, further in zip(ends, [*ends[1:], 0], strict=True):
         if further and sum(part.meets(begin, further) for part in parts) <= most:
             continue
-        yield slice(begin, end), [some for part in parts if (some := part.within(begin, end))]
+        yield slice(begin, end), [clipped for part in parts if (clipped := part.within(begin, end))]
         begin = end
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
     """Merge by operations of PyTorch."""
-    for rows, some in spans(out.shape[2], parts):
-        _merge_all(out[:, :, rows], None if lse is None else lse[:, :, rows], some)
+    for rows, covering in spans(out.shape[2], parts):
+        _merge_all(out[:, :, rows], None if lse is None else lse[:, :, rows], covering)
 
 
 def _merge_all(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Part]) -> None:
@@ -196,37 +196,37 @@ class LibraryCalls:
 
     def attended(self, heads: Heads, scale: float) -> Iterator[Part]:
         """Attention of each rectangle."""
-        for some in self._packed:
-            if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
-                mean, lse = flash_of_several(heads, some, bounds, scale)
-                whole = Part(some.band.q, some.band.q_stop, mean, lse)
-                yield from (whole.rows(one.q, one.q_stop) for one in some.runs)
+        for documents in self._packed:
+            if len(documents.rectangles) > 1 and (bounds := self._together(heads, documents)):
+                mean, lse = flash_of_several(heads, documents, bounds, scale)
+                whole = Part(documents.band.q, documents.band.q_stop, mean, lse)
+                yield from (whole.rows(one.q, one.q_stop) for one in documents.runs)
                 continue
-            for one in some.rectangles:
+            for one in documents.rectangles:
                 yield Part(one.q, one.q_stop, *attention(_within(heads, one), one, scale))
 
     def differentiated(
         self, heads: Heads, of: Result, scale: float
     ) -> Iterator[tuple[Rectangle, Heads]]:
         """Gradients of each rectangle."""
-        for some in self._packed:
-            if len(some.rectangles) > 1 and (bounds := self._together(heads, some)):
-                made = flash_backward_of_several(heads, of, some, bounds, scale)
-                q, k = some.band.q, some.band.k
-                for one in some.runs:
-                    yield one, _within(made, one.moved(-q, -k))
+        for documents in self._packed:
+            if len(documents.rectangles) > 1 and (bounds := self._together(heads, documents)):
+                gradients = flash_backward_of_several(heads, of, documents, bounds, scale)
+                q, k = documents.band.q, documents.band.k
+                for one in documents.runs:
+                    yield one, _within(gradients, one.moved(-q, -k))
                 continue
-            for one in some.rectangles:
+            for one in documents.rectangles:
                 yield one, backward(_within(heads, one), _result(of, one), one, scale)
 
-    def _together(self, heads: Heads, some: Documents) -> Bounds | None:
+    def _together(self, heads: Heads, documents: Documents) -> Bounds | None:
         """Starts of the documents, if one call serves them all; else None. Libraries pack documents
         of a batch of one."""
-        if heads.q.shape[0] > 1 or not serves_several(heads, some):
+        if heads.q.shape[0] > 1 or not serves_several(heads, documents):
             return None
-        if some not in self._bounds and (made := bounds_on(some, heads.q.device)):
-            self._bounds[some] = made
-        return self._bounds.get(some)
+        if documents not in self._bounds and (bounds := bounds_on(documents, heads.q.device)):
+            self._bounds[documents] = bounds
+        return self._bounds.get(documents)
 
 
 def _within(heads: Heads, one: Rectangle) -> Heads:
@@ -235,25 +235,25 @@ def _within(heads: Heads, one: Rectangle) -> Heads:
 
 
 def _result(of: Result, one: Rectangle) -> Result:
-    return Result(*(some[:, :, one.q : one.q_stop] for some in of))
+    return Result(*(tensor[:, :, one.q : one.q_stop] for tensor in of))
 
 
-def serves_several(heads: Heads, some: Documents) -> bool:
+def serves_several(heads: Heads, documents: Documents) -> bool:
     """Whether one call for several rectangles is supported, and faster than a call for each."""
     if not heads.q.is_cuda or torch.version.hip:
         return False
-    count = len(some.rectangles)
-    short = sum(one.q_stop - one.q for one in some.rectangles) < TOGETHER_ROWS * count
-    return short or not _cudnn_serves(heads, some.band)
+    count = len(documents.rectangles)
+    short = sum(one.q_stop - one.q for one in documents.rectangles) < TOGETHER_ROWS * count
+    return short or not _cudnn_serves(heads, documents.band)
 
 
 _made: dict[tuple[Documents, torch.device], Bounds] = {}
 
 
-def bounds_on(some: Documents, device: torch.device) -> Bounds | None:
+def bounds_on(documents: Documents, device: torch.device) -> Bounds | None:
     """Starts of documents on a device; None in a capture before the first copy. The copy runs on a
     separate stream, so that the host does not wait for work that waits for peers."""
-    key = some, device
+    key = documents, device
     if key not in _made:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
@@ -262,7 +262,7 @@ def bounds_on(some: Documents, device: torch.device) -> Bounds | None:
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(side):
             queries, keys = (
-                torch.tensor(ends, dtype=torch.int32, device=device) for ends in some.bounds
+                torch.tensor(ends, dtype=torch.int32, device=device) for ends in documents.bounds
             )
         _made[key] = queries, keys
     return _made[key]
@@ -283,14 +283,14 @@ def attention(
 
 
 def _on_cpu(heads: Heads, rectangle: Rectangle, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    found = _flash_on_cpu(_for_cpu(heads), rectangle, scale)
-    if found is not None and found[1].all():
-        return found
+    fused = _flash_on_cpu(_for_cpu(heads), rectangle, scale)
+    if fused is not None and fused[1].all():
+        return fused
     whole = plain(heads, None if rectangle.whole else _band(heads, rectangle), scale)
-    if found is None:
+    if fused is None:
         return whole
     # If the largest score is infinite or NaN, the library returns zeros, which a merge would use.
-    (mean, lse), (of_plain, lse_of_plain) = found, whole
+    (mean, lse), (of_plain, lse_of_plain) = fused, whole
     wrong = (lse == 0) & ~lse_of_plain.isfinite()
     mean = torch.where(wrong.unsqueeze(-1), of_plain.to(mean.dtype), mean)
     return mean, torch.where(wrong, lse_of_plain.to(lse.dtype), lse)
@@ -391,13 +391,15 @@ def _window(rectangle: Rectangle) -> dict[str, int | None]:
 
 
 def flash_of_several(
-    heads: Heads, some: Documents, bounds: Bounds, scale: float
+    heads: Heads, documents: Documents, bounds: Bounds, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By one call for documents of different lengths."""
-    band = some.band
+    band = documents.band
     q, k, v = (one[0].transpose(0, 1) for one in _within(heads, band))
     mean, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *bounds, *some.longest, 0.0, band.causal, False), scale=scale, **_window(band)
+        *(q, k, v, *bounds, *documents.longest, 0.0, band.causal, False),
+        scale=scale,
+        **_window(band),
     )
     return mean.transpose(0, 1)[None], lse[None]
 
@@ -470,27 +472,27 @@ def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float)
     """Gradients by PyTorch's flash attention."""
     q, k, v, out, grad = (one.transpose(1, 2) for one in (*heads, of.out, of.grad))
     none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
-    found = torch.ops.aten._flash_attention_backward(
+    gradients = torch.ops.aten._flash_attention_backward(
         *(grad, q, k, v, out, of.lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0),
         *(rectangle.causal, none, none),
         scale=scale,
         **_window(rectangle),
     )
-    return Heads(*(one.transpose(1, 2) for one in found))
+    return Heads(*(one.transpose(1, 2) for one in gradients))
 
 
 def flash_backward_of_several(
-    heads: Heads, of: Result, some: Documents, bounds: Bounds, scale: float
+    heads: Heads, of: Result, documents: Documents, bounds: Bounds, scale: float
 ) -> Heads:
     """Gradients by one call for documents of different lengths."""
-    band = some.band
+    band = documents.band
     heads, of = _within(heads, band), _result(of, band)
     q, k, v, out, grad = (one[0].transpose(0, 1) for one in (*heads, of.out, of.grad))
     none = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
-    found = torch.ops.aten._flash_attention_backward(
-        *(grad, q, k, v, out, of.lse[0].contiguous(), *bounds, *some.longest, 0.0),
+    gradients = torch.ops.aten._flash_attention_backward(
+        *(grad, q, k, v, out, of.lse[0].contiguous(), *bounds, *documents.longest, 0.0),
         *(band.causal, none, none),
         scale=scale,
         **_window(band),
     )
-    return Heads(*(one.transpose(0, 1)[None] for one in found))
+    return Heads(*(one.transpose(0, 1)[None] for one in gradients))

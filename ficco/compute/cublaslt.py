@@ -52,8 +52,8 @@ def _plain(matrix: torch.Tensor) -> bool:
 def _reduced(dtype: torch.dtype) -> bool:
     """Whether PyTorch allows parts of k to be added in the operands' dtype."""
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
-    found = getattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction")
-    return bool(found[0] if isinstance(found, tuple) else found)
+    allowed = getattr(torch.backends.cuda.matmul, f"allow_{name}_reduced_precision_reduction")
+    return bool(allowed[0] if isinstance(allowed, tuple) else allowed)
 
 
 @dataclass
@@ -94,10 +94,10 @@ class CublasLt:
     def serves(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether the library takes the operands without a copy."""
         kinds = {tensor.dtype for tensor in (c, a, b, out)}
-        some = a.shape[0] and a.shape[1] and b.shape[1]
+        sizes = a.shape[0] and a.shape[1] and b.shape[1]
         rows = all(map(_plain, (c, a, out)))
         sides = _plain(b) or _plain(b.t())
-        return bool(some) and rows and sides and kinds <= set(_TYPES) and len(kinds) == 1
+        return bool(sizes) and rows and sides and kinds <= set(_TYPES) and len(kinds) == 1
 
     def multiply(
         self,
@@ -192,10 +192,10 @@ class CublasLt:
 
     def _made(self, held: ExitStack, kind: str, *arguments: Any) -> c_void_p:
         """An object of the library, which ``held`` gives back."""
-        made = c_void_p()
-        self._call(f"{kind}Create", byref(made), *arguments)
-        held.callback(getattr(self._library, f"{kind}Destroy"), made)
-        return made
+        handle = c_void_p()
+        self._call(f"{kind}Create", byref(handle), *arguments)
+        held.callback(getattr(self._library, f"{kind}Destroy"), handle)
+        return handle
 
     def _set(self, kind: str, target: c_void_p, attribute: int, value: Any) -> None:
         size = c_size_t(ctypes.sizeof(value))

@@ -17,24 +17,27 @@ Tensors = Mapping[str, torch.Tensor]
 
 def apply_op(program: Program, one: Applied) -> Op:
     """Attention of heads, or its gradient: one library call for each run of heads and document."""
-    (asked,), rank = program.plan.problem.specification.applications, program.plan.rank
-    rows_of, places = {row.matrix: row.of for row in asked.inputs + asked.outs}, buffers_of(program)
+    (request,), rank = program.plan.problem.specification.applications, program.plan.rank
+    rows_of, places = (
+        {row.matrix: row.of for row in request.inputs + request.outs},
+        buffers_of(program),
+    )
     views = dict(zip(rows_of, map(places.view, one.inputs + one.outs), strict=True))
-    function, calls = _backward if "dq" in rows_of else _forward, LibraryCalls(asked.rectangles)
+    function, calls = _backward if "dq" in rows_of else _forward, LibraryCalls(request.rectangles)
     begin = {name: rows(rank, one.first, one.last)[0] for name, rows in rows_of.items()}
     runs = [
         {
             name: slice(*(row - begin[name] for row in rows(rank, *run)))
             for name, rows in rows_of.items()
         }
-        for run in asked.runs(rank, one.first, one.last)
+        for run in request.runs(rank, one.first, one.last)
     ]
 
     def op(call: Call) -> None:
-        tensors = {name: _by_batch(name, view(call), asked.heads) for name, view in views.items()}
+        tensors = {name: _by_batch(name, view(call), request.heads) for name, view in views.items()}
         for heads in runs:
-            some = {name: one[:, heads[name]] for name, one in tensors.items()}
-            function(some, calls, asked.scale)
+            of_run = {name: one[:, heads[name]] for name, one in tensors.items()}
+            function(of_run, calls, request.scale)
 
     return op
 
@@ -56,6 +59,6 @@ def _forward(of: Tensors, calls: LibraryCalls, scale: float) -> None:
 
 def _backward(of: Tensors, calls: LibraryCalls, scale: float) -> None:
     heads, result = Heads(of["q"], of["k"], of["v"]), Result(of["out"], of["lse"], of["grad"])
-    for rows, made in calls.differentiated(heads, result, scale):
-        for name, one in zip(("dq", "dk", "dv"), made, strict=True):
+    for rows, gradients in calls.differentiated(heads, result, scale):
+        for name, one in zip(("dq", "dk", "dv"), gradients, strict=True):
             of[name][:, :, rows.q : rows.q_stop].copy_(one)

@@ -94,15 +94,15 @@ def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:
         two = two._replace(row_stop=two.row + one.rows)
     src, dst = spans(plan, one, batch, down), spans(plan, two, batch, across)
 
-    def found(at: Filled) -> Moves:
+    def moves_of(at: Filled) -> Moves:
         (first, last), (to, _) = src(at), dst(at)
         rows = last - first
         if np.count_nonzero(rows) < len(rows):
-            some = rows > 0
-            first, to, rows = first[some], to[some], rows[some]
+            filled_rows = rows > 0
+            first, to, rows = first[filled_rows], to[filled_rows], rows[filled_rows]
         return Moves(first, to, rows)
 
-    return found
+    return moves_of
 
 
 def move_op(
@@ -114,7 +114,7 @@ def move_op(
 
     def op(call: Call) -> None:
         assert call.filled is not None
-        each = (some.tolist() for some in rows(call.filled))
+        each = (numbers.tolist() for numbers in rows(call.filled))
         for at, to, count in zip(*each, strict=True):
             move(dst(call, to, to + count), src(call, at, at + count))
 
@@ -128,7 +128,7 @@ def pick_op(program: Program, transfer: Transfer) -> Op:
 
     def op(call: Call) -> None:
         matrix, index = call.tensors[name], call.tensors[index_of(name)]
-        each = (some.tolist() for some in rows(call.filled or EMPTY))
+        each = (numbers.tolist() for numbers in rows(call.filled or EMPTY))
         for at, to, count in zip(*each, strict=True):
             out = dst(call, to, to + count)
             torch.index_select(matrix, 0, index[at : at + count], out=out)
@@ -159,14 +159,14 @@ def grouped(plan: Plan, product: Product) -> bool:
 def made_whole(plan: Plan) -> frozenset[str]:
     """Local buffers written only by grouped products on the caller's stream. A call does not
     allocate them; it uses the library's output instead."""
-    found: dict[str, bool] = {}
+    whole_of: dict[str, bool] = {}
     for step in plan.steps:
         for one in step.products:
             name, first = one.out.buffer, step.lane == "compute0"
             local = plan.buffer[name].memory == "local" and plan.buffer[name].block > 0
             whole = local and first and grouped(plan, one)
-            found[name] = found.get(name, True) and whole
-    return frozenset(name for name, whole in found.items() if whole)
+            whole_of[name] = whole_of.get(name, True) and whole
+    return frozenset(name for name, whole in whole_of.items() if whole)
 
 
 def groups_of(plan: Plan) -> list[Groups]:
@@ -201,18 +201,18 @@ def product_op(program: Program, product: Product) -> Op:
     plan, places = program.plan, buffers_of(program)
     batch, name = product.batch, product.out.buffer
     left = spans(plan, product.a, batch, product.a_stride)
-    made = spans(plan, product.out, batch, product.out_stride)
+    out_spans = spans(plan, product.out, batch, product.out_stride)
     rows, out = places.rows(product.a), places.rows(product.out)
     right = places.batch(product.b, batch, product.b_stride)
 
     def one_by_one(call: Call) -> None:
         assert call.filled is not None
         b = right(call)
-        (first, last), (to, end) = left(call.filled), made(call.filled)
-        rows_of = zip(*(some.tolist() for some in (first, last, to, end)), strict=True)
-        for i, (at, stop, there, there_stop) in enumerate(rows_of):
+        (first, last), (to, end) = left(call.filled), out_spans(call.filled)
+        rows_of = zip(*(numbers.tolist() for numbers in (first, last, to, end)), strict=True)
+        for i, (at, stop, out_row, out_stop) in enumerate(rows_of):
             if stop > at:
-                result = out(call, there, there_stop)
+                result = out(call, out_row, out_stop)
                 torch.mm(rows(call, at, stop), b[i] if b.dim() == 3 else b, out=result)
 
     if not grouped(plan, product):
@@ -222,13 +222,12 @@ def product_op(program: Program, product: Product) -> Op:
     def at_once(call: Call) -> None:
         at = call.filled
         assert at is not None
-        (first, last), (to, end) = left(at), made(at)
-        some = rows(call, int(first[0]), int(last[-1]))
-        there = int(to[0]), int(end[-1])
-        result = F.grouped_mm(some, right(call), offs=at.ends[groups])
+        (first, last), (to, end) = left(at), out_spans(at)
+        a, out_rows = rows(call, int(first[0]), int(last[-1])), (int(to[0]), int(end[-1]))
+        result = F.grouped_mm(a, right(call), offs=at.ends[groups])
         if name in call.tensors:
-            out(call, *there).copy_(result)
+            out(call, *out_rows).copy_(result)
         else:
-            at.made.setdefault(name, []).append((*there, result))
+            at.made.setdefault(name, []).append((*out_rows, result))
 
     return at_once

@@ -169,7 +169,7 @@ class TritonKernel(TileKernel):
         tiles, dtype = lists.tiles, types.a
         variant = tiles.tiling, dtype, b_rows, tiles.work.k % BK == 0
         function, threads, shared = self._functions(*variant)
-        kept = tables(lists, upload)
+        on_device = tables(lists, upload)
         kinds = signature(dtype)
 
         def bind(
@@ -179,7 +179,7 @@ class TritonKernel(TileKernel):
             scales: TileScales | None,
         ) -> Enqueue:
             arguments: list[Any] = []
-            for name, value in values(a, b, out, kept[0].data_ptr()).items():
+            for name, value in values(a, b, out, on_device[0].data_ptr()).items():
                 numbers = value if isinstance(value, tuple) else (value,)
                 kind = kinds[name][0] if isinstance(value, tuple) else kinds[name]
                 arguments += map(_C_TYPES.get(kind, ctypes.c_void_p), numbers)
@@ -194,8 +194,8 @@ class TritonKernel(TileKernel):
         self, tiling: Tiling, dtype: torch.dtype, b_rows: bool, even_k: bool
     ) -> tuple[Any, int, int]:
         """The loaded kernel, its threads per block, and its bytes of shared memory."""
-        made = compiled_by_triton(self._binding.target, tiling, dtype, b_rows, even_k)
-        metadata = made.metadata
-        kernels = self._binding.load(made.kernel, (metadata.name,), metadata.shared)
+        compiled = compiled_by_triton(self._binding.target, tiling, dtype, b_rows, even_k)
+        metadata = compiled.metadata
+        kernels = self._binding.load(compiled.kernel, (metadata.name,), metadata.shared)
         threads = metadata.num_warps * metadata.target.warp_size
         return kernels[metadata.name], threads, metadata.shared

@@ -187,16 +187,16 @@ class TiledLaunch:
         """
         self._check(a, b, out)
         operands = [*a, b if self.b_rows else b.t()]
-        given = [t if addressable(t) else t.clone(memory_format=_CONTIGUOUS) for t in operands]
+        inputs = [t if addressable(t) else t.clone(memory_format=_CONTIGUOUS) for t in operands]
         results = [
             t if addressable(t) else torch.empty_like(t, memory_format=_CONTIGUOUS) for t in out
         ]
-        enqueue = self._bind(given[:-1], given[-1], results, scales)
+        enqueue = self._bind(inputs[:-1], inputs[-1], results, scales)
         enqueue(stream)
-        for there, result in zip(out, results, strict=True):
-            if there is not result:
-                there.copy_(result)
-        pairs = zip((*given, *results), (*operands, *out), strict=True)
+        for target, result in zip(out, results, strict=True):
+            if target is not result:
+                target.copy_(result)
+        pairs = zip((*inputs, *results), (*operands, *out), strict=True)
         if any(new is not old for new, old in pairs):
             return None
 
@@ -215,15 +215,15 @@ class TiledLaunch:
             ("b", [b], types.b, [(k, work.n)], ()),
             ("out", out, types.out, [(rows, work.n) for rows in work.rows], work.announces),
         )
-        for name, given, dtype, shapes, spans in wanted:
-            if [tuple(t.shape) for t in given] != shapes or {t.dtype for t in given} != {dtype}:
-                got = [(tuple(t.shape), t.dtype) for t in given]
+        for name, tensors, dtype, shapes, spans in wanted:
+            if [tuple(t.shape) for t in tensors] != shapes or {t.dtype for t in tensors} != {dtype}:
+                got = [(tuple(t.shape), t.dtype) for t in tensors]
                 raise ValueError(f"{name}: required {shapes} of {dtype}, got {got}")
             for product in {span.product for of in spans for span in of}:
-                if not addressable(given[product]):
+                if not addressable(tensors[product]):
                     raise ValueError(
                         f"{name}: rows that are gated or announced must be contiguous and begin at "
-                        f"multiples of 16 bytes, got strides {given[product].stride()}"
+                        f"multiples of 16 bytes, got strides {tensors[product].stride()}"
                     )
 
 
@@ -243,8 +243,8 @@ class TiledProducts:
         served = (*DTYPES, *FLOAT8) if self.kernel.scales else DTYPES
         if types.a not in served or types.b not in served or types.out not in DTYPES:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in served)
-            given = f"{types.a} by {types.b}, to {types.out}"
-            return f"tiled products need {names}, to bfloat16 or float16, got {given}"
+            types_text = f"{types.a} by {types.b}, to {types.out}"
+            return f"tiled products need {names}, to bfloat16 or float16, got {types_text}"
         if products > self.kernel.most:
             return f"tiled products are at most {self.kernel.most}, got {products}"
         if n % UNIT_ELEMENTS or k % UNIT_ELEMENTS or not n or not k:

@@ -153,9 +153,9 @@ def ficco_tiled(
             if EVEN_K:
                 x, y = tl.load(x_at), tl.load(y_at)
             else:
-                there = ks < k - step * BK
-                x = tl.load(x_at, mask=there[None, :], other=0.0)
-                y = tl.load(y_at, mask=there[:, None], other=0.0)
+                in_k = ks < k - step * BK
+                x = tl.load(x_at, mask=in_k[None, :], other=0.0)
+                y = tl.load(y_at, mask=in_k[:, None], other=0.0)
             sums = tl.dot(x, y, sums)
             x_at += BK
             y_at += y_step
