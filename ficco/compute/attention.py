@@ -126,10 +126,10 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
     def op(call: Call) -> None:
         out, lse = by_heads(out_view(call)), call.tensors.get("lse")
         parts = [
-            clipped
+            piece
             for index in steps
             for part in call.parts[index]
-            if (clipped := part.within(first, last))
+            if (piece := part.within(first, last))
         ]
         merge(out, None if lse is None else lse[:, :, first:last], parts)
 
@@ -147,7 +147,7 @@ def spans(rows: int, parts: Sequence[Part], most: int = 0) -> Iterator[tuple[sli
     for end, further in zip(ends, [*ends[1:], 0], strict=True):
         if further and sum(part.meets(begin, further) for part in parts) <= most:
             continue
-        yield slice(begin, end), [clipped for part in parts if (clipped := part.within(begin, end))]
+        yield slice(begin, end), [piece for part in parts if (piece := part.within(begin, end))]
         begin = end
 
 
@@ -394,12 +394,10 @@ def flash_of_several(
     heads: Heads, documents: Documents, bounds: Bounds, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By one call for documents of different lengths."""
-    band = documents.band
+    band, longest = documents.band, documents.longest
     q, k, v = (one[0].transpose(0, 1) for one in _within(heads, band))
     mean, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k, v, *bounds, *documents.longest, 0.0, band.causal, False),
-        scale=scale,
-        **_window(band),
+        *(q, k, v, *bounds, *longest, 0.0, band.causal, False), scale=scale, **_window(band)
     )
     return mean.transpose(0, 1)[None], lse[None]
 

@@ -17,27 +17,25 @@ Tensors = Mapping[str, torch.Tensor]
 
 def apply_op(program: Program, one: Applied) -> Op:
     """Attention of heads, or its gradient: one library call for each run of heads and document."""
-    (request,), rank = program.plan.problem.specification.applications, program.plan.rank
-    rows_of, places = (
-        {row.matrix: row.of for row in request.inputs + request.outs},
-        buffers_of(program),
-    )
+    (applies,), rank = program.plan.problem.specification.applications, program.plan.rank
+    rows_of = {row.matrix: row.of for row in applies.inputs + applies.outs}
+    places = buffers_of(program)
     views = dict(zip(rows_of, map(places.view, one.inputs + one.outs), strict=True))
-    function, calls = _backward if "dq" in rows_of else _forward, LibraryCalls(request.rectangles)
+    function, calls = _backward if "dq" in rows_of else _forward, LibraryCalls(applies.rectangles)
     begin = {name: rows(rank, one.first, one.last)[0] for name, rows in rows_of.items()}
     runs = [
         {
             name: slice(*(row - begin[name] for row in rows(rank, *run)))
             for name, rows in rows_of.items()
         }
-        for run in request.runs(rank, one.first, one.last)
+        for run in applies.runs(rank, one.first, one.last)
     ]
 
     def op(call: Call) -> None:
-        tensors = {name: _by_batch(name, view(call), request.heads) for name, view in views.items()}
+        tensors = {name: _by_batch(name, view(call), applies.heads) for name, view in views.items()}
         for heads in runs:
             of_run = {name: one[:, heads[name]] for name, one in tensors.items()}
-            function(of_run, calls, request.scale)
+            function(of_run, calls, applies.scale)
 
     return op
 
