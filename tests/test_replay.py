@@ -26,8 +26,7 @@ import ficco
 from ficco.dma.choose import ENGINES
 from ficco.dma.engine import Capabilities
 from ficco.heuristics import problem_of_sizes
-from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import family_of
+from ficco.heuristics.families import family_of, last_arrival
 from ficco.machine import find, save
 from ficco.machine.flat import flat
 from ficco.problems.products import OPERATORS, Problem

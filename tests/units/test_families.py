@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from ficco.heuristics import decide
-from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import FAMILIES, family_of
+from ficco.heuristics.families import FAMILIES, family_of, last_arrival
 from ficco.machine import Machine, find
 from ficco.machine.flat import flat
 from ficco.problems.attention import AttentionProblem

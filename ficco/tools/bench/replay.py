@@ -36,8 +36,7 @@ from ficco.dma.engine import Capabilities
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
-from ficco.heuristics.arrivals import crossing
-from ficco.heuristics.families import family_of
+from ficco.heuristics.families import crossing, family_of
 from ficco.machine import Machine
 from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem
