@@ -12,8 +12,8 @@ fallback  the default of the family: the machine has no figures
 
 Differences between operators are rows of :mod:`.families`. A decision depends only on the problem
 and on facts that all ranks share, so it is the same on every rank. Every schedule computes the same
-result: a wrong decision only costs time. Without a call, :func:`where` finds the machine, the number
-of ranks and the mode of a decision.
+result: a wrong decision only costs time. Without a call, :func:`where` finds the machine, the
+number of ranks and the mode of a decision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Machines as YAML files.
 
 The dataclasses of :mod:`ficco.machine.model` are the schema: every field is a key, and its
-annotation defines the allowed values. Quantities are written with their unit.
+annotation defines the allowed values. Quantities are written with their unit and
+converted by :class:`decimal.Decimal`, so a float that is written and read again is the same float.
 
 A file ends with the line ``...``, YAML's end of a document. So a truncated file is detected
 wherever the cut is.
@@ -14,19 +15,49 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
+from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ficco.errors import ConfigError
-from ficco.machine import units
-from ficco.machine.atomic import write
 from ficco.machine.model import Machine, OneOf, Points, Quantity
 from ficco.problems.products import digest as digest_of_text
 
+#: The last line of a file.
 _END = "..."
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file atomically, and create its folders. A reader sees the old text or the new one.
+
+    Once the function has returned, the new text survives a loss of power. A process that dies
+    during the write leaves a hidden file in the folder.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full. The old file is unchanged.
+    """
+    part = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    with suppress(OSError):  # sync the new name, too, where the system can sync folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def load(path: str | os.PathLike[str]) -> Machine:
@@ -218,7 +249,7 @@ def _read_tuple(data: Any, kind: Any, key: str) -> Any:
 def _number(data: Any, note: Quantity, key: str) -> float:
     if note.unit:
         try:
-            value = units.parse(data, note.unit)
+            value = quantity(data, note.unit)
         except ValueError as error:
             raise _WrongValue(key, str(error)) from None
     else:
@@ -268,11 +299,91 @@ def _write(value: Any, hint: Any) -> Any:
         kinds = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
         return [_write(entry, arm) for entry, arm in zip(value, kinds, strict=True)]
     if isinstance(note, Quantity) and note.unit:
-        return units.show(value, note.unit)
+        return quantity_text(value, note.unit)
     return kind(value) if kind in (int, float) else value
 
 
 def _show(value: float, unit: str) -> Any:
     if unit:
-        return units.show(value, unit)
+        return quantity_text(value, unit)
     return int(value) if float(value).is_integer() else float(value)
+
+
+_LARGE = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_SMALL = {"": 0, "m": -3, "u": -6, "n": -9, "p": -12}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
+
+#: Exponents of ten of the prefixes of each unit. Large units have no small prefixes, and vice
+#: versa: ``mB`` is a typing error.
+PREFIXES: dict[str, dict[str, int]] = {
+    "B": _LARGE,
+    "B/s": _LARGE,
+    "FLOP": _LARGE,
+    "FLOP/s": _LARGE,
+    "s": _SMALL,
+}
+
+#: Examples of quantities by unit, for messages.
+EXAMPLES = {
+    "B": "'2 MiB'",
+    "B/s": "'64 GB/s'",
+    "FLOP": "'1.5e11 FLOP'",
+    "FLOP/s": "'989 TFLOP/s'",
+    "s": "'15 us'",
+}
+
+
+def quantity(text: object, unit: str) -> float:
+    """The value, in the SI unit ``unit``, of a quantity such as ``"64 GB/s"``.
+
+    Raises:
+        ValueError: the number or the unit is missing or wrong.
+    """
+    number, _, suffix = str(text).strip().partition(" ")
+    suffix = suffix.strip()
+    factor = next((f for name, f in _names(unit) if name == suffix), None)
+    try:
+        if not isinstance(text, str) or factor is None:
+            raise InvalidOperation
+        value = float(Decimal(number) * factor)
+    except (InvalidOperation, OverflowError):
+        raise ValueError(
+            f"required a quantity in {unit} such as {EXAMPLES[unit]}, got {text!r}"
+        ) from None
+    return value
+
+
+def quantity_text(value: float, unit: str) -> str:
+    """A quantity as text, with the prefix that leaves 1 to 3 digits before the point.
+
+    Bytes are written in KiB, MiB, ... where that is shorter.
+    """
+    number = Decimal(repr(float(value)))
+    table = PREFIXES[unit]
+    fitting = [p for p, exponent in table.items() if p != "K" and number.adjusted() >= exponent]
+    prefix = max(fitting, key=table.__getitem__) if fitting else min(table, key=table.__getitem__)
+    if not number:
+        prefix = ""
+    text = f"{_digits(number.scaleb(-table[prefix]))} {prefix}{unit}"
+    if unit == "B":
+        binary = [
+            f"{int(value) >> bits} {prefix}B"
+            for prefix, bits in _BINARY.items()
+            if value and value % 2**bits == 0
+        ]
+        text = min([text, *binary], key=len)
+    return text
+
+
+def _digits(number: Decimal) -> str:
+    if abs(number.adjusted()) > 20:
+        return str(number)
+    digits = f"{number:f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def _names(unit: str) -> list[tuple[str, Decimal]]:
+    names = [(prefix + unit, Decimal(10) ** e) for prefix, e in PREFIXES[unit].items()]
+    if unit in ("B", "B/s"):
+        names += [(prefix + unit, Decimal(2**bits)) for prefix, bits in _BINARY.items()]
+    return names

@@ -11,7 +11,7 @@ import pytest
 from ficco.heuristics import decide
 from ficco.heuristics.families import FAMILIES, family_of, last_arrival
 from ficco.machine import Machine, find
-from ficco.machine.flat import flat
+from ficco.machine.model import flat
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.experts import ExpertLayer
 from ficco.problems.heads import HeadsProblem

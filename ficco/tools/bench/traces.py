@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 from ficco.accelerator import gpu
 from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
-from ficco.machine.flat import flat
-from ficco.machine.model import ATTENTION
+from ficco.machine.model import ATTENTION, flat
 from ficco.plan import Plan
 from ficco.runtime.invoke import tracing
 from ficco.simulate import simulate
