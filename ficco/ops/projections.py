@@ -28,7 +28,7 @@ from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import process_group
 from ficco.ops.record import Record, Request, Shapes, stand_in
-from ficco.problems.heads import keys_of
+from ficco.problems.attention import keys_of
 from ficco.schedules import Schedule
 
 #: Names of the operators in errors and on the board.

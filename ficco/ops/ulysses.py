@@ -19,8 +19,7 @@ from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import plain, process_group
 from ficco.ops.record import Record, Request, stand_in
 from ficco.options import Options, current
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.runtime.invoke import Invocation, invoke, new_kind
 from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule

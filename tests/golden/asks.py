@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from ficco.machine import Machine, find
 from ficco.plan.model import Plan
-from ficco.problems.attention import AttentionProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.experts import ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule, StagingTooSmall, plans, refusal
