@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
-from ficco.passes.report import Report
-from ficco.passes.rewrite import named, replace
+from ficco.passes.rewrite import Report, named, replace
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
 #: before all passes of Inductor's own that look for collectives.

@@ -1,10 +1,11 @@
-"""Puts ficco's operators into a graph."""
+"""Puts ficco's operators into a graph, and reports which collectives they replace."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +18,22 @@ from ficco.ops.operands import process_group
 from ficco.passes.graph import (
     COLLECTIVES,
     MatrixProduct,
+    Order,
     arguments,
     aten,
+    canonical,
     collective,
     is_size,
     is_wait,
+    of_ranks,
     origin,
+    same,
     source_of,
     span,
     tensor_of,
+    total,
     value,
 )
-from ficco.passes.layout import Order, canonical, of_ranks, same, total
 from ficco.passes.match import (
     EPILOGUES,
     PROLOGUES,
@@ -42,9 +47,100 @@ from ficco.passes.match import (
     prologue,
     world_of,
 )
-from ficco.passes.report import Entry, Report
 from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective of a graph.
+
+    Attributes:
+        collective: its kind, for example ``"all-gather"``.
+        node: its name in the graph.
+        product: name of the product that it feeds or is fed by, "" if there is none.
+        where: the user's line of code, "" if the graph does not say.
+        group: name of the process group.
+        world: ranks of the group, 0 if that is not known.
+        shapes: of operands and result, in words.
+        replaced: whether ficco's operator has replaced it.
+        operator: that operator, "" if nothing was replaced.
+        reason: the change, or the reason why there is none.
+    """
+
+    collective: str
+    node: str
+    product: str = ""
+    where: str = ""
+    group: str = ""
+    world: int = 0
+    shapes: str = ""
+    replaced: bool = False
+    operator: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        done = f"replaced by {self.operator}" if self.replaced else "left"
+        product = f" with {self.product}" if self.product else ""
+        about = "; ".join(text for text in (self.shapes, self.where) if text)
+        return f"{self.collective} {self.node}{product}: {done}: {self.reason} ({about})"
+
+
+@dataclass
+class Report:
+    """One :class:`Entry` for each collective of the graphs that a pass has seen, in order.
+
+    Prints as a table. A report is true if something was replaced.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    graphs: int = 0
+
+    @property
+    def replaced(self) -> list[Entry]:
+        """Collectives that an operator of ficco has replaced."""
+        return [entry for entry in self.entries if entry.replaced]
+
+    @property
+    def left(self) -> list[Entry]:
+        """Collectives that were not replaced."""
+        return [entry for entry in self.entries if not entry.replaced]
+
+    def add(self, other: Report) -> None:
+        """Append another graph's report."""
+        self.entries += other.entries
+        self.graphs += other.graphs
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced)
+
+    def __str__(self) -> str:
+        seen = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        head = (
+            f"{len(self.entries)} collective{'s' * (len(self.entries) != 1)} in {seen}: "
+            f"{len(self.replaced)} replaced, {len(self.left)} left"
+        )
+        rows = [("collective", "node", "group", "shapes", "decision", "reason", "where")]
+        for one in self.entries:
+            group = f"{one.group} x{one.world}" if one.world else one.group
+            decision = one.operator or "left"
+            rows.append(
+                (one.collective, one.node, group, one.shapes, decision, one.reason, one.where)
+            )
+        if not self.entries:
+            return head
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
 
 
 def replace(
