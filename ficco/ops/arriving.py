@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
+from ficco.ops.call import keep_to_cap
 from ficco.ops.entry import refuse_sharded, tells_refusals, watched
-from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
     check_dtype,
     frozen,
@@ -24,8 +24,15 @@ from ficco.ops.operands import (
 )
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
-from ficco.runtime.invoke import Invocation, begin, new_kind, program_of
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
+from ficco.runtime.workspace import (
+    CachedCall,
+    Invocation,
+    Workspace,
+    begin,
+    new_kind,
+    program_of,
+    workspace_for,
+)
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 
