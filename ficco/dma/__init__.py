@@ -6,10 +6,7 @@ module                   subject
 =======================  ===========================================================================
 engine                   the interface
 choose                   choice of the engine for a device
-cpu                      the CPU engine: threads as lanes
-cpu_lanes                its memory and calls in flight: threads and their failures
-cpu_collectives          its collectives, whose errors name the absent rank
-cpu_network              its transfers between hosts
+cpu                      the CPU engine: threads as lanes, collectives, transfers between hosts
 gloo                     messages between hosts by a separate gloo group
 host                     host memory that ranks share, and semaphores in it
 hosts                    hosts of a group, and the ranks on each

@@ -1020,7 +1020,7 @@ class GpuEngine(StreamEngine):
 
     def wordless(self) -> str:
         if self.means.words == "slot":
-            return ""
+            return super().wordless()
         return f"the {self.name} engine keeps its signal words where no kernel can wait"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:

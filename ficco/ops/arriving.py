@@ -13,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
-from ficco.ops.call import keep_to_cap
+from ficco.ops.call import keep_to_cap, row_major
 from ficco.ops.entry import refuse_sharded, tells_refusals, watched
 from ficco.ops.operands import (
     check_dtype,
     frozen,
     process_group,
-    row_major,
     rows_by_rank,
 )
 from ficco.options import Options, current
@@ -220,11 +219,6 @@ class ArrivingCall(Invocation):
         engine, a = workspace.engine, self.a
         if why := engine.wordless():
             raise NotImplementedError(f"ficco.arriving: {why}")
-        if engine.hosts.count > 1:
-            raise NotImplementedError(
-                f"ficco.arriving: the ranks of this group are on {engine.hosts.count} hosts, and a "
-                "block has words for rows of one host only; pass a group of ranks of one host"
-            )
         self.schedule = _schedule(*self.asked)
         if a.layout is not torch.strided or a.dim() < 2:
             raise ValueError(

@@ -148,7 +148,7 @@ class AttentionCall(Invocation):
         engine, source, (batch, heads, rows, size) = workspace.engine, self.source, self.q.shape
         sizes = engine.world, rows, batch, heads, self.k.shape[1], size
         dtype = str(self.q.dtype).removeprefix("torch.")
-        facts: dict[str, Any] = {**self.asked, "hosts": engine.hosts.count}
+        facts: dict[str, Any] = {**self.asked, **engine.group_facts}
         facts |= {"symmetric": source is not None, "keeps": self.gathers}
         forward = AttentionProblem(*sizes, dtype, **facts)
         problem = forward if self.of is None else forward.gradient(self.kept is not None)

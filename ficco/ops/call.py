@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,10 +25,8 @@ from ficco.ops.operands import (
     Scales,
     flat,
     frozen,
-    plain,
     plain_scales,
     problem_of_operands,
-    row_major,
 )
 from ficco.options import Options
 from ficco.plan import Buffer, Plan, aligned
@@ -71,6 +69,26 @@ def run(
 #: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
 #: run, and would compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an operand whose memory holds its values. The memory of a view such as
+    ``z.conj().imag`` holds negated values."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def row_major(a: torch.Tensor) -> torch.Tensor:
+    """Return A as :func:`plain` and :func:`flat` do, with contiguous rows: copy engines cannot move
+    strided elements, and libraries do not multiply strided float8 elements."""
+    if a.layout is not torch.strided or a.dim() < 2:
+        return a  # refused by problem_of_operands
+    if a.is_neg():
+        a = a.resolve_neg()
+    if a.dim() > 2:
+        a = a.flatten(0, -2)
+    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
+        return a.contiguous()
+    return a
 
 
 def _empty(
@@ -134,11 +152,13 @@ class ProductCall(Invocation):
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, source, purpose = workspace.engine, self.source, self.purpose
-        problem = problem_of_operands(
-            *(workspace.group, self.operator, self.a, self.b, self.rows, self.return_gathered),
-            *(source is not None, self.scales),
-            hosts=engine.hosts.count,
+        operands = self.a, self.b, self.rows, self.scales
+        problem = replace(
+            problem_of_operands(workspace.group, self.operator, *operands),
+            return_gathered=self.return_gathered,
+            symmetric=source is not None,
             transposed=self.transposed,
+            **engine.group_facts,
         )
         problem_log.note(options.log_problems, problem, engine.rank)
         known = workspace.known(options.machine)

@@ -34,9 +34,9 @@ from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
 from ficco.dma.engine import Engine
 from ficco.heuristics import decide
 from ficco.ops import problem_log
-from ficco.ops.call import keep_to_cap
+from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import check_dtype, plain, process_group
+from ficco.ops.operands import check_dtype, process_group
 from ficco.ops.record import Needs, Record, Request, Shapes
 from ficco.ops.routing import Blocks, Routing, make_routing, rounded, route
 from ficco.options import Options, current
@@ -188,8 +188,8 @@ def _layer(
     sizes = call.group.size(), experts, blocks.capacity, k, h, n
     flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
     room = _room(blocks, experts, call.gathers) if blocks.exact else (0, 0)
-    hosts = _engine(call, left).hosts.count
-    return _cached_layer(operator, *sizes, dtype, function, *flags, room, hosts)
+    facts = _engine(call, left).group_facts
+    return _cached_layer(operator, *sizes, dtype, function, *flags, room, **facts)
 
 
 def _mean_layer(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:

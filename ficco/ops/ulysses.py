@@ -29,10 +29,10 @@ from ficco.compute.program import Call
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import FACTS, asked_for, check_together, flops
-from ficco.ops.call import keep_to_cap
+from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import plain, process_group
+from ficco.ops.operands import process_group
 from ficco.ops.record import Needs, Record, Request, Shapes, stand_in
 from ficco.options import Options, current
 from ficco.problems.attention import AttentionProblem, HeadsProblem, keys_of
@@ -197,7 +197,8 @@ class HeadsCall(Invocation):
         engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
         sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
         dtype = str(self.like.dtype).removeprefix("torch.")
-        attention = AttentionProblem(*sizes, dtype, **self.of.facts, hosts=engine.hosts.count)
+        facts: dict[str, Any] = {**self.of.facts, **engine.group_facts}
+        attention = AttentionProblem(*sizes, dtype, **facts)
         problem = HeadsProblem(attention, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)

@@ -17,8 +17,8 @@ import traceback
 from functools import partial
 from typing import Protocol
 
-from ficco.compute.program import Program, Slot
-from ficco.dma.engine import Engine, Missing, timed_out
+from ficco.compute.program import Slot
+from ficco.dma.engine import Engine, Missing
 from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 from ficco.runtime.board import Board
@@ -139,7 +139,7 @@ class Watchdog:
         missing = self._workspace.engine.missing(slot, program)
         if missing is None or missing.peer not in self._ended:
             return None
-        return self._timed_out(program, missing, seconds, ended=True)
+        return self._workspace.engine.timed_out(program.plan, missing, seconds, ended=True)
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
@@ -155,13 +155,7 @@ class Watchdog:
         silent = self._workspace.board.silent()
         if silent and missing.peer not in silent:  # the peer itself waits for a silent rank
             missing = Missing(missing.step, silent[0])
-        return self._timed_out(program, missing, seconds)
-
-    def _timed_out(
-        self, program: Program, missing: Missing, seconds: float, ended: bool = False
-    ) -> SignalTimeout:
-        host = self._workspace.engine.hosts.named(missing.peer)
-        return timed_out(program.plan, missing, seconds, ended, host)
+        return engine.timed_out(program.plan, missing, seconds)
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace

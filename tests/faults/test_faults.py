@@ -30,7 +30,7 @@ from test_all_gather_matmul import end_of, start_ranks
 import ficco
 from ficco.compute import products
 from ficco.dma import collectives
-from ficco.dma.cpu_collectives import collect
+from ficco.dma.cpu import collect
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
