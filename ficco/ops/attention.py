@@ -26,7 +26,7 @@ from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import bounds_of, check_bounds, process_group
-from ficco.ops.record import Needs, Record, Request, Shapes, stand_in
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionProblem
@@ -379,9 +379,7 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 FACTS = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "int[]"}
 
 
-def _record_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _record_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return the result. If a gradient is needed, also return the log-sum-exp [batch, heads, S/W]
     and, with ``save_gathered``, the gathered keys and values as rows."""
     q, k, v = operands
@@ -390,16 +388,14 @@ def _record_forward(
     return invocation.results
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     """Return all tensors, which every gradient needs. If the gathered rows are kept, only the
     shapes of k and v are saved."""
     q, k, v, out, lse, *gathered = tensors
     return (q, stand_in(k), stand_in(v), out, lse, *gathered) if gathered else tensors
 
 
-def _record_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _record_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, and of k and v packed, [S/W, 2, batch, kv_heads, size]."""
     q, k, v, out, lse, *gathered = saved
     of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
@@ -409,9 +405,7 @@ def _record_backward(
     return invocation.results
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     q, k, v = operands
     check_together({"q": q, "k_shard": k, "v_shard": v}, request.schedule, request.facts)
     batch, heads, rows, size = q.shape
@@ -419,9 +413,7 @@ def _fake_forward(
     return (out, q.new_empty(batch, heads, rows, dtype=_wide(q))) if any(needs) else (out,)
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     q, k, *_ = saved
     batch, heads, rows, size = q.shape
     dq = q.new_empty(batch, rows, heads, size).transpose(1, 2)

@@ -37,7 +37,7 @@ from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import check_dtype, process_group
-from ficco.ops.record import Needs, Record, Request, Shapes
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
 from ficco.ops.routing import Blocks, Routing, make_routing, rounded, route
 from ficco.options import Options, current
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
@@ -661,18 +661,14 @@ def _blocks(request: Request, up: torch.Tensor) -> Blocks:
     return facts["blocks"] if "blocks" in facts else Blocks(_total(request, up), facts["capacity"])
 
 
-def _forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> Sequence[torch.Tensor | None]:
+def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, slots = operands
     blocks = _blocks(request, operands[2])
     dtype = operands[0].dtype if blocks.rounds == 1 else None
     return run_round(_call_of(request), blocks, slots, operands, needs[:4], dtype)
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> Sequence[torch.Tensor | None]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     (tokens, _, up, down, _), gathers = operands, request.facts["gathers"]
     own = _total(request, up) * request.facts["capacity"]
     arrived = own * (request.group.size() if gathers else 1)
@@ -684,23 +680,19 @@ def _fake_forward(
     return summed, back, *(tokens.new_empty(arrived, columns) for columns in up.shape[1:])
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     _, *operands, _, back, arrived, hidden = tensors
     return None, *operands, None, back, arrived, hidden
 
 
-def _backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     _, weights, up, down, slots, _, *kept = saved
     operands, blocks = (weights, up, down), _blocks(request, up)
     gradients = round_gradients(_call_of(request), blocks, slots, grad, operands, kept, needs[:4])
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     _, weights, up, down, *_ = saved
     d_tokens = up.new_empty(grad.shape[0], up.shape[1])
     others = (operand.new_empty(operand.shape) for operand in (weights, up, down))
@@ -714,29 +706,23 @@ def _routed(request: Request, up: torch.Tensor, indices: torch.Tensor) -> Routin
     return make_routing(indices, _total(request, up), capacity, overflow, request.group)
 
 
-def _all_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _all_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, indices = operands
     routing = _routed(request, operands[2], indices)
     return (summed(_rounds(request, routing, operands), operands[0].dtype),)
 
 
-def _all_fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _all_fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     tokens, _, _, down, _ = operands
     return (tokens.new_empty(tokens.shape[0], down.shape[2]),)
 
 
-def _all_save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _all_save(tensors: Tensors, needs: Needs) -> Saved:
     *operands, _ = tensors
     return *operands, None
 
 
-def _all_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _all_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Sum the gradients of all rounds, the last round first, which is autograd's order."""
     (*operands, indices, _), call = saved, _call_of(request)
     routing, total = _routed(request, operands[2], indices), None

@@ -33,7 +33,7 @@ from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import process_group
-from ficco.ops.record import Needs, Record, Request, Shapes, stand_in
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options, current
 from ficco.problems.attention import AttentionProblem, HeadsProblem, keys_of
 from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
@@ -109,9 +109,7 @@ def ulysses_attention(
     return HEADS(Request(process_group(group), schedule, facts), (q, k, v), traced)
 
 
-def _forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return the result. If a gradient is needed, also return the log-sum-exp and, with
     ``save_gathered``, the arrived heads, in the order of ``KEPT``."""
     q, k, v = operands
@@ -122,7 +120,7 @@ def _forward(
     return _by_batch(results["out"], q.shape), *(results[name] for name in KEPT if name in results)
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     """Return all tensors, which every gradient needs. If the arrived heads are kept, only the
     shapes of the operands and the result are saved."""
     if len(tensors) <= 5:
@@ -130,9 +128,7 @@ def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tenso
     return *map(stand_in, tensors[:4]), *tensors[4:]
 
 
-def _backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, k and v, summed for heads of keys that several ranks have."""
     q, k, v, out, *kept = saved
     operands = {"grad": grad, **dict(zip(KEPT, kept, strict=False))}
@@ -243,9 +239,7 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(heads, rows, batch, size).permute(2, 0, 1, 3)
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     q, k, v = operands
     check_together({"q": q, "k": k, "v": v}, request.schedule, request.facts)
     if not any(needs):
@@ -255,9 +249,7 @@ def _fake_forward(
     return _fake_like(q), q.new_empty(heads // world, world * rows * batch, dtype=wide)
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     return [_fake_like(operand) for operand in saved[:3]]
 
 
@@ -570,7 +562,7 @@ def _run(
     return run(operator, a, b, *arguments, transposed=True)
 
 
-def _save_rows(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _save_rows(tensors: Tensors, needs: Needs) -> Saved:
     """Return the first operand if a weight needs a gradient, and the weights, or only their shapes
     if the first operand needs no gradient."""
     first, *weights, _ = tensors
@@ -579,9 +571,7 @@ def _save_rows(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.
     return first if any(needs[1:]) else None, *weights, None
 
 
-def _project(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _project(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return this rank's heads of queries, then keys, then values at all positions, [S * batch,
     heads, size]. Operands: rows of this rank's positions, and the weights of all heads."""
     rows, *weights = operands
@@ -596,18 +586,14 @@ def _project(
     return (blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size),)
 
 
-def _fake_project(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _fake_project(request: Request, operands: Tensors, needs: Needs) -> Saved:
     rows, *weights = operands
     shares = _Shares.of(request, weights[0].shape, weights[1].shape)
     heads = shares.queries_each + 2 * shares.keys_each
     return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
 
 
-def _project_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _project_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of the rows, which need all weights, and of each weight, which need the
     rows. ``grad``: of the result of :func:`_project`."""
     rows, *weights, _ = saved
@@ -631,16 +617,14 @@ def _project_backward(
 
 
 def _fake_project_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+    request: Request, grad: torch.Tensor, saved: Any, needs: Needs
+) -> Tensors:
     (_, *weights, _), world = saved, request.group.size()
     shapes = (grad.shape[0] // world, weights[0].shape[1]), *(weight.shape for weight in weights)
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
 
 
-def _output(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _output(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return the projection at this rank's positions, [S/W * batch, features]."""
     blocks, weight = operands
     facts, operator = request.facts, "all_to_all_transposed_matmul"
@@ -648,16 +632,12 @@ def _output(
     return _run(request, operator, blocks.transpose(1, 2), weight.t(), purpose=purpose)[:1]
 
 
-def _fake_output(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _fake_output(request: Request, operands: Tensors, needs: Needs) -> Saved:
     blocks, weight = operands
     return (blocks.new_empty(blocks.shape[1], weight.shape[0]),)
 
 
-def _output_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _output_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of the blocks, which need the weight, and of the weight, which need the
     blocks."""
     (blocks, weight, _), gradients = saved, []
@@ -674,8 +654,8 @@ def _output_backward(
 
 
 def _fake_output_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+    request: Request, grad: torch.Tensor, saved: Any, needs: Needs
+) -> Tensors:
     (_, weight, _), world = saved, request.group.size()
     shapes = (world, grad.shape[0], weight.shape[1] // world), weight.shape
     return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
