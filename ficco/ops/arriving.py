@@ -211,7 +211,7 @@ class ArrivingCall(Invocation):
 
     a: torch.Tensor
     rows: Any
-    asked: tuple[int | tuple[int, ...], str, bool]
+    request: tuple[int | tuple[int, ...], str, bool]
     operator: str = NAME
     purpose: str = ""
 
@@ -219,7 +219,7 @@ class ArrivingCall(Invocation):
         engine, a = workspace.engine, self.a
         if why := engine.wordless():
             raise NotImplementedError(f"ficco.arriving: {why}")
-        self.schedule = _schedule(*self.asked)
+        self.schedule = _schedule(*self.request)
         if a.layout is not torch.strided or a.dim() < 2:
             raise ValueError(
                 f"a_shard: required a dense [..., m/W, k], got {a.layout} of shape "

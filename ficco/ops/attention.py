@@ -110,7 +110,7 @@ class AttentionCall(Invocation):
     Attributes:
         of: result, log-sum-exp and gradient that a backward starts from.
         keeps: the forward returns the tensors that its backward needs.
-        kept: the gathered keys and values of the forward, for a backward.
+        gathered: the gathered keys and values of the forward, for a backward.
         results: the tensors that the caller gets, once allocated.
     """
 
@@ -119,20 +119,20 @@ class AttentionCall(Invocation):
     k: torch.Tensor
     v: torch.Tensor
     schedule: str | Schedule
-    asked: dict[str, Any]
+    facts: dict[str, Any]
     of: Result | None = None
     keeps: bool = False
-    kept: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
     results: tuple[torch.Tensor, ...] = ()
     source: tuple[Symmetric, int] | None = None
     purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
-        check_together(operands, self.schedule, self.asked)
+        check_together(operands, self.schedule, self.facts)
         self.q, k = (q := _heads(self.q)), self.k
-        if self.kept is not None:
-            self.kv = self.kept
+        if self.gathered is not None:
+            self.kv = self.gathered
         else:
             self.kv = _packed(_heads(k), _heads(self.v))
             if workspace.allocations:
@@ -140,18 +140,18 @@ class AttentionCall(Invocation):
         place = self.source and (self.source[0].serial, self.source[1])
         self.gathers = self.keeps and options.save_gathered and workspace.engine.world > 1
         return (
-            *(self.operator, q.shape, k.shape, q.dtype, self.schedule, *self.asked.values()),
-            *(place, self.gathers, self.kept is None, options.workspace_bytes, options.machine),
+            *(self.operator, q.shape, k.shape, q.dtype, self.schedule, *self.facts.values()),
+            *(place, self.gathers, self.gathered is None, options.workspace_bytes, options.machine),
         )
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, source, (batch, heads, rows, size) = workspace.engine, self.source, self.q.shape
         sizes = engine.world, rows, batch, heads, self.k.shape[1], size
         dtype = str(self.q.dtype).removeprefix("torch.")
-        facts: dict[str, Any] = {**self.asked, **engine.group_facts}
+        facts: dict[str, Any] = {**self.facts, **engine.group_facts}
         facts |= {"symmetric": source is not None, "keeps": self.gathers}
         forward = AttentionProblem(*sizes, dtype, **facts)
-        problem = forward if self.of is None else forward.gradient(self.kept is not None)
+        problem = forward if self.of is None else forward.gradient(self.gathered is not None)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
         chosen = decision.schedule
@@ -233,7 +233,7 @@ def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 
 def check_together(
-    operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
+    operands: Mapping[str, torch.Tensor], schedule: str | Schedule, facts: dict[str, Any]
 ) -> None:
     """Raise on queries, keys and values, passed by name, that do not fit together."""
     q, k, _ = operands.values()
@@ -278,20 +278,20 @@ def check_together(
                 f"q: required heads of a multiple of {MULTIPLE} up to {MOST_SIZE}, got {size}; pad "
                 "with zeros and pass scale="
             )
-    check_asked(asked)
+    check_asked(facts)
 
 
-def check_asked(asked: Mapping[str, Any]) -> None:
+def check_asked(facts: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for arguments that are invalid with any operands."""
     for name, kinds in (("scale", (float, int)), ("window", (int,))):
-        value = asked[name]
+        value = facts[name]
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
             raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
-    if not isinstance(asked["causal"], bool):
-        raise ValueError(f"causal: required True or False, got {asked['causal']!r}")
-    if asked["cu_seqlens"] != ():
-        check_bounds(asked["cu_seqlens"])
-    placement = asked.get("placement", PLACEMENTS[0])
+    if not isinstance(facts["causal"], bool):
+        raise ValueError(f"causal: required True or False, got {facts['causal']!r}")
+    if facts["cu_seqlens"] != ():
+        check_bounds(facts["cu_seqlens"])
+    placement = facts.get("placement", PLACEMENTS[0])
     if placement not in PLACEMENTS:
         raise InvalidArgument(
             "placement", f"required one of {', '.join(PLACEMENTS)}, got {placement!r}; pass one"
@@ -398,9 +398,9 @@ def _save(tensors: Tensors, needs: Needs) -> Saved:
 def _record_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, and of k and v packed, [S/W, 2, batch, kv_heads, size]."""
     q, k, v, out, lse, *gathered = saved
-    of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
+    of, rows = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
-    invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, kept=kept)
+    invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, gathered=rows)
     invoke(request.group, invocation, q, "q")
     return invocation.results
 

@@ -105,8 +105,8 @@ def run_round(
     results = _run(layer, call, blocks, inputs)
     back = _returned_rows(results["out"], layer)
     summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
-    kept = back if needs_weights else None, results.get("gathered"), results.get("hidden")
-    return ExpertRound(summed, *kept)
+    intermediates = back if needs_weights else None, results.get("gathered"), results.get("hidden")
+    return ExpertRound(summed, *intermediates)
 
 
 @tells_refusals
@@ -116,13 +116,13 @@ def round_gradients(
     slots: torch.Tensor,
     grad: torch.Tensor,
     operands: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor | None],
+    intermediates: Sequence[torch.Tensor | None],
     needs: Needs,
 ) -> list[torch.Tensor | None]:
     """Return the gradients of tokens, weights, up and down; None for those not needed. ``grad``:
-    gradient of the round's sums. ``operands``: weights, up and down. ``kept``: back, arrived and
-    hidden of the :class:`ExpertRound`."""
-    (weights, up, down), (back, arrived, hidden) = operands, kept
+    gradient of the round's sums. ``operands``: weights, up and down. ``intermediates``: back,
+    arrived and hidden of the :class:`ExpertRound`."""
+    (weights, up, down), (back, arrived, hidden) = operands, intermediates
     needs_tokens, needs_weights, needs_up, needs_down = needs
     grad, dtype = grad.to(wide_of(grad.dtype)), up.dtype
     d_tokens = d_weights = d_up = d_down = None
@@ -686,9 +686,11 @@ def _save(tensors: Tensors, needs: Needs) -> Saved:
 
 
 def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
-    _, weights, up, down, slots, _, *kept = saved
+    _, weights, up, down, slots, _, *intermediates = saved
     operands, blocks = (weights, up, down), _blocks(request, up)
-    gradients = round_gradients(_call_of(request), blocks, slots, grad, operands, kept, needs[:4])
+    gradients = round_gradients(
+        _call_of(request), blocks, slots, grad, operands, intermediates, needs[:4]
+    )
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -728,8 +730,8 @@ def _all_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs
     routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):
         slots = routing.slots(turn)
-        _, *kept = run_round(call, routing, slots, operands, needs[:4], None)
-        parts = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
+        _, *intermediates = run_round(call, routing, slots, operands, needs[:4], None)
+        parts = round_gradients(call, routing, slots, grad, operands[1:], intermediates, needs[:4])
         gradients = [part for part in parts if part is not None]
         total = gradients if total is None else list(map(torch.add, total, gradients))
     assert total is not None

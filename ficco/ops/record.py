@@ -164,12 +164,12 @@ class Record:
         name: in ``torch.ops.ficco``.
         operands: their names.
         facts: names of a request's facts, with their types in the schema.
-        kept: names of the tensors that a forward keeps for its backward.
+        intermediates: names of the tensors that a forward keeps for its backward.
         forward: (request, operands, needs) -> the result and, if an operand needs a gradient, the
             kept tensors; None for a tensor that the needed gradients do not read.
         fake_forward: the same shapes, not computed; refuses operands that do not fit.
-        saved: ((*operands, result, *kept), needs) -> the same tensors, None for those that the
-            backward does not read.
+        saved: ((*operands, result, *intermediates), needs) -> the same tensors, None for those that
+            the backward does not read.
         backward: (request, gradient of the result, saved tensors, needs) -> gradients, which do
             not share memory.
         fake_backward: the same shapes, not computed.
@@ -182,7 +182,7 @@ class Record:
     name: str
     operands: tuple[str, ...]
     facts: Mapping[str, str]
-    kept: tuple[str, ...]
+    intermediates: tuple[str, ...]
     forward: Callable[[Request, Tensors, Needs], Saved]
     fake_forward: Callable[[Request, Tensors, Needs], Saved]
     saved: Callable[[Any, Needs], Saved]
@@ -227,7 +227,7 @@ class Record:
         needs = [grad and operand.requires_grad for operand in operands]
         context = {"group": group.group_name, "schedule": text, "options": current_text()}
         results = overload(self.name)(*operands, needs, **facts, **context)
-        out: torch.Tensor = results[0] if self.kept else results
+        out: torch.Tensor = results[0] if self.intermediates else results
         return out
 
     def _eager_forward(
@@ -248,12 +248,14 @@ class Record:
     @property
     def _schema(self) -> str:
         operands = ", ".join(f"Tensor {name}" for name in self.operands)
-        results = ", ".join(["Tensor"] * (1 + len(self.kept)))
-        return f"({operands}, {self._call}) -> {f'({results})' if self.kept else results}"
+        results = ", ".join(["Tensor"] * (1 + len(self.intermediates)))
+        return f"({operands}, {self._call}) -> {f'({results})' if self.intermediates else results}"
 
     @property
     def _backward_schema(self) -> str:
-        saved = ", ".join(f"Tensor? {name}" for name in (*self.operands, "result", *self.kept))
+        saved = ", ".join(
+            f"Tensor? {name}" for name in (*self.operands, "result", *self.intermediates)
+        )
         return f"(Tensor grad, {saved}, {self._call}) -> Tensor[]"
 
     @property
@@ -273,17 +275,19 @@ class Record:
         return self._request(args[count + 1 :]), args[:count], args[count]
 
     def _of_backward(self, args: Sequence[Any]) -> tuple[Request, torch.Tensor, Any, Needs]:
-        count = 2 + len(self.operands) + len(self.kept)
+        count = 2 + len(self.operands) + len(self.intermediates)
         return self._request(args[count + 1 :]), args[0], args[1:count], args[count]
 
     def _results(self, results: Saved) -> Any:
         """Return results as in the schema, with empty tensors for those that are not kept."""
-        result, *kept = results
+        result, *intermediates = results
         assert result is not None
-        if not self.kept:
+        if not self.intermediates:
             return result
-        kept += [None] * (len(self.kept) - len(kept))
-        return result, *(result.new_empty(0) if tensor is None else tensor for tensor in kept)
+        intermediates += [None] * (len(self.intermediates) - len(intermediates))
+        return result, *(
+            result.new_empty(0) if tensor is None else tensor for tensor in intermediates
+        )
 
     def _real_forward(self, *args: Any) -> Any:
         with _in_force(args[-1]):
@@ -303,7 +307,7 @@ class Record:
         assert self.flops is not None
         shapes: Any  # the counter passes them in place of tensors
         request, shapes, _needs = self._of_forward(args)
-        return self.flops(request, shapes, out_shape[0] if self.kept else out_shape, None)
+        return self.flops(request, shapes, out_shape[0] if self.intermediates else out_shape, None)
 
     def _count_backward(self, *args: Any, out_shape: Any, **_: Any) -> int:
         assert self.flops is not None
@@ -314,10 +318,10 @@ class Record:
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count = len(self.operands)
         *rest, options = inputs[count + 1 :]
-        result, *kept = output if self.kept else (output,)
+        result, *intermediates = output if self.intermediates else (output,)
         ctx.needs, ctx.rest = inputs[count], (*rest, options or to_text(current()))
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(*self.saved((*inputs[:count], result, *kept), ctx.needs))
+        ctx.mark_non_differentiable(*intermediates)
+        ctx.save_for_backward(*self.saved((*inputs[:count], result, *intermediates), ctx.needs))
 
     def _autograd(
         self, ctx: Any, grad: torch.Tensor, *_: torch.Tensor

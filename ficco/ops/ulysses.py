@@ -130,11 +130,11 @@ def _save(tensors: Tensors, needs: Needs) -> Saved:
 
 def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, k and v, summed for heads of keys that several ranks have."""
-    q, k, v, out, *kept = saved
-    operands = {"grad": grad, **dict(zip(KEPT, kept, strict=False))}
-    if len(kept) == 1:
+    q, k, v, out, *intermediates = saved
+    operands = {"grad": grad, **dict(zip(KEPT, intermediates, strict=False))}
+    if len(intermediates) == 1:
         operands |= {"q": q, "k": k, "v": v, "out": out}
-    saves = "shards" if len(kept) == 1 else "heads"
+    saves = "shards" if len(intermediates) == 1 else "heads"
     invocation = HeadsCall(request, (q.shape, k.shape), operands, saves, backward=True)
     invoke(request.group, invocation, grad, "gradient")
     results = invocation.results

@@ -68,12 +68,12 @@ class Backend:
                 return make_boxed_func(self.inner(graph, examples))
             return make_boxed_func(graph.forward)
 
-        made = aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=compile,
             bw_compiler=compile,
             partition_fn=min_cut_rematerialization_partition,
         )
-        return made(module, inputs)
+        return compiled(module, inputs)
 
 
 def backend(

@@ -260,13 +260,13 @@ def _visit(node: Node, group: str | None, schedule: str) -> dict[Node, Entry]:
 def _entry(node: Node) -> Entry:
     """Report entry of a collective, without its product."""
     name = collective(node) or ""
-    given = arguments(node)
-    tensor, result = value(given.get("input")), value(node)
+    by_name = arguments(node)
+    tensor, result = value(by_name.get("input")), value(node)
     known = tensor is not None and result is not None
     return Entry(
         COLLECTIVES.get(name, name),
         node.name,
-        group=str(given.get("group_name", "")),
+        group=str(by_name.get("group_name", "")),
         world=world_of(node),
         shapes=f"{_text(tensor)} -> {_text(result)}" if known else "",
     )
@@ -297,14 +297,14 @@ class Writer:
     def __init__(self, like: Node) -> None:
         self.graph = like.graph
         self.like = like
-        self.made: list[Node] = []
+        self.created: list[Node] = []
 
     def __call__(self, at: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(at):
             node = self.graph.call_function(target, args, kwargs)
-        self.made.append(node)
-        kept = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
-        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in kept}
+        self.created.append(node)
+        copied = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
+        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in copied}
         node.meta["val"] = _faked(node)
         return node
 
@@ -375,7 +375,7 @@ class Writer:
         return self(at, aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def undo(self) -> None:
-        for node in reversed(self.made):
+        for node in reversed(self.created):
             self.graph.erase_node(node)
 
 
@@ -439,7 +439,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     def finish() -> str:
         _resize(sizes)
         for node in pattern.hoisted:
-            write.made[0].prepend(node)
+            write.created[0].prepend(node)
         after = set(span(place))
         for node in pattern.chain:
             if node not in after:
@@ -527,19 +527,20 @@ def _call(
 ) -> tuple[Node, Node | None]:
     """The nodes of an operator's product and, if asked for, of the gathered A. ``of_a``: the scale
     of a."""
-    registered, given = OPS[name], [a, _matrix(write, at, chosen)]
+    registered, operands = OPS[name], [a, _matrix(write, at, chosen)]
     ops: Any = registered.product, registered.gathered
     if of_a is not None:
         ops = registered.scaled, registered.scaled_gathered
         more: Any = of_a, _scale_of_b(write, at, chosen), chosen.bias
-        given += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
+        operands += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
     try:
-        made = write(at, ops[gathered], *given, call.group, schedule)
+        results = write(at, ops[gathered], *operands, call.group, schedule)
     except (ValueError, NotImplementedError) as error:
         raise Leave(str(error), chosen.node) from None
     if not gathered:
-        return made, None
-    return write(at, operator.getitem, made, 0), write(at, operator.getitem, made, 1)
+        return results, None
+    first, second = (write(at, operator.getitem, results, i) for i in (0, 1))
+    return first, second
 
 
 def _matrix(write: Writer, at: Node, chosen: MatrixProduct) -> Node:

@@ -101,7 +101,7 @@ class AttentionProblem(AnyProblem):
         ring: rows go from each rank to the next one, so that every rank gets all rows.
         hosts: number of hosts. Each host has equally many ranks, numbered consecutively.
         backward: whether it is the gradient.
-        kept: gradient only: the rows of KV that the forward kept are an operand.
+        saved: gradient only: the rows of KV that the forward gathered are an operand.
 
     Raises:
         ValueError: a value is wrong, or two values contradict each other.
@@ -125,7 +125,7 @@ class AttentionProblem(AnyProblem):
     ring: bool = False
     hosts: int = 1
     backward: bool = False
-    kept: bool = False
+    saved: bool = False
 
     def __post_init__(self) -> None:
         sizes = "world", "batch", "heads", "kv_heads", "size"
@@ -169,9 +169,9 @@ class AttentionProblem(AnyProblem):
     def operator(self) -> str:
         return "all_gather_attention" + "_backward" * self.backward
 
-    def gradient(self, kept: bool = False) -> AttentionProblem:
+    def gradient(self, saved: bool = False) -> AttentionProblem:
         """The problem of the gradients of the call."""
-        return replace(self, backward=True, kept=kept)
+        return replace(self, backward=True, saved=saved)
 
     @property
     def length(self) -> int:
@@ -312,7 +312,7 @@ class AttentionProblem(AnyProblem):
         )
         return Specification(
             operands=(
-                *(self.landing("operand") if self.kept else kv, q, out),
+                *(self.landing("operand") if self.saved else kv, q, out),
                 out._replace(name="grad", holds="dO"),
             ),
             results=(
@@ -320,7 +320,7 @@ class AttentionProblem(AnyProblem):
                 Buffer("dkv", "dKV", self.dtype, shapes, "result", first=first),
             ),
             contractions=(),
-            exchanges={"dKV": back} if self.kept else {"KV": exchange, "dKV": back},
+            exchanges={"dKV": back} if self.saved else {"KV": exchange, "dKV": back},
             attentions=(Attention("Q", "KV", "dQ", *masked, back="dKV"),),
         )
 
@@ -333,7 +333,8 @@ class AttentionProblem(AnyProblem):
         flags += [self.placement] if self.placement != PLACEMENTS[0] else []
         flags += [f"scale={self.scale}"] if self.scale is not None else []
         flags += [f"{self.hosts} hosts"] if self.hosts > 1 else []
-        flags += [name for name in ("symmetric", "keeps", "ring", "kept") if getattr(self, name)]
+        flags += [name for name in ("symmetric", "keeps", "ring") if getattr(self, name)]
+        flags += ["kept"] * self.saved
         return (
             f"{self.operator}({batch}sequence={self.length} ({self.rows} x {self.world} ranks), "
             f"{self.heads} heads{shared}, size={self.size}, {', '.join(flags)})"

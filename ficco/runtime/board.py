@@ -62,23 +62,23 @@ class BoardCourier:
         store: Store,
         rank: int,
         mine: memoryview,
-        theirs: Mapping[int, memoryview],
+        far_parts: Mapping[int, memoryview],
         ring: int,
-        told: Mapping[int, np.ndarray[Any, Any]],
+        counts: Mapping[int, np.ndarray[Any, Any]],
         world: int,
     ) -> None:
         """``mine``: this rank's part; its first ``ring`` bytes change with every call.
-        ``theirs``: copies of the parts of other hosts. ``told``: their numbers, a row a call."""
+        ``far_parts``: copies of the parts of other hosts. ``counts``: their numbers by call."""
         self._others = [other for other in range(world) if other != rank]
         self._store: Any = store  # `set` also takes bytes
-        self._rank, self._mine, self._theirs = rank, mine, theirs
-        self._ring, self._told = ring, told
+        self._rank, self._mine, self._far_parts = rank, mine, far_parts
+        self._ring, self._counts = ring, counts
         self._tells: deque[tuple[int, bytes]] = deque()
-        self._asked: int | None = None  # row that a call waits for
+        self._awaited: int | None = None  # row that a call waits for
         self._known: dict[str, bytes] = {}
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
-        self._there = False  # whether all ranks have published
+        self._complete = False  # whether all ranks have published
         self._answered = 0
         self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
@@ -111,22 +111,22 @@ class BoardCourier:
 
     def ask(self, row: int | None) -> None:
         """Keep reading the numbers that other ranks tell with a call, until the row is None."""
-        self._asked = row
+        self._awaited = row
 
     def silent(self) -> list[int]:
         """Call the roll, and return the ranks that do not answer; empty if the store fails."""
-        found: list[list[int]] = []
+        silent: list[list[int]] = []
 
         def call() -> None:
-            found.append(self._call_roll())
+            silent.append(self._call_roll())
 
         thread = threading.Thread(target=call, name="ficco roll", daemon=True)
         thread.start()
         thread.join(ANSWER_S + 1.0)
-        return found[0] if found else []
+        return silent[0] if silent else []
 
     def _call_roll(self) -> list[int]:
-        if not self._there:
+        if not self._complete:
             return []
         try:
             number, end = self._store.add(ROLL, 1), time.monotonic() + ANSWER_S
@@ -180,9 +180,11 @@ class BoardCourier:
         self._store.set(HERE.format(self._rank), str(number))
 
     def _read(self) -> None:
-        keys = [f"{kind}/{rank}" for rank in self._theirs for kind in ("texts", "calls")]
-        self._there = self._there or self._store.check(keys + list(map(HERE.format, self._others)))
-        if not self._there:
+        keys = [f"{kind}/{rank}" for rank in self._far_parts for kind in ("texts", "calls")]
+        self._complete = self._complete or self._store.check(
+            keys + list(map(HERE.format, self._others))
+        )
+        if not self._complete:
             return
         *parts, roll = self._store.multi_get([*keys, ROLL])
         if int(roll) != self._answered:
@@ -192,12 +194,12 @@ class BoardCourier:
                 self._known[key] = data
                 kind, _, rank = key.partition("/")
                 begin, end = (0, self._ring) if kind == "calls" else (self._ring, None)
-                self._theirs[int(rank)][begin:end] = zlib.decompress(data)
-        if (row := self._asked) is not None:
-            keys = [f"told/{rank}/{row}" for rank in self._told]
+                self._far_parts[int(rank)][begin:end] = zlib.decompress(data)
+        if (row := self._awaited) is not None:
+            keys = [f"told/{rank}/{row}" for rank in self._counts]
             if self._store.check(keys):
                 for rows, data in zip(
-                    self._told.values(), self._store.multi_get(keys), strict=True
+                    self._counts.values(), self._store.multi_get(keys), strict=True
                 ):
                     numbers = np.frombuffer(data, np.uint64)
                     rows[row, : len(numbers)] = numbers
@@ -268,8 +270,8 @@ class Board:
         texts = ENTRIES * 8
         shown = texts + TEXTS * TEXT_BYTES  # copied to other hosts
         size = shown + ENTRIES * TOLD * 8
-        what = hosts.near, size, timeout_s, "the agreement board", operator
-        memory = HostMemory(*what, begins=True)
+        mapping = hosts.near, size, timeout_s, "the agreement board", operator
+        memory = HostMemory(*mapping, begins=True)
         self._pids = hosts.spread(memory.pids, 0)
         # Each rank has a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
@@ -277,7 +279,7 @@ class Board:
             parts[rank] = memoryview(bytearray(shown))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
-        self._told = [
+        self._counts = [
             np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
             if len(part) > shown
             else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
@@ -285,11 +287,11 @@ class Board:
         ]
         self._courier: BoardCourier | None = None
         if hosts.far:
-            theirs = {rank: parts[rank][:shown] for rank in hosts.far}
+            far_parts = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
-            told = {rank: self._told[rank] for rank in hosts.far}
-            ends = ENTRIES * 8, told, self.world
-            self._courier = BoardCourier(store, self.rank, mine, theirs, *ends)
+            counts = {rank: self._counts[rank] for rank in hosts.far}
+            ends = ENTRIES * 8, counts, self.world
+            self._courier = BoardCourier(store, self.rank, mine, far_parts, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen
@@ -343,10 +345,10 @@ class Board:
         """Tell the other ranks up to ``TOLD`` numbers below 2**40 - 1 with a call."""
         # One more than each: 0 means none, also where the number of the call has wrapped to 0.
         one_more = np.array(values, np.uint64) + np.uint64(1)
-        told = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
-        self._told[self.rank][number % ENTRIES, : len(values)] = told
+        numbers = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
+        self._counts[self.rank][number % ENTRIES, : len(values)] = numbers
         if self._courier is not None:
-            self._courier.tell(number % ENTRIES, told.tobytes())
+            self._courier.tell(number % ENTRIES, numbers.tobytes())
 
     def told(
         self, number: int, count: int, timeout_s: float, operator: str
@@ -357,9 +359,9 @@ class Board:
             FiccoError: a rank has overwritten its numbers, 256 calls later.
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
-        rings = [ring[number % ENTRIES, :count] for ring in self._told]
+        rings = [ring[number % ENTRIES, :count] for ring in self._counts]
 
-        def there(rank: int) -> bool:
+        def arrived(rank: int) -> bool:
             entries = rings[rank].copy()  # the rank may be writing
             behind = number - (entries >> np.uint64(_DIGEST_BITS)).astype(np.int64)
             behind[entries == 0] = 1
@@ -373,7 +375,7 @@ class Board:
             self._courier.ask(number % ENTRIES)
         try:
             step = "learn the counts of other ranks"
-            self._await(there, number, timeout_s, operator, UNSCHEDULED, step)
+            self._await(arrived, number, timeout_s, operator, UNSCHEDULED, step)
         finally:
             if self._courier is not None:
                 self._courier.ask(None)
@@ -433,14 +435,14 @@ class Board:
 
     def _await(
         self,
-        there: Callable[[int], bool],
+        arrived: Callable[[int], bool],
         number: int,
         timeout_s: float,
         operator: str,
         schedule: str,
         step: str,
     ) -> None:
-        """Wait until ``there`` is true of every other rank."""
+        """Wait until ``arrived`` is true of every other rank."""
         if self._closed:
             return
 
@@ -464,7 +466,7 @@ class Board:
         polls = 0
         if self._courier is not None:
             self._courier.waiting(agrees=True)
-        while absent := [rank for rank in absent if not there(rank)]:
+        while absent := [rank for rank in absent if not arrived(rank)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
                 continue
@@ -475,7 +477,7 @@ class Board:
                 self._courier.waiting()
             if error := self.mismatch(number):
                 raise error
-            ended = [rank for rank in absent if self.ended(rank) and not there(rank)]
+            ended = [rank for rank in absent if self.ended(rank) and not arrived(rank)]
             if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
                 raise late
 
@@ -495,7 +497,7 @@ class Board:
         if self._courier is not None:
             self._courier.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
-        self._told = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
+        self._counts = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
     # Entries.

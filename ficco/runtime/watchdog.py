@@ -73,7 +73,7 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while not self._stop.wait(PERIOD_S):
-                if (error := self._found()) is not None:
+                if (error := self._fault()) is not None:
                     self._act(error)
                     break
             # Calls enqueued after the stuck call get stuck as well once they begin.
@@ -83,7 +83,7 @@ class Watchdog:
             traceback.print_exc()
             self._exit("the watchdog failed")
 
-    def _found(self) -> FiccoError | None:
+    def _fault(self) -> FiccoError | None:
         """The fault of the workspace, or the failure to look for one; None if all is well."""
         try:
             return self._look()
@@ -111,11 +111,11 @@ class Watchdog:
         now = time.monotonic()
         stuck: FiccoError | None = None
         slots = workspace.slots
-        there = {id(slot) for slot in slots}
+        present = {id(slot) for slot in slots}
         for rank in set(range(workspace.board.world)) - self._ended.keys():
             if workspace.board.ended(rank) or rank in workspace.engine.lost:
                 self._ended[rank] = now
-        self._waits = {key: wait for key, wait in self._waits.items() if key in there}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in present}
         for slot in slots:
             running, ended = workspace.engine.pulse(slot)
             if not running:

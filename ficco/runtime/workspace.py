@@ -187,16 +187,16 @@ class Workspace:
         device: torch.device,
         options: Options,
         operator: str,
-        given: tuple[Board, Engine] | None = None,
+        opened: tuple[Board, Engine] | None = None,
     ) -> None:
-        """``given``: an existing board and engine; by default the group opens its own."""
+        """``opened``: an existing board and engine; by default the group opens its own."""
         self.group, self.limit_s = group, limit_of(group, device)
-        self.board, self.engine = given or _opened(group, device, options, operator)
+        self.board, self.engine = opened or _opened(group, device, options, operator)
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
-        self._told: tuple[str, str] | None = None  # text and kind of `error` for the peers
+        self._published: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
         self._known: dict[str | None, Known] = {}
         # Slots by capture id, 0 for eager calls. A graph owns its slots, because a replay may run
@@ -253,15 +253,15 @@ class Workspace:
         """
         if self.error is None:
             if not isinstance(error, (RankMismatch, PeerFailed)):  # both come from the board
-                self._told = published(error)
+                self._published = published(error)
             if not isinstance(error, FiccoError):
                 error = FiccoError(
                     f"a call of this group was broken off by {reason_of(error)}. Its ranks are no "
                     f"longer in step. {REVIVE}"
                 )
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
-        if self._told is not None:
-            self._tell(*self._told)
+        if self._published is not None:
+            self._tell(*self._published)
 
     def _tell(self, text: str, how: str) -> None:
         self.board.post(self.calls, self.board.describe(text, same_as=how))
@@ -283,12 +283,12 @@ class Workspace:
         if self.thread and self.thread != get_ident():
             raise FiccoError(_THREADS.format(operator))
 
-    def refuse_within_block(self, what: str) -> None:
+    def refuse_within_block(self, operation: str) -> None:
         """Raise ``FiccoError`` if a block of :func:`ficco.arriving` is open on the group."""
         if self.block_open:
             raise FiccoError(
-                f"{what}: a block of ficco.arriving on this group is not over; leave it first, or "
-                "use another group"
+                f"{operation}: a block of ficco.arriving on this group is not over; leave it "
+                "first, or use another group"
             )
 
     def known(self, wanted: str | None) -> Known:
@@ -311,7 +311,7 @@ class Workspace:
         """
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
-            old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
+            old = [(call.latest, key) for key, call in self.programs.items() if not call.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).forget()
         self.programs[key] = cached
@@ -378,13 +378,13 @@ class Workspace:
         nbytes = math.prod(shape) * dtype.itemsize
         engine, board, seconds = self.engine, self.board, current().timeout_s or self.limit_s
         engine.timeout_s, engine.operator, self.thread = seconds, "empty", get_ident()
-        asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
+        request = board.describe(f"empty(shape={shape}, dtype={dtype})")
         try:
             self.calls += 1
-            board.post(self.calls, asked)
+            board.post(self.calls, request)
             board.agree(self.calls, seconds, "empty", UNSCHEDULED)
             self.calls += 1
-            board.post(self.calls, asked)
+            board.post(self.calls, request)
             memory = engine.symmetric(max(nbytes, dtype.itemsize))
         except FiccoError as error:
             self.end(error)
@@ -447,8 +447,9 @@ class Workspace:
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
-            for kept in (self.programs, self._slots, self._watched, self._pinned, self.allocations):
-                kept.clear()
+            pools = self._slots, self._watched, self._pinned
+            for cache in (self.programs, *pools, self.allocations):
+                cache.clear()
 
 
 def _repeated(error: FiccoError) -> FiccoError:

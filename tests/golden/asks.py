@@ -203,7 +203,7 @@ def of_attention() -> Iterator[Case]:
         problems = {
             "all_gather_attention": forward,
             "backward": gradient.gradient(),
-            "backward of kept operands": gradient.gradient(kept=True),
+            "backward of kept operands": gradient.gradient(saved=True),
         }
         for first, problem in problems.items():
             for name in ATTENTION:
