@@ -23,7 +23,7 @@ from links import link
 from ranks import Rank
 
 import ficco
-from ficco.dma.choose import ENGINES
+from ficco.dma import ENGINES
 from ficco.dma.engine import Capabilities
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.families import family_of, last_arrival

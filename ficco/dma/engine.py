@@ -25,7 +25,7 @@ from ficco.compute.program import (
     in_turn,
 )
 from ficco.dma import collectives
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.dma.patience import DEFAULT_S
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint

@@ -33,26 +33,29 @@ from ficco.compute.ragged_blocks import by_copies, moves
 from ficco.compute.tiled.products import TileTypes
 from ficco.compute.tiled.worklist import MAX_GATES, Work
 from ficco.dma.driver import (
+    WAIT_32,
     WORD,
+    WRITE_32,
     Batch,
     Driver,
     Event,
     Lanes,
     Means,
+    MemOp,
     Stream,
     StreamEngine,
     drained,
 )
 from ficco.dma.engine import Capabilities, Missing, Span
-from ficco.dma.gate import GATE
 from ficco.dma.gpu_network import GpuNetwork, network_of
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.dma.lane_ops import (
     KernelBatch,
     Launch,
     MakeBatch,
     Memops,
     Posts,
+    Replays,
     Run,
     by_launches,
     enqueue,
@@ -62,8 +65,8 @@ from ficco.dma.lane_ops import (
     joined,
     parted,
 )
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import (
+    GATE,
     MEMORIES,
     SCRATCH,
     Allocate,
@@ -74,7 +77,6 @@ from ficco.dma.memories import (
     align,
     open_engines,
 )
-from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
 from ficco.errors import BackendError

@@ -26,11 +26,10 @@ import torch.distributed as dist
 from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Call, Op, Program
 from ficco.dma.collectives import LONGEST_S
-from ficco.dma.driver import WORD, StreamEngine, drained
+from ficco.dma.driver import WAIT_32, WORD, WRITE_32, MemOp, StreamEngine, drained
 from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.lane_ops import MakeBatch
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import align
 from ficco.dma.messages import (
     bytes_of,

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ficco.dma.driver import WORD, Event
-from ficco.dma.memops import WRITE_32, WRITE_64, MemOp
+from ficco.dma.driver import WORD, WRITE_32, WRITE_64, Event, MemOp
 
 #: Slots that one engine can watch by words: three for each graph, and three for eager calls if the
 #: driver watches eager calls by words.

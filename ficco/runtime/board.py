@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 from torch.distributed import ProcessGroup, Store
 
-from ficco.dma.host import HostMemory, dead, first_call
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import HostMemory, Hosts, dead, first_call
 from ficco.dma.patience import Patience
 from ficco.errors import (
     MEETING,

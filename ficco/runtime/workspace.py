@@ -27,10 +27,9 @@ from torch.distributed import ProcessGroup
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
 from ficco.compute.program import Call, Program, Slot, Symmetric
-from ficco.dma.choose import engine_name, make_engine
+from ficco.dma import engine_name, make_engine
 from ficco.dma.engine import Engine, Span
-from ficco.dma.host import backend_of
-from ficco.dma.hosts import hosts_of
+from ficco.dma.host import backend_of, hosts_of
 from ficco.dma.patience import limit_of
 from ficco.errors import (
     REVIVE,

@@ -12,7 +12,7 @@ import pytest
 from ficco.compute.program import Program, Slot
 from ficco.dma import patience
 from ficco.dma.engine import Missing
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
 from ficco.runtime.watchdog import ENDED_S, PERIOD_S, Watchdog
