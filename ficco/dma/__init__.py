@@ -19,7 +19,7 @@ driver                   the interface of a vendor's runtime; waits and writes o
 cuda_driver, hip_driver  the vendors: NVIDIA, AMD
 hip_api                  HIP's calls, in both series of the binding
 memories                 GPU memory that ranks share, the signal words in it, waits for the device
-watch                    progress of calls for the watchdog: by words or events
+watch                    progress of calls for the watchdog, by words or events; frees stuck ones
 lane_ops                 operations of a call on a lane, how neighbours are merged, their recordings
 messages                 messages of a network step: regions, or the rows of them that a call has
 tiles                    a product whose tiles wait, as one launch
