@@ -83,14 +83,14 @@ class Missing:
 
     Attributes:
         peer: the poster of the signal, or the rank absent from a collective; None if unknown.
-        wanted, found: the expected and the actual value of the signal word.
+        wanted, actual: the expected and the actual value of the signal word.
         signal: the signal, if it may be one of several that the step waits for piece by piece.
     """
 
     step: int
     peer: int | None = None
     wanted: int | None = None
-    found: int | None = None
+    actual: int | None = None
     signal: Signal | None = None
 
 
@@ -442,7 +442,7 @@ class Engine(ABC):
             schedule=plan.schedule,
             seconds=seconds,
             wanted=missing.wanted,
-            found=missing.found,
+            found=missing.actual,
             ended=ended,
             host=self.hosts.named(missing.peer),
         )

@@ -44,8 +44,8 @@ CLANG = (
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile for: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``, followed by
-    the features that the runtime reports (``"gfx942:sramecc+:xnack-"``)."""
+    """The target of a compilation: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``,
+    followed by the features that the runtime reports (``"gfx942:sramecc+:xnack-"``)."""
 
     vendor: str
     arch: str

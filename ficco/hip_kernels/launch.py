@@ -72,7 +72,7 @@ CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 #: Minimum of threads that cast a part with one factor, for loads of full width.
 LEAST_TEAM = 4
-#: 16-byte units of the longest parts whose threads hold fewer: a block of float32 has so many.
+#: 16-byte units of the longest parts whose threads hold fewer: the number of a block of float32.
 SHORT_UNITS = 32
 
 

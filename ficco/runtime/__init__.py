@@ -1,4 +1,4 @@
-"""What carries calls out: a Plan becomes a program of the engine, on a slot of a workspace.
+"""Execution of calls: a Plan becomes a program of the engine, on a slot of a workspace.
 
 =========  ===================================================================
 module     subject

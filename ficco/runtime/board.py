@@ -325,7 +325,7 @@ class Board:
 
     def begin(self, kind: str, timeout_s: float, operator: str) -> None:
         """Post this rank's kind of engine as call 0. Between hosts, wait until all ranks have
-        posted theirs.
+        posted their kinds.
 
         Raises:
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
