@@ -232,7 +232,7 @@ class Engine(ABC):
         return False
 
     def route(
-        self, chosen: torch.Tensor, experts: int, capacity: int
+        self, chosen: torch.Tensor, groups: int, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """:meth:`ficco.hip_kernels.launch.Kernels.route` on the current stream; None if PyTorch's
         operations are as good."""
@@ -309,7 +309,7 @@ class Engine(ABC):
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         """Enqueue matrix products of the vendor's library."""
 
-    def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
+    def attend(self, program: Program, step: int, parts: Sequence[Attending]) -> Op:
         """Enqueue attention of the vendor's library."""
         raise NotImplementedError(f"the {self.name} engine does not serve attention yet")
 

@@ -551,12 +551,12 @@ class GpuEngine(WatchedEngine):
         return True
 
     def route(
-        self, chosen: torch.Tensor, experts: int, capacity: int
+        self, chosen: torch.Tensor, groups: int, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is None:
             return None
-        return kernels.route(chosen, experts, capacity, self.driver.stream(self.driver.caller()))
+        return kernels.route(chosen, groups, capacity, self.driver.stream(self.driver.caller()))
 
     #: Whether ficco's kernel sums parts, if available.
     _sums_by_kernel = True

@@ -142,7 +142,7 @@ class Decision:
         if problem.world == 1 or family.empty(problem):
             return None
         machine = described(machine, problem.local_world)
-        if machine is None or lacking(machine, mode, problem.hosts):
+        if machine is None or lacking(machine, mode, problem):
             return None
         predict = self._predict or family.seconds
         return _Query(family, problem, machine, mode, self.offers, predict)
@@ -207,14 +207,13 @@ def decide(
         return decision(default, "rule", "there is nothing to multiply")
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
-    # Tuned entries describe a single host.
-    if family.measured and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
+    if family.tunable(problem) and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, local_world)
     if known is None:
         why = f"machine {machine.name} describes {machine.ranks} ranks, not {local_world}"
         return decision(default, "fallback", f"{why}; {REMEDY}")
-    if missing := lacking(known, mode, problem.hosts):
+    if missing := lacking(known, mode, problem):
         lacks = f"machine {machine.name} lacks {', '.join(missing)}"
         if by_rule := family.rule(problem, known):
             return decision(by_rule[0], "rule", f"{by_rule[1]} ({lacks}; {REMEDY})")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics.candidates import candidates, predictable, suited
+from ficco.heuristics.candidates import candidates, has_figures, predictable, suited
 from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
 from ficco.heuristics.rule import rule
 from ficco.machine import Machine
@@ -141,6 +141,10 @@ class Family:
         results = problem.specification.results
         return not any(rows * cols for buffer in results for rows, cols in buffer.shapes)
 
+    def tunable(self, problem: Any) -> bool:
+        """Whether machines may have tuned entries of a problem. They describe a single host."""
+        return self.measured and problem.hosts == 1
+
     def evened(self, problem: Any) -> tuple[Any, int]:
         """The problem with equal rows, and how many schedules to simulate with unequal rows."""
         return problem, 0
@@ -268,7 +272,7 @@ class ProductFamily(Family):
         named = [
             schedule if name == "shard-overlap" else suited(schedule, problem, machine)
             for name, schedule in NAMED.items()
-            if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
+            if not refusal(problem, schedule) and has_figures(schedule, machine)
         ]
         return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
 

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from ficco.heuristics.candidates import is_serial, on_mesh, suited
+from ficco.heuristics.candidates import is_serial, least_gain_of, on_mesh, suited
 from ficco.machine import Contention, Copies, Machine
 from ficco.plan import Plan
 from ficco.plan.amounts import seconds_text
 from ficco.problems.products import Problem
+from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, plan
 
 #: Possible modes of a call, by the mode of the decision.
@@ -37,13 +38,6 @@ MODES: dict[str, tuple[str, ...]] = {
 #: Predictions that differ by less count as equal, since no model is more exact. Of equal ones the
 #: first wins: see the order in :mod:`ficco.heuristics.candidates`.
 TIE = 0.01
-
-#: Gain beyond ``TIE`` over library products that a product whose tiles wait must have, since the
-#: simulator does not know which tiles are cut. Of 49 all-gathers of configs/shapes.csv on h200-4,
-#: 33 gain as much. By the work lists of the product (ficco/compute/tiled/worklist.py), 31 of the 33
-#: are faster than the library's, and two with 128 rows a rank are 5 and 7 % slower; TILED_ROWS
-#: excludes the two. Simulated, with the rates of one H100.
-TILED_MARGIN = 0.02
 
 #: Smaller differences print as 0.0 %.
 ROUNDING = 0.0005
@@ -77,10 +71,11 @@ class Choice:
     reason: str
 
 
-def lacking(machine: Machine, mode: str, hosts: int = 1) -> tuple[str, ...]:
-    """Blocks that a prediction needs and the machine lacks."""
+def lacking(machine: Machine, mode: str, problem: AnyProblem | None = None) -> tuple[str, ...]:
+    """Blocks that a prediction, of a problem within one host by default, needs and the machine
+    lacks."""
     needed = [*REQUIRED, *(["host"] if "idle" in MODES[mode] else [])]
-    needed += ["network"] if hosts > 1 else []
+    needed += ["network"] if problem is not None and problem.hosts > 1 else []
     return tuple(name for name in needed if getattr(machine, name) is None)
 
 
@@ -136,7 +131,7 @@ def choose(
 
     def loss(prediction: Prediction) -> tuple[float, float]:
         losses = [prediction.seconds[m] / best[m] - 1.0 for m in modes]
-        return max(losses) + TILED_MARGIN * (prediction.schedule.grouping == "tiled"), sum(losses)
+        return max(losses) + least_gain_of(prediction.schedule), sum(losses)
 
     def first_best(predictions: Sequence[Prediction]) -> Prediction:
         least = min(map(loss, predictions))[0]
@@ -174,9 +169,9 @@ def choose(
         library = first_best([p for p in overlapped if p.schedule.grouping != "tiled"])
         speedups = (library.seconds[mode] / winner.seconds[mode] for mode in modes)
         over_library = " and ".join(f"{speedup:.2f}" for speedup in speedups)
-        tiles = "announce what is done" if scatters else "wait for what arrives"
+        does = "announce what is done" if scatters else "wait for what arrives"
         reason = (
-            f"one product whose tiles {tiles}, {reason} and {over_library} times as fast as "
+            f"one product whose tiles {does}, {reason} and {over_library} times as fast as "
             f"products of the library ({library.schedule})"
         )
     return Choice(winner, serial, reason)
