@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import BackendError
-from ficco.machine.find import home
+from ficco.machine.files import home
 from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
