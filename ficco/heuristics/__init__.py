@@ -2,8 +2,8 @@
 
 from ficco.heuristics.candidates import candidates
 from ficco.heuristics.decide import Candidate, Decision, Where, decide, where
+from ficco.heuristics.families import Observation, fit_thresholds, rule
 from ficco.heuristics.model import Losses, losses
-from ficco.heuristics.rule import Observation, fit_thresholds, rule
 from ficco.problems.sizes import problem_of_sizes
 
 __all__ = [

@@ -6,7 +6,7 @@ The first source that applies:
 caller    named a schedule
 tuned     this problem was measured on this machine
 model     every candidate is predicted from the machine's figures (:mod:`.model`)
-rule      the paper's, with the machine's thresholds (:mod:`.rule`)
+rule      the paper's, with the machine's thresholds (:func:`.rule`)
 fallback  the default of the family: the machine has no figures
 ========  ====================================================================================
 
