@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from benchmarks.gpu_rounds import Staged, rounds
-from ficco.dma.memops import WRITE_32, MemOp
+from ficco.dma.driver import WRITE_32, MemOp
 from ficco.hip_kernels import kernels
 from ficco.hip_kernels.launch import E4M3, REDUCTIONS, Kernels
 

@@ -32,22 +32,20 @@ if typing.TYPE_CHECKING:
     )
     from ficco.heuristics import Decision
     from ficco.ops.arriving import Arriving, arriving
-    from ficco.ops.attention import all_gather_attention
+    from ficco.ops.attention import all_gather_attention, behind_sdpa
     from ficco.ops.experts import experts
     from ficco.ops.operators import (
         all_gather_matmul,
         all_gather_transposed_matmul,
         all_to_all_matmul,
         all_to_all_transposed_matmul,
+        behind_symm_mem,
         matmul_all_reduce,
         matmul_all_to_all,
         matmul_reduce_scatter,
     )
-    from ficco.ops.projections import ulysses_output, ulysses_project
     from ficco.ops.routing import Routing, route
-    from ficco.ops.sdpa import behind_sdpa
-    from ficco.ops.symm_mem import behind_symm_mem
-    from ficco.ops.ulysses import ulysses_attention
+    from ficco.ops.ulysses import ulysses_attention, ulysses_output, ulysses_project
     from ficco.problems.products import Problem
     from ficco.schedules import Schedule
 
@@ -98,15 +96,13 @@ _NAMES = {
     "ficco.errors": "BackendError ConfigError FiccoError PeerFailed RankMismatch SignalTimeout",
     "ficco.heuristics": "Decision",
     "ficco.ops.arriving": "Arriving arriving",
-    "ficco.ops.attention": "all_gather_attention",
+    "ficco.ops.attention": "all_gather_attention behind_sdpa",
     "ficco.ops.experts": "experts",
     "ficco.ops.operators": "all_gather_matmul all_gather_transposed_matmul all_to_all_matmul "
-    "all_to_all_transposed_matmul matmul_all_reduce matmul_all_to_all matmul_reduce_scatter",
-    "ficco.ops.projections": "ulysses_output ulysses_project",
+    "all_to_all_transposed_matmul behind_symm_mem matmul_all_reduce matmul_all_to_all "
+    "matmul_reduce_scatter",
+    "ficco.ops.ulysses": "ulysses_attention ulysses_output ulysses_project",
     "ficco.ops.routing": "Routing route",
-    "ficco.ops.sdpa": "behind_sdpa",
-    "ficco.ops.symm_mem": "behind_symm_mem",
-    "ficco.ops.ulysses": "ulysses_attention",
     "ficco.problems.products": "Problem",
     "ficco.schedules": "Schedule",
 }

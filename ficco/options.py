@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from ficco.dma.choose import ENGINES
+from ficco.dma import ENGINES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,7 +21,7 @@ import ficco
 from ficco.dma.engine import Span
 from ficco.plan import Plan
 from ficco.problems.products import Problem
-from ficco.runtime.invoke import tracing
+from ficco.runtime.workspace import tracing
 
 #: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
 #: and bfloat16 holds every integer up to 256.

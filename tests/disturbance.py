@@ -17,8 +17,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from ficco.compute.program import Call, Op, Program
-from ficco.dma.cpu import CpuEngine
-from ficco.dma.cpu_lanes import SLICE_S, CallState, Stopped
+from ficco.dma.cpu import SLICE_S, CallState, CpuEngine, Stopped
 from ficco.errors import SignalTimeout
 
 VERBS = (

@@ -42,7 +42,7 @@ from ranks import Rank  # noqa: E402
 from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named  # noqa: E402
 
 import ficco  # noqa: E402
-from ficco.dma.ways import WAYS  # noqa: E402
+from ficco.dma import WAYS  # noqa: E402
 from ficco.runtime.workspace import workspaces  # noqa: E402
 from ficco.tools import doctor  # noqa: E402
 from ficco.tools.bench.frames import commit  # noqa: E402

@@ -19,10 +19,10 @@ from interpreted import HostProducts
 
 from ficco.compute.program import Call, Op, Program
 from ficco.compute.tiled.products import TiledProducts
-from ficco.dma.choose import ENGINES
+from ficco.dma import ENGINES
 from ficco.dma.driver import PLAIN, URGENT, Stream
-from ficco.dma.gate import GATE
 from ficco.dma.gpu import GpuEngine
+from ficco.dma.memories import GATE
 from ficco.errors import BackendError
 from ficco.hip_kernels.build import Target
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 import ficco
-from ficco.problems.heads import keys_of
+from ficco.problems.attention import keys_of
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import NAMED

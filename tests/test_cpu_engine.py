@@ -19,8 +19,7 @@ from test_all_gather_matmul import named
 
 from ficco.compute.products import library
 from ficco.compute.program import Call, Program, Slot
-from ficco.dma.cpu import CpuEngine
-from ficco.dma.cpu_lanes import CpuMemory, Lane
+from ficco.dma.cpu import CpuEngine, CpuMemory, Lane
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.plan import Plan
 from ficco.problems.products import Problem
@@ -199,7 +198,7 @@ def test_memory_is_freed_under_living_tensors() -> None:
 #: threads that the lane adds to the process, its own included.
 PRODUCT_OF_A_LANE = """
 import os, threading, torch
-from ficco.dma.cpu_lanes import Lane
+from ficco.dma.cpu import Lane
 torch.set_num_threads(1)
 a, b, out = torch.ones(192, 768), torch.ones(768, 384), torch.empty(192, 384)
 torch.mm(a, b, out=out)

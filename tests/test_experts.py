@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
 from ficco.compute import products
-from ficco.ops import expert_rounds as ops
+from ficco.ops import experts as ops
 from ficco.ops.routing import Routing, rounded
 from ficco.problems import specification
 

@@ -241,7 +241,7 @@ def _called_from(at: Rank, names: Sequence[str], told: dict[str, Any]) -> Any:
     with ExitStack() as stack:
         stack.callback(os.environ.pop, "FICCO_HOST")
         stack.callback(ficco.close)
-        for module in ("ficco.dma.host", "ficco.dma.hosts"):
+        for module in ("ficco.dma.host", "ficco.dma.host"):
             stack.enter_context(mock.patch(f"{module}.whereabouts", return_value=facts))
         return caught(lambda: exact(at, "all_gather_matmul", 0))
 

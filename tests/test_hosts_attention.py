@@ -25,8 +25,7 @@ from ficco.dma.gloo import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
 from ficco.plan import render
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.mask import PLACEMENTS
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from test_kernels import missing
 
 from ficco.compute.program import Call
-from ficco.dma.driver import Lanes
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Around, Lanes, MemOp
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.lane_ops import Launch, Memops, Posts, Run, Scripted, enqueue, enqueue_beside, parted
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
 from ficco.hip_kernels.launch import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep

@@ -579,7 +579,7 @@ def pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     for operator in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()
         (active,) = [line for line in kernels if line.startswith("CUDA:")]
-        assert "ficco/ops/symm_mem.py" in active, active
+        assert "ficco/ops/operators.py" in active, active
 
 
 @since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ficco import passes
-from ficco.passes.layout import Unclear, canonical, original, permuted, regrouped, rows_of
+from ficco.passes.graph import Unclear, canonical, original, permuted, regrouped, rows_of
 
 WORLD = 2
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 import ficco
 import ficco.nn
 from ficco.machine import find
-from ficco.problems.heads import keys_of
+from ficco.problems.attention import keys_of
 from ficco.problems.products import Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, plans

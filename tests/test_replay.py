@@ -23,13 +23,12 @@ from links import link
 from ranks import Rank
 
 import ficco
-from ficco.dma.choose import ENGINES
+from ficco.dma import ENGINES
 from ficco.dma.engine import Capabilities
 from ficco.heuristics import problem_of_sizes
-from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import family_of
+from ficco.heuristics.families import family_of, last_arrival
 from ficco.machine import find, save
-from ficco.machine.flat import flat
+from ficco.machine.model import flat
 from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import Workspace, adopt

@@ -3,7 +3,7 @@
 ``tests/contract``.
 
 It is the GPU engine as CUDA has it: calls are watched by events, words lie in the slot, and
-launches carry out the signals around them. What a vendor adds is one file and a row in ``choose``.
+launches carry out the signals around them. What a vendor adds is one file and a row in ``ENGINES``.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import pytest
 from ficco.compute.tiled.worklist import H100, Work, best
 from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
-from ficco.heuristics.candidates import TILED_ROWS, predictable
-from ficco.heuristics.model import TIE, TILED_MARGIN, Prediction, choose
+from ficco.heuristics.candidates import TILED_MARGIN, TILED_ROWS, predictable
+from ficco.heuristics.model import TIE, Prediction, choose
 from ficco.machine import Gemm, Machine, Provenance, find
-from ficco.ops.fit import first_fit
+from ficco.ops.call import first_fit
 from ficco.plan import Plan, Step
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check

@@ -29,8 +29,7 @@ from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
 from ficco.ops.ulysses import _by_heads
 from ficco.plan import Step, render
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans, pieces_of

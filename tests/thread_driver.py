@@ -1,5 +1,5 @@
 """A vendor whose streams are threads and whose memory is the host's: all that the GPU engine needs
-of a third one, beside its row in ``ficco.dma.choose``."""
+of a third one, beside its row in ``ficco.dma``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import torch
 from host_gpu import HostEngine, HostTensors
 
 from ficco.compute.attention import merge
-from ficco.dma.choose import ENGINES
-from ficco.dma.driver import Driver, Means
+from ficco.dma import ENGINES
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Driver, Means, MemOp
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, MemOp
 from ficco.hip_kernels.launch import Kernels, Script, Signals
 
 HANDLE_BYTES = 64

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.decide import described
-from ficco.heuristics.losses import bounds
+from ficco.heuristics.model import bounds
 from ficco.machine import Machine, find
 from ficco.schedules import Schedule
 from ficco.simulate import predict

@@ -17,7 +17,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from docs.make.readme import put_between
-from ficco.machine import Machine, Provenance, configs, load, units
+from ficco.machine import Machine, Provenance, configs, files, load
 from ficco.machine.model import OneOf, Points, Quantity
 from ficco.tools.bench.frames import markdown
 
@@ -120,7 +120,7 @@ def default(field: Field[Any], hint: Any) -> str:
         return "none"
     note = next((arm for arm in get_args(hint) if isinstance(arm, Quantity)), Quantity())
     if note.unit and isfinite(field.default):
-        return units.show(field.default, note.unit)
+        return files.quantity_text(field.default, note.unit)
     return json.dumps(field.default)
 
 

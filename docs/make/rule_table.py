@@ -12,7 +12,7 @@ from pathlib import Path
 from docs.make.readme import put_between
 from ficco.heuristics import Observation, fit_thresholds, rule
 from ficco.heuristics.candidates import suited
-from ficco.heuristics.rule import COLUMNS, RATIO, ROWS
+from ficco.heuristics.families import RULE_COLUMNS, RULE_RATIO, RULE_ROWS
 from ficco.machine import Machine, Provenance, Thresholds, find
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule
@@ -39,7 +39,7 @@ def literal(machine: Machine) -> Thresholds:
         )
     peak = machine.gemm.peak
     note = "the number of peak operations per second, as FiCCO, section V-C, says"
-    return Thresholds(peak, RATIO * peak, Provenance("paper", note=note))
+    return Thresholds(peak, RULE_RATIO * peak, Provenance("paper", note=note))
 
 
 def observe(problem: Problem, machine: Machine) -> Observation:
@@ -48,7 +48,7 @@ def observe(problem: Problem, machine: Machine) -> Observation:
         problem,
         {
             name: predict(problem, suited(Schedule.parse(name), problem, machine), machine)
-            for name in (COLUMNS, *ROWS)
+            for name in (RULE_COLUMNS, *RULE_ROWS)
         },
     )
 

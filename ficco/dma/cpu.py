@@ -2,23 +2,33 @@
 
 The reference engine: it runs every Plan on any Linux machine. Every lane is a thread; ``compute0``
 is the caller's own. Buffers lie in host memory that the ranks share, and a signal is a semaphore in
-the waiter's memory. Calls are synchronous and raise their own errors.
+the waiter's memory. Calls are synchronous. A call raises the error of the lane that fails first;
+the other lanes stop at their next operation or wait slice.
 
 Ordering: writes of a lane before it posts a semaphore are visible to the lane whose wait takes it,
 see :class:`ficco.dma.host.Semaphores`. Lanes of one rank synchronize through threading events.
+
+A collective of the library itself waits for half an hour, or reports a lost connection. Here a lane
+waits for it in slices, and every rank counts the collectives that it has started in shared memory,
+so that an error names the absent rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
 from ficco.compute.attention import attend_op, merge, merge_op
 from ficco.compute.buffers import buffers_of, gathered_rows
@@ -26,19 +36,384 @@ from ficco.compute.heads import apply_op
 from ficco.compute.products import add_up, library, matmul_op, place_op
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.compute.ragged_blocks import filled, move_op
-from ficco.dma.cpu_collectives import COUNT_BYTES, collective, out_of_step
-from ficco.dma.cpu_lanes import JOIN_S, SLICE_S, CallState, CpuMemory, Lane
-from ficco.dma.cpu_network import GlooNetwork
-from ficco.dma.engine import Capabilities, Engine, Missing, Span, timed_out
-from ficco.dma.host import SEMAPHORE_STRIDE, dead, semaphores
-from ficco.dma.hosts import Hosts
+from ficco.dma import collectives
+from ficco.dma.collectives import LONGEST_S
+from ficco.dma.engine import Capabilities, Engine, Missing, Span
+from ficco.dma.gloo import GlooLinks, PeerExchange
+from ficco.dma.host import SEMAPHORE_STRIDE, Hosts, Meeting, dead, semaphores
+from ficco.dma.messages import bytes_of, joined, joint_room, messages, parts_of, take_apart
 from ficco.dma.patience import Patience
-from ficco.errors import SignalTimeout
+from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer
 from ficco.problems.specification import MERGE, PLACED
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
+
+
+#: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
+#: :attr:`Engine.interrupt`.
+SLICE_S = 0.02
+#: Seconds that closing the engine waits for a lane.
+JOIN_S = 1.0
+
+
+class CpuMemory(Symmetric):
+    """Host memory of all ranks of a host. ``parts`` are the ranks' uint8 tensors and ``pids`` their
+    process ids, by rank of the group."""
+
+    def __init__(self, engine: Engine, nbytes: int, serial: int) -> None:
+        self.serial, self.nbytes = serial, nbytes
+        self.host = Meeting(engine, f"allocation {serial}", max(nbytes, 1))
+        parts = [
+            torch.frombuffer(part, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+            for part in self.host.maps
+        ]
+        addresses = [self.host.address(place) for place in range(len(parts))]
+        # Ranks of other hosts have empty parts.
+        self.parts = engine.hosts.spread(parts, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        self.addresses = engine.hosts.spread(addresses, 0)
+        self.pids = engine.hosts.spread(self.host.pids, 0)
+        self.tensor = self.parts[engine.rank]
+
+    def part(self, rank: int) -> torch.Tensor:
+        part: torch.Tensor = self.parts[rank]
+        return part
+
+    def free(self) -> None:
+        """Drop the memory. Tensors of it and calls in flight keep it mapped."""
+        self.parts, self.addresses = [], []
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.host.close()
+
+
+class Stopped(Exception):
+    """Stops a lane: another lane of the call has failed."""
+
+
+class CallState:
+    """State shared by the lanes of a call in flight."""
+
+    def __init__(
+        self,
+        lanes: int,
+        recorded: Sequence[int],
+        timeout_s: float,
+        slot: Slot | None,
+        moves: Sequence[int] = (),
+    ) -> None:
+        # Keep the parts of the slot mapped, since a stuck lane may outlive the slot. After the
+        # words come marks, one byte per lane, see CpuEngine._late.
+        self.parts: list[torch.Tensor] = []
+        if slot is not None:
+            assert isinstance(slot.memory, CpuMemory)
+            self.parts, self.pids = slot.memory.parts, slot.memory.pids
+            marks = slot.words * SEMAPHORE_STRIDE
+            self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
+        self.timeout_s = timeout_s
+        self.patience: Patience | None = None  # set by the first wait longer than a slice
+        self.recorded = {step: threading.Event() for step in recorded}
+        #: By network step: set once it has sent, set once it is complete, and its receives.
+        self.sent = {step: threading.Event() for step in moves}
+        self.moved = {step: threading.Event() for step in moves}
+        self.coming: dict[int, Any] = {}
+        self.stamps: list[tuple[int, bool, float]] = []
+        #: The gates of the caller's step, if the call has one: as words, and as events for waits.
+        self.words: torch.Tensor | None = None
+        self.arrived: list[threading.Event] = []
+        #: By lane: step, signal, its address and the start of a wait longer than a slice.
+        self.blocked: dict[str, tuple[int, Signal, int, float]] = {}
+        self.began = time.perf_counter()
+        self.failed = threading.Event()
+        self.error: BaseException | None = None
+        self._lanes = lanes
+        self._lock = threading.Lock()
+        self.done = threading.Event()
+
+    def run_lane(self, ops: Sequence[Op], call: Call) -> None:
+        """Run one lane, or the rest of it."""
+        try:
+            self.run(ops, call)
+        finally:
+            with self._lock:
+                self._lanes -= 1
+                if not self._lanes:
+                    self.done.set()
+
+    def run(self, ops: Sequence[Op], call: Call) -> None:
+        """Run some operations of a lane."""
+        try:
+            # Grad and inference mode are per thread, so that each lane sets its own; only in
+            # inference mode may it write to inference tensors and to those that require grad.
+            with torch.inference_mode():
+                for op in ops:
+                    if self.failed.is_set():
+                        break
+                    op(call)
+        except Stopped:
+            pass
+        except BaseException as error:  # also KeyboardInterrupt: the other lanes have to stop
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error and stop all lanes."""
+        with self._lock:
+            self.error = self.error or error
+        self.failed.set()
+
+    def check(self) -> None:
+        if self.failed.is_set():
+            raise Stopped
+
+    def arrives(self, gate: int) -> None:
+        """Open a gate of the caller's step: its rows have arrived."""
+        assert self.words is not None
+        self.words[gate] = 1
+        self.arrived[gate].set()
+
+
+class Lane:
+    """A thread that runs the operations of one lane, call after call."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], None], int] | None] = SimpleQueue()
+        # A daemon, so that a stuck lane does not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name=f"ficco {name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job in this lane, with PyTorch's thread limit of the calling thread."""
+        self._jobs.put((job, torch.get_num_threads()))
+
+    def _work(self) -> None:
+        while (submitted := self._jobs.get()) is not None:
+            job, threads = submitted
+            # OpenMP and MKL have a limit per thread. PyTorch sets the limit of a new thread when
+            # the limit is read, but not before a product: MKL would then start its default number
+            # of threads, which spin between products.
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            job()
+            del job, submitted  # both reference the operands of the call
+
+    def close(self, join: bool) -> None:
+        self._jobs.put(None)
+        if join and threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_S)
+
+
+#: Seconds after a lost connection within which the death of a peer's process is detected.
+DEATH_S = 1.0
+#: Bytes of symmetric memory that each rank's count takes.
+COUNT_BYTES = 64
+
+
+def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -> Op:
+    """The exchange of a step. ``memory`` holds the number of collectives each rank has started."""
+    plan, group = program.plan, engine.group
+    counts = [part.view(torch.int64) for part in memory.parts]
+    mine, pids = counts[engine.rank], memory.pids
+    peers = [peer for peer in range(engine.world) if peer != engine.rank and pids[peer]]
+
+    def missing() -> tuple[int | None, bool]:
+        """A rank that is dead or has started fewer collectives than this rank, and whether it is
+        dead."""
+        for peer in peers:
+            if dead(pids[peer]):
+                return peer, True
+        return next((peer for peer in peers if counts[peer][0] < mine[0]), None), False
+
+    def op(call: Call) -> None:
+        mine[0] += 1
+        # The library's own timeout, which stays in force after the call has failed.
+        timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
+        try:
+            for start in collectives.starts(plan, step, group, call.tensors, timeout):
+                collect(engine, program, call, step, missing, start)
+        except BaseException:
+            _out_of_step.add(group)
+            raise
+
+    return op
+
+
+def collect(
+    engine: Engine,
+    program: Program,
+    call: Call,
+    step: int,
+    missing: Callable[[], tuple[int | None, bool]],
+    start: collectives.Start,
+) -> None:
+    """Run a collective, or raise an error that names the missing rank."""
+    state: CallState = call.state
+    patience = Patience()
+
+    def timeout(seconds: float) -> SignalTimeout:
+        peer, ended = missing()
+        return engine.timed_out(program.plan, Missing(step, peer), seconds, ended)
+
+    work: Work | None = None
+    try:
+        while True:
+            failed = True  # whether an error is a failure, not the end of a slice
+            try:
+                work = work or start()
+                if work is not None:
+                    failed = work.is_completed()
+                    work.wait(timedelta(seconds=SLICE_S))
+                return
+            except RuntimeError as error:
+                state.check()
+                engine.interrupt()  # a disagreement of ranks also ends up here
+                # A connection is lost shortly before the peer's process is gone.
+                lost = time.monotonic()
+                while failed and not missing()[1] and time.monotonic() - lost < DEATH_S:
+                    engine.interrupt()
+                    time.sleep(SLICE_S)
+                if failed and missing()[0] is None:
+                    library = str(dist.get_backend(engine.group))
+                    text = str(error)
+                    raise BackendError(f"collective of {library}", "error", text) from error
+                if failed:
+                    raise timeout(patience.seconds) from error
+                late = work is not None and not work.is_completed()
+                if late and (gives_up := patience.ends(state.timeout_s, timeout)):
+                    raise gives_up from error
+    except BaseException:
+        _unfinished[:] = [pair for pair in _unfinished if not pair[0].is_completed()]
+        if work is not None:
+            _unfinished.append((work, engine.group))
+        raise
+
+
+#: Collectives in flight when their call failed, with their groups, which must outlive them. Freeing
+#: a collective waits, in the garbage collector or at exit, until its library gives up.
+_unfinished: list[tuple[Work, ProcessGroup]] = []
+#: Groups that aborted a collective: their ranks may have started different numbers of them.
+_out_of_step: WeakSet[ProcessGroup] = WeakSet()
+
+
+def out_of_step(group: ProcessGroup) -> bool:
+    """Whether a group aborted a collective."""
+    return group in _out_of_step
+
+
+@atexit.register
+def _leave_unfinished() -> None:
+    """Never free unfinished collectives, so that the process exits at once."""
+    if _unfinished:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
+
+
+class GlooNetwork:
+    """Transfers between hosts by sends and receives of a gloo group. The constructor is collective.
+
+    gloo's wait blocks, and a time limit on it would break all connections of the group. Threads
+    therefore wait, and lanes poll the threads: a lane also checks for a failure of its call, ranks
+    that disagree, and the timeout.
+
+    gloo sends no data before the receiver has announced its receive, which takes one latency of the
+    network. A call therefore posts all of its receives at the start, and waits for them on a
+    separate lane while another lane sends step after step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._links = engine, GlooLinks(engine)
+        self._sends, self._receives = Lane("network sends"), Lane("network receives")
+
+    def send(self, program: Program, step: int) -> Op:
+        """Send the data of a step. If the step posts signals, wait for its receives, too."""
+        posts = bool(program.plan.steps[step].posts)
+        outgoing = [message for message in messages(program.plan, step) if message.outward]
+        moves = [(message.peer, parts_of(program, message)) for message in outgoing]
+
+        def op(call: Call) -> None:
+            state: CallState = call.state
+            sent = [(peer, rows) for peer, rows_of in moves if (rows := rows_of(call))]
+            parts = [(True, peer, bytes_of(joined(rows))) for peer, rows in sent]
+            exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
+            self._await(program, step, state, exchange, self._sends)
+            state.sent[step].set()
+            while posts and not state.moved[step].wait(SLICE_S):
+                state.check()
+
+        return op
+
+    def receives(self, program: Program) -> list[Op]:
+        """Operations that post all receives, then end step after step once it has also sent."""
+        plan = program.plan
+        moves = {
+            index: [
+                (message.peer, parts_of(program, message))
+                for message in messages(plan, index)
+                if not message.outward
+            ]
+            for index, step in enumerate(plan.steps)
+            if step.op == "network"
+        }
+
+        def expect(call: Call) -> None:
+            state: CallState = call.state
+            for step, incoming in moves.items():
+                parts, landings = [], []
+                for peer, rows_of in incoming:
+                    if rows := rows_of(call):
+                        data = joint_room(rows)
+                        landings.append((data, rows))
+                        parts.append((False, peer, bytes_of(data)))
+                exchange = self._links.exchange(parts, state.timeout_s + DEATH_S)
+                self._links.expected.add(exchange)
+                state.coming[step] = exchange, landings
+
+        def receive(step: int, call: Call) -> None:
+            state: CallState = call.state
+            exchange, landings = state.coming.pop(step)
+            self._await(program, step, state, exchange, self._receives)
+            self._links.expected.remove(exchange)
+            for data, rows in landings:
+                take_apart(data, rows)
+            while not state.sent[step].wait(SLICE_S):
+                state.check()
+            state.stamps.append((step, True, time.perf_counter()))
+            state.moved[step].set()
+
+        return [expect, *(partial(receive, step) for step in moves)]
+
+    def _await(
+        self, program: Program, step: int, state: CallState, exchange: PeerExchange, waiter: Lane
+    ) -> None:
+        patience, engine = Patience(), self._engine
+        if not exchange.over.is_set():
+            waiter.submit(exchange.run)
+
+        def late(seconds: float, ended: bool = False) -> SignalTimeout:
+            missing = Missing(step, exchange.peer)
+            return engine.timed_out(program.plan, missing, seconds, ended)
+
+        try:
+            while not exchange.over.wait(SLICE_S):
+                state.check()
+                engine.interrupt()
+                if error := patience.ends(state.timeout_s, late):
+                    raise error
+            if exchange.error is None:
+                return
+            lost = time.monotonic()
+            while time.monotonic() - lost < DEATH_S:  # the peer may report why it failed
+                state.check()
+                engine.interrupt()
+                time.sleep(SLICE_S)
+            raise late(patience.seconds, ended=True) from exchange.error
+        except BaseException:
+            self._links.broken = True
+            raise
+
+    def close(self) -> None:
+        """Leave the group."""
+        for waiter in (self._sends, self._receives):
+            waiter.close(join=False)
+        self._links.close()
 
 
 #: Lanes of a call with a caller's step: the operations before that step, and waits for its gates.
@@ -182,8 +557,7 @@ class CpuEngine(Engine):
         step, signal, word, begin = min(list(state.blocked.values()), key=order)
         missing = Missing(step, signal.poster, 1, semaphores().value(word))
         ended = dead(state.pids[signal.poster])
-        host = self.hosts.named(signal.poster)
-        return timed_out(program.plan, missing, time.monotonic() - begin, ended, host)
+        return self.timed_out(program.plan, missing, time.monotonic() - begin, ended)
 
     # Copies.
 
@@ -238,11 +612,20 @@ class CpuEngine(Engine):
     # Running.
 
     def execute(self, program: Program, call: Call) -> None:
-        with self.around(program, call):
-            pass
+        self._begin(program, call)
+        self._end(program, call)
 
     @contextmanager
     def around(self, program: Program, call: Call) -> Iterator[None]:
+        self._begin(program, call)
+        try:
+            yield
+        except BaseException as error:
+            call.state.fail(error)
+        self._end(program, call)
+
+    def _begin(self, program: Program, call: Call) -> None:
+        """Start the lanes of a call, and run the operations before the caller's step."""
         lanes = program.state.get("lanes")
         if lanes is None:
             lanes = program.state["lanes"] = self._by_lane(program)
@@ -266,24 +649,34 @@ class CpuEngine(Engine):
                     if lane not in self._lanes:
                         self._lanes[lane] = Lane(lane)
                     self._lanes[lane].submit(partial(state.run_lane, ops, call))
-            state.run(lanes.get(FIRST, ()), call)
-            try:
-                if not state.failed.is_set():
-                    yield
-            except BaseException as error:
-                state.fail(error)
-            state.run_lane(lanes["compute0"], call)
+            if FIRST in lanes:
+                state.run(lanes[FIRST], call)
+        except BaseException as error:  # Ctrl-C
+            raise self._stopped(state, error) from None
+        if state.failed.is_set():
+            self._end(program, call)
+
+    def _end(self, program: Program, call: Call) -> None:
+        """Run the rest of the caller's lane, and wait for the other lanes."""
+        state: CallState = call.state
+        try:
+            state.run_lane(program.state["lanes"]["compute0"], call)
             state.done.wait()
-        except BaseException as error:  # Ctrl-C: stop lanes from writing to the result
-            state.fail(error)
-            state.done.wait(JOIN_S)
-        finally:
-            self._in_flight -= 1
+        except BaseException as error:  # Ctrl-C
+            raise self._stopped(state, error) from None
+        self._in_flight -= 1
         if state.error is not None:
             raise state.error
         # A call can succeed with data that peers sent for a different call. Once the data of all
         # peers is there, so are their entries on the board: compare them now.
         self.interrupt()
+
+    def _stopped(self, state: CallState, error: BaseException) -> BaseException:
+        """Stop the lanes of an interrupted call from writing to the result; its first error."""
+        state.fail(error)
+        state.done.wait(JOIN_S)
+        self._in_flight -= 1
+        return state.error or error
 
     def _by_lane(self, program: Program) -> dict[str, list[Op]]:
         """The operations of each lane. A caller's step splits ``compute0``: earlier operations go

@@ -20,10 +20,9 @@ from torch.distributed import ProcessGroup
 
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
 from ficco.compute.scaled import cuda_release, lacking_on_cuda
-from ficco.dma.driver import URGENT, Copies, Driver, Means, StreamEngine
+from ficco.dma.driver import URGENT, WAIT_32, WRITE_64, Copies, Driver, Means, MemOp, StreamEngine
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.hosts import Hosts
-from ficco.dma.memops import WAIT_32, WRITE_64, MemOp
+from ficco.dma.host import Hosts
 from ficco.dma.memories import LARGE, align
 from ficco.errors import BackendError
 from ficco.hip_kernels import kernels

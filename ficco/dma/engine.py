@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from ficco.compute.program import (
     in_turn,
 )
 from ficco.dma import collectives
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.dma.patience import DEFAULT_S
 from ficco.errors import BackendError, SignalTimeout
 from ficco.machine import Fingerprint
@@ -83,14 +83,14 @@ class Missing:
 
     Attributes:
         peer: the poster of the signal, or the rank absent from a collective; None if unknown.
-        wanted, found: the expected and the actual value of the signal word.
+        wanted, actual: the expected and the actual value of the signal word.
         signal: the signal, if it may be one of several that the step waits for piece by piece.
     """
 
     step: int
     peer: int | None = None
     wanted: int | None = None
-    found: int | None = None
+    actual: int | None = None
     signal: Signal | None = None
 
 
@@ -150,6 +150,11 @@ class Engine(ABC):
     def kind(self) -> str:
         """Description of the properties that affect Plans, which all ranks must share."""
         return f"the {self.name} engine" + ", which packs columns" * self.packs_columns
+
+    @property
+    def group_facts(self) -> dict[str, Any]:
+        """Facts of the group that are fields of every problem, by name."""
+        return {"hosts": self.hosts.count}
 
     def connect(self) -> None:
         """Connect with the ranks of other hosts. Collective; all ranks must have an engine of the
@@ -227,7 +232,7 @@ class Engine(ABC):
         return False
 
     def route(
-        self, chosen: torch.Tensor, experts: int, capacity: int
+        self, chosen: torch.Tensor, groups: int, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """:meth:`ficco.hip_kernels.launch.Kernels.route` on the current stream; None if PyTorch's
         operations are as good."""
@@ -304,7 +309,7 @@ class Engine(ABC):
     def matmul(self, program: Program, step: int, products: Sequence[Product]) -> Op:
         """Enqueue matrix products of the vendor's library."""
 
-    def attend(self, program: Program, step: int, attends: Sequence[Attending]) -> Op:
+    def attend(self, program: Program, step: int, parts: Sequence[Attending]) -> Op:
         """Enqueue attention of the vendor's library."""
         raise NotImplementedError(f"the {self.name} engine does not serve attention yet")
 
@@ -411,11 +416,36 @@ class Engine(ABC):
 
     def wordless(self) -> str:
         """Why kernels of the caller cannot wait for rows; empty if they can."""
-        return ""
+        if self.hosts.count == 1:
+            return ""
+        return (
+            f"the ranks of this group are on {self.hosts.count} hosts, and a block has words for "
+            "rows of one host only; pass a group of ranks of one host"
+        )
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
         """Why a product whose tiles wait cannot serve a problem; empty if it can."""
         return ""
+
+    def timed_out(
+        self, plan: Plan, missing: Missing, seconds: float, ended: bool = False
+    ) -> SignalTimeout:
+        """The error of a step that has waited too long, or for a peer whose process has ended."""
+        step, signal = plan.steps[missing.step], missing.signal
+        if signal is not None and signal in step.gates:  # name the piece that has not arrived
+            step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
+        return SignalTimeout(
+            operator=plan.problem.operator,
+            rank=plan.rank,
+            peer=missing.peer,
+            step=f"{step.label} ({step.op} on {step.lane})",
+            schedule=plan.schedule,
+            seconds=seconds,
+            wanted=missing.wanted,
+            found=missing.actual,
+            ended=ended,
+            host=self.hosts.named(missing.peer),
+        )
 
     @abstractmethod
     def copy_engines(self) -> int | None:
@@ -424,24 +454,3 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the resources of the engine. Does not wait for peers."""
-
-
-def timed_out(
-    plan: Plan, missing: Missing, seconds: float, ended: bool = False, host: str = ""
-) -> SignalTimeout:
-    """The error of a step that has waited too long, or for a peer whose process has ended."""
-    step, signal = plan.steps[missing.step], missing.signal
-    if signal is not None and signal in step.gates:  # name the piece that has not arrived
-        step = step._replace(label=f"{step.label} {signal.first}:{signal.last}")
-    return SignalTimeout(
-        operator=plan.problem.operator,
-        rank=plan.rank,
-        peer=missing.peer,
-        step=f"{step.label} ({step.op} on {step.lane})",
-        schedule=plan.schedule,
-        seconds=seconds,
-        wanted=missing.wanted,
-        found=missing.found,
-        ended=ended,
-        host=host,
-    )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.engine import Engine
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.errors import SignalTimeout
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ Ordering: a write or copy on a stream is performed after the preceding copy is c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +31,27 @@ from ficco.compute.ragged_blocks import by_copies, moves
 from ficco.compute.tiled.products import TileTypes
 from ficco.compute.tiled.worklist import MAX_GATES, Work
 from ficco.dma.driver import (
+    WAIT_32,
     WORD,
+    WRITE_32,
     Batch,
     Driver,
     Event,
     Lanes,
     Means,
+    MemOp,
     Stream,
-    StreamEngine,
     drained,
 )
-from ficco.dma.engine import Capabilities, Missing, Span
-from ficco.dma.gate import GATE
-from ficco.dma.gpu_network import GpuNetwork, network_of
-from ficco.dma.hosts import Hosts
+from ficco.dma.engine import Capabilities, Span
+from ficco.dma.gpu_network import network_of
+from ficco.dma.host import Hosts
 from ficco.dma.lane_ops import (
     KernelBatch,
     Launch,
-    MakeBatch,
     Memops,
     Posts,
+    Replays,
     Run,
     by_launches,
     enqueue,
@@ -62,21 +61,19 @@ from ficco.dma.lane_ops import (
     joined,
     parted,
 )
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import (
+    GATE,
     MEMORIES,
     SCRATCH,
     Allocate,
-    Graveyard,
     OwnWords,
     SlotWords,
     Words,
     align,
     open_engines,
 )
-from ficco.dma.replays import Replays
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
-from ficco.dma.watch import MAX_WATCHED, Flight, Flights, Watch
+from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import (
     COMBINES,
@@ -98,50 +95,11 @@ if TYPE_CHECKING:
 #: Seconds that closing waits for peers to unmap this rank's memory, and for streams. A peer's
 #: watchdog may first allow 2 s for the calls before an aborted one to end.
 CLOSE_S = 3.0
-#: Seconds that a rank may take to read its own words.
-READ_S = 2.0
-#: Seconds between two attempts to free stuck streams.
-FREE_S = 0.01
 #: Products of a tiled step: this rank's own rows, the rows before them and the rows after them.
 TILED_PRODUCTS = 3
 
 
-def wanted(signal: Signal) -> int:
-    """The value that a signal posts and waits for. A new slot is zeroed, so 0 is the rest value of
-    every word. ``released`` words rest posted in a Plan: for them 0 means free."""
-    return 0 if signal.released else 1
-
-
-@dataclass(eq=False)
-class SlotState:
-    """The engine's state of a slot.
-
-    Attributes:
-        watch: progress of the slot's calls, for the watchdog.
-        over: event after the latest call on the caller's stream.
-        done: event after the slot has been handed on.
-        retired: the last event of the latest call; None before the first.
-        captured: the slot belongs to a graph, whose replays record no events.
-        packs: by lane, the buffer where columns are packed: its address and its bytes.
-    """
-
-    watch: Watch | Flights
-    words: Words | None
-    over: Event
-    done: Event
-    captured: bool
-    retired: Event | None = None
-    packs: dict[str, tuple[int, torch.Tensor]] = field(default_factory=dict)
-
-    def idle(self) -> bool:
-        """Whether all calls are complete."""
-        if not self.watch.idle():
-            return False
-        by_events = self.captured or isinstance(self.watch, Flights)
-        return by_events or self.retired is None or self.retired.over()
-
-
-class GpuEngine(StreamEngine):
+class GpuEngine(WatchedEngine):
     """See the module's docstring."""
 
     asynchronous = True
@@ -154,22 +112,16 @@ class GpuEngine(StreamEngine):
         timeout_s: float,
         hosts: Hosts | None = None,
     ) -> None:
-        super().__init__(group, driver.device, hosts)
-        self.name, self.driver, self.timeout_s = driver.name, driver, timeout_s
-        self.graveyard = Graveyard()
+        super().__init__(group, driver, hosts)
+        self.name, self.timeout_s = driver.name, timeout_s
         self.replayed = Replays(driver)
         self._signals = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        self._free_watches = list(range(MAX_WATCHED))  # pairs of words that no slot uses
-        self._states: set[SlotState] = set()
         # By whether calls are captured: eager calls of other threads cannot use captured streams.
         self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
-        self._read_buffer = 0, 0  # pinned memory for words: address and number of words
         self._allocate: Allocate | None = None
-        self._batch: MakeBatch = driver.batch
-        self._network: GpuNetwork | None = None
         self.means = Means()
         try:
             with driver.aside():
@@ -221,19 +173,6 @@ class GpuEngine(StreamEngine):
         with self.driver.aside():
             return self._allocate(nbytes, self._serial)
 
-    def quiet(self) -> bool:
-        with self.driver.aside():
-            return all(state.idle() for state in list(self._states))  # other threads may add states
-
-    def discard(self, slot: Slot) -> None:
-        state: SlotState = slot.state
-        self._states.discard(state)
-        if isinstance(state.watch, Watch):
-            state.watch.give_back()
-        if isinstance(state.words, OwnWords):
-            state.words.free()
-        super().discard(slot)
-
     def slot_bytes(self, words: int, nbytes: int) -> int:
         return self._data(words) + nbytes
 
@@ -263,25 +202,6 @@ class GpuEngine(StreamEngine):
                 )
         state = self._state(slot_words, captured)
         return Slot(memory, words, nbytes, self._data(words), captured, state=state)
-
-    def watch(self, captured: bool) -> Slot:
-        return Slot(None, captured=captured, state=self._state(None, captured))
-
-    def _state(self, words: Words | None, captured: bool) -> SlotState:
-        driver = self.driver
-        with driver.aside():
-            watch: Watch | Flights
-            if driver.watches_by_events and not captured:
-                watch = Flights(driver.event)
-            else:
-                watch = Watch(self.watched, self._free_watches)
-            state = SlotState(watch, words, driver.event(), driver.event(), captured)
-        self._states.add(state)
-        return state
-
-    def retire(self, slot: Slot) -> None:
-        if slot.state.retired is not None:
-            drained(slot.state.retired.over, math.inf, self.interrupt)
 
     # Signals.
 
@@ -631,12 +551,12 @@ class GpuEngine(StreamEngine):
         return True
 
     def route(
-        self, chosen: torch.Tensor, experts: int, capacity: int
+        self, chosen: torch.Tensor, groups: int, capacity: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
         kernels = self._kernels_or_none if self.keeps_made else None
         if kernels is None:
             return None
-        return kernels.route(chosen, experts, capacity, self.driver.stream(self.driver.caller()))
+        return kernels.route(chosen, groups, capacity, self.driver.stream(self.driver.caller()))
 
     #: Whether ficco's kernel sums parts, if available.
     _sums_by_kernel = True
@@ -738,28 +658,6 @@ class GpuEngine(StreamEngine):
         call.state = lanes
         run = program.state.get("run") or self._run(program)
         return run, key[0]
-
-    def _begin(self, program: Program, call: Call, raw: int) -> Flight | None:
-        """Order a call after the last one on its slot; return its flight if watched by events."""
-        slot = program.slot
-        if slot is not None and slot.words and (retired := slot.state.retired) is not None:
-            # The words are at rest only after that event, which may be on another stream.
-            retired.hold(call.state["compute0"])
-        if slot is None or not isinstance(watch := slot.state.watch, Flights):
-            return None
-        return watch.begin(slot.number(program), raw, call.state["compute0"])
-
-    def _abort(self, run: Run, call: Call, slot: Slot | None, flight: Flight | None) -> None:
-        """Remove an aborted call from the watchdog."""
-        if slot is None:
-            return
-        watch: Watch | Flights = slot.state.watch
-        if flight is not None:
-            assert isinstance(watch, Flights)
-            watch.drop(flight)
-        elif isinstance(watch, Watch):
-            with contextlib.suppress(BackendError):  # raise the first error
-                self._batch([watch.end()]).enqueue(call.state[run.tail_lane])
 
     def _replay_or_enqueue(self, raw: int, run: Run, call: Call) -> None:
         """Enqueue the body of a call, from its recording if there is one, else step by step."""
@@ -884,109 +782,6 @@ class GpuEngine(StreamEngine):
         with GATE.waiting():
             self.driver.synchronize()
 
-    def idle(self, slots: Sequence[Slot]) -> bool:
-        with self.driver.aside():
-            return all(slot.state.idle() for slot in slots)
-
-    # The watchdog.
-
-    def pulse(self, slot: Slot) -> tuple[int, bool]:
-        watch: Watch | Flights = slot.state.watch
-        if isinstance(watch, Watch):
-            return watch.look()
-        with self.driver.aside():
-            return watch.look()
-
-    def missing(self, slot: Slot, program: Program) -> Missing | None:
-        steps = program.plan.steps
-        if slot.memory is None:
-            return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
-        if self._network is not None and (crossing := self._network.missing(program.plan)):
-            return crossing
-        words: list[int] = []
-        with contextlib.suppress(BackendError):
-            words = self._read(slot)
-        if not words:
-            return None
-        late = [
-            Missing(index, signal.poster, wanted(signal), words[signal.word], signal)
-            for index, step in enumerate(steps)
-            for signal in (*step.waits, *step.gates)
-            if words[signal.word] != wanted(signal)
-        ]
-        # Prefer missing data of a peer: the `released` words of a slot in use are 1 in any case.
-        return min(late, key=lambda wait: bool(wait.signal and wait.signal.released), default=None)
-
-    def _read(self, slot: Slot) -> list[int]:
-        """Read this rank's words of a slot, from any thread; empty if that takes too long."""
-        words: Words = slot.state.words
-        with self.driver.aside():
-            target, capacity = self._read_buffer
-            if capacity < words.count:
-                # Never freed before closing: freeing waits for streams, and some are stuck.
-                target = self.driver.host(words.count * WORD)
-                self._read_buffer = target, words.count
-            at = target
-            for address, count in words.runs(self.rank):
-                self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
-                at += count * WORD
-            if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
-                self._read_buffer = 0, 0  # still in use
-                return []
-        return list((ctypes.c_uint32 * words.count).from_address(target))
-
-    @property
-    def lost(self) -> set[int]:
-        return self._network.lost if self._network is not None else set()
-
-    def release(self, slots: Sequence[Slot], seconds: float) -> bool:
-        """Write the wanted value of every wait, repeatedly, until no call is running."""
-        end = time.monotonic() + seconds
-        aborting = False
-        with self.driver.aside():
-            while True:
-                if self._network is not None:
-                    self._network.give_up()
-                try:
-                    self._satisfy()
-                    if all(slot.state.idle() for slot in slots):
-                        return True
-                except BackendError:
-                    if self._dead():
-                        return True
-                if time.monotonic() > end:
-                    return False
-                stuck = [slot for slot in slots if slot.memory is None]
-                if not aborting and any(slot.state.watch.look()[0] for slot in stuck):
-                    aborting = True
-                    threading.Thread(target=self._abort_collective, daemon=True).start()
-                time.sleep(FREE_S)
-
-    def _satisfy(self) -> None:
-        """Write the wanted value to every word of this rank."""
-        rescue = self._rescue.handle
-        if not self.driver.idle(rescue):
-            return  # with more writes each time, the stream would never drain
-        retired = [memory for memory in self.graveyard.dead if isinstance(memory, OwnWords)]
-        for words in [*(state.words for state in list(self._states)), *retired]:
-            if words is not None:
-                addresses = [words.address(self.rank, i) for i in range(words.count)]
-                ops = [MemOp(WRITE_32, at, i >= self.world) for i, at in enumerate(addresses)]
-                self._batch(ops).enqueue(rescue)
-
-    def _dead(self) -> bool:
-        """Whether the device has failed, so that no call runs or waits on it any more."""
-        try:
-            self.driver.idle(self._rescue.handle)
-        except BackendError:
-            return True
-        return False
-
-    def _abort_collective(self) -> None:
-        """Make the group's library abort; may take as long as its peers do."""
-        with contextlib.suppress(RuntimeError):
-            self.group._get_backend(self.device).abort()
-
     # Capabilities and closing.
 
     def capabilities(self) -> Capabilities:
@@ -1020,7 +815,7 @@ class GpuEngine(StreamEngine):
 
     def wordless(self) -> str:
         if self.means.words == "slot":
-            return ""
+            return super().wordless()
         return f"the {self.name} engine keeps its signal words where no kernel can wait"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:

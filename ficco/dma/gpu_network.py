@@ -26,11 +26,10 @@ import torch.distributed as dist
 from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Call, Op, Program
 from ficco.dma.collectives import LONGEST_S
-from ficco.dma.driver import WORD, StreamEngine, drained
-from ficco.dma.engine import Missing, timed_out
+from ficco.dma.driver import WAIT_32, WORD, WRITE_32, MemOp, StreamEngine, drained
+from ficco.dma.engine import Missing
 from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.lane_ops import MakeBatch
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import align
 from ficco.dma.messages import (
     bytes_of,
@@ -375,8 +374,7 @@ class NcclNetwork(GpuNetwork):
         if REMOTE not in str(error):
             return BackendError("send and receive of NCCL", "error", str(error))
         missing = Missing(step, self._peer(plan, step))
-        host = self._engine.hosts.named(missing.peer)
-        return timed_out(plan, missing, 0.0, ended=True, host=host)
+        return self._engine.timed_out(plan, missing, 0.0, ended=True)
 
     def _peer(self, plan: Plan, step: int) -> int | None:
         """The peer that a step waits for: the one it receives from, since a receive waits longer

@@ -1,6 +1,6 @@
 """AMD GPUs: the driver of the GPU engine for HIP, through hip-python.
 
-Copies are the runtime's. ``ficco.dma.ways`` lists the alternatives for the memory of signal words,
+Copies are the runtime's. ``ficco.dma.WAYS`` lists the alternatives for the memory of signal words,
 waits, copies and so on. The ranks determine together which of them the machine supports.
 
 ``hipStreamBatchMemOp``, which both series of the binding have, would enqueue several words by one
@@ -28,13 +28,11 @@ from torch.distributed import ProcessGroup
 from ficco.compute.scaled import cuda_release, lacking_on_cuda, lacking_on_hip
 from ficco.compute.tiled.portable import TritonKernel, lacking
 from ficco.compute.tiled.products import TiledProducts
+from ficco.dma import WAYS, selected, variable
 from ficco.dma import hip_api as hip
-from ficco.dma.driver import WORD, Driver, Means, StreamEngine
+from ficco.dma.driver import WAIT_32, WORD, Driver, Means, MemOp, StreamEngine
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.host import Meeting
-from ficco.dma.hosts import Hosts
-from ficco.dma.memops import WAIT_32, MemOp
-from ficco.dma.ways import WAYS, asked, variable
+from ficco.dma.host import Hosts, Meeting
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Packed
@@ -116,7 +114,7 @@ class HipDriver(Driver):
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
-        self._selected = asked(self.name)
+        self._selected = selected(self.name)
         self._copy = self._selected.get("copy", "dtod")
         self._indices: list[int] = []  # device index in this process of each rank's device
         self._locals: list[int] = []

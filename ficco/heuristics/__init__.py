@@ -1,11 +1,9 @@
 """Choice of the schedule of a problem."""
 
 from ficco.heuristics.candidates import candidates
-from ficco.heuristics.decide import Decision, decide
-from ficco.heuristics.losses import Losses, losses
-from ficco.heuristics.rule import Observation, fit_thresholds, rule
-from ficco.heuristics.table import Candidate
-from ficco.heuristics.where import Where, where
+from ficco.heuristics.decide import Candidate, Decision, Where, decide, where
+from ficco.heuristics.families import Observation, fit_thresholds, rule
+from ficco.heuristics.model import Losses, losses
 from ficco.problems.sizes import problem_of_sizes
 
 __all__ = [

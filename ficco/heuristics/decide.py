@@ -6,26 +6,31 @@ The first source that applies:
 caller    named a schedule
 tuned     this problem was measured on this machine
 model     every candidate is predicted from the machine's figures (:mod:`.model`)
-rule      the paper's, with the machine's thresholds (:mod:`.rule`)
+rule      the paper's, with the machine's thresholds (:func:`.rule`)
 fallback  the default of the family: the machine has no figures
 ========  ====================================================================================
 
 Differences between operators are rows of :mod:`.families`. A decision depends only on the problem
 and on facts that all ranks share, so it is the same on every rank. Every schedule computes the same
-result: a wrong decision only costs time.
+result: a wrong decision only costs time. Without a call, :func:`where` finds the machine, the
+number of ranks and the mode of a decision.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ficco.errors import InvalidArgument
 from ficco.heuristics.candidates import ALL_OFFERS
 from ficco.heuristics.families import FAMILIES, Family, family_of
 from ficco.heuristics.model import (
     MODES,
+    Losses,
     Predict,
     Prediction,
     by_loss,
@@ -34,9 +39,9 @@ from ficco.heuristics.model import (
     predictions,
     shortlist,
 )
-from ficco.heuristics.table import Candidate, Measured, table
-from ficco.machine import COLLECTIVES, Machine, tuned_key
-from ficco.plan.amounts import seconds_text
+from ficco.machine import COLLECTIVES, Fingerprint, Machine, find, nearest, tuned_key
+from ficco.plan.amounts import bytes_text, seconds_text
+from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
 from ficco.warn import warn_once
@@ -137,7 +142,7 @@ class Decision:
         if problem.world == 1 or family.empty(problem):
             return None
         machine = described(machine, problem.local_world)
-        if machine is None or lacking(machine, mode, problem.hosts):
+        if machine is None or lacking(machine, mode, problem):
             return None
         predict = self._predict or family.seconds
         return _Query(family, problem, machine, mode, self.offers, predict)
@@ -202,14 +207,13 @@ def decide(
         return decision(default, "rule", "there is nothing to multiply")
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
-    # Tuned entries describe a single host.
-    if family.measured and problem.hosts == 1 and (tuned := _tuned(problem, machine, mode, offers)):
+    if family.tunable(problem) and (tuned := _tuned(problem, machine, mode, offers)):
         return decision(tuned[0], "tuned", tuned[1])
     known = described(machine, local_world)
     if known is None:
         why = f"machine {machine.name} describes {machine.ranks} ranks, not {local_world}"
         return decision(default, "fallback", f"{why}; {REMEDY}")
-    if missing := lacking(known, mode, problem.hosts):
+    if missing := lacking(known, mode, problem):
         lacks = f"machine {machine.name} lacks {', '.join(missing)}"
         if by_rule := family.rule(problem, known):
             return decision(by_rule[0], "rule", f"{by_rule[1]} ({lacks}; {REMEDY})")
@@ -295,3 +299,177 @@ def described(machine: Machine, world: int) -> Machine | None:
             curve = tuple((size * share, seconds) for size, seconds in collective.curve)
             changes[block] = replace(collective, curve=curve)
     return replace(machine, **changes)
+
+
+#: Columns that are dropped from a table that is too wide, in this order.
+OPTIONAL = ("DIL gemm", "DIL copies", "CIL", "of ideal", "memory")
+
+#: Seconds by schedule and mode.
+Measured = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Predictions for one schedule.
+
+    Attributes:
+        schedule: its name.
+        queued, idle: seconds if the host runs ahead, and if the GPU waits for it; None if the
+            machine lacks the figures.
+        share: ideal time over queued time.
+        losses: decomposition and contention loss; None if they are not known.
+        extra_bytes: memory besides operands and result, on rank 0.
+    """
+
+    schedule: str
+    queued: float
+    idle: float | None
+    share: float
+    losses: Losses | None
+    extra_bytes: int
+
+
+def table(
+    candidates: Sequence[Candidate], chosen: str, measured: Measured, width: int | None = None
+) -> str:
+    """A line per candidate, the chosen one marked with a star, in at most ``width`` characters if
+    the required columns fit. The last line names the optional columns that were left out."""
+    columns = {head: [head, *cells] for head, cells in _columns(candidates, chosen, measured)}
+    optional, dropped = [head for head in OPTIONAL if head in columns], list[str]()
+    while True:
+        widths = [max(map(len, cells)) for cells in columns.values()]
+        fits = width is None or sum(widths) + 2 * (len(widths) - 1) <= width
+        if fits or len(dropped) == len(optional):
+            break
+        dropped.append(optional[len(dropped)])
+        del columns[dropped[-1]]
+    lines = [
+        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+        for first, *rest in zip(*columns.values(), strict=True)
+    ]
+    if dropped:
+        lines.append(f"left out in {width} columns: {', '.join(reversed(dropped))}")
+    return "\n".join(lines)
+
+
+def _columns(
+    candidates: Sequence[Candidate], chosen: str, measured: Measured
+) -> Iterable[tuple[str, list[str]]]:
+    def times(values: Iterable[float | None]) -> list[str]:
+        return ["" if seconds is None else seconds_text(seconds) for seconds in values]
+
+    names = [candidate.schedule for candidate in candidates]
+    yield "  schedule", [f"{'*' if name == chosen else ' '} {name}" for name in names]
+    yield "queued", times(candidate.queued for candidate in candidates)
+    yield "idle", times(candidate.idle for candidate in candidates)
+    for mode in MODES["eager"]:
+        seconds = [measured.get(name, {}).get(mode) for name in names]
+        if any(seconds):
+            yield f"measured {mode}", times(seconds)
+    yield "of ideal", [f"{candidate.share:.2f}" for candidate in candidates]
+    if losses := [candidate.losses for candidate in candidates if candidate.losses]:
+        yield "DIL gemm", [f"{loss.gemm:.2f}" for loss in losses]
+        yield "DIL copies", [f"{loss.copies:.2f}" for loss in losses]
+        yield "CIL", [f"{loss.contention:.2f}" for loss in losses]
+    yield "memory", [bytes_text(candidate.extra_bytes) for candidate in candidates]
+
+
+_KNOWN = "with --machine or FICCO_MACHINE"
+
+
+@dataclass(frozen=True)
+class Where:
+    """The target of a decision or a simulation.
+
+    Attributes:
+        machine: the machine as in its file; None if no file describes it.
+        world: number of ranks.
+        mode: a mode of :func:`ficco.heuristics.decide`.
+    """
+
+    machine: Machine | None
+    world: int
+    mode: str
+
+    @property
+    def simulated(self) -> Machine:
+        """The machine described for the number of ranks.
+
+        Raises:
+            ValueError: no machine is known, or its figures do not hold for the number of ranks.
+        """
+        if self.machine is None:
+            raise InvalidArgument("machine", f"required one to simulate, {_KNOWN}, got none")
+        machine = described(self.machine, self.world)
+        if machine is None:
+            raise InvalidArgument(
+                "world",
+                f"required {self.machine.ranks} ranks, got {self.world}: the figures of machine "
+                f"{self.machine.name} hold for its own number of ranks only; `ficco tune --ranks "
+                f"{self.world}` measures another",
+            )
+        return machine
+
+
+def where(
+    machine: Machine | str | os.PathLike[str] | None,
+    world: int | None,
+    here: Fingerprint | str,
+    *,
+    captured: bool = False,
+) -> Where:
+    """Find the machine, the number of ranks and the mode of calls.
+
+    Args:
+        machine: a machine, or its name or path.
+        world: number of ranks; None: the ranks of the machine.
+        here: fingerprint of this host, or the name of a machine to use instead.
+        captured: calls are captured in graphs.
+
+    Raises:
+        ValueError: an argument is wrong, or neither ranks nor a machine are known.
+        ConfigError: the machine does not exist, or its file is damaged.
+    """
+    if not (machine is None or isinstance(machine, (Machine, str, os.PathLike))):
+        raise InvalidArgument(
+            "machine", f"required a Machine, a name, a path or None, got {machine!r}"
+        )
+    if world is not None and world < 1:
+        raise InvalidArgument("world", f"required world >= 1, got {world}")
+    if not isinstance(machine, Machine):
+        name = None if machine is None else os.fspath(machine)
+        if isinstance(here, str):
+            machine = find(name, None) or find(here, None)
+        else:
+            fingerprint = here if world is None else Fingerprint(here.accelerator, world)
+            machine = find(name, fingerprint) or nearest(fingerprint)
+    accelerator = here if isinstance(here, str) else here.accelerator
+    if world is None:
+        if machine is None:
+            raise InvalidArgument(
+                "world",
+                f"required the number of ranks, or a machine {_KNOWN}, since nobody described "
+                f"{accelerator}; got none",
+            )
+        world = machine.ranks
+    on_cpu = (accelerator if machine is None else machine.accelerator) == "cpu"
+    # A captured call does not wait for its host. On CPUs the caller executes the call.
+    mode = "queued" if captured else "idle" if on_cpu else "eager"
+    return Where(machine, world, mode)
+
+
+def held_bytes(problem: Problem, rank: int, extra_bytes: int) -> int:
+    """Bytes of a rank's operands and product, plus the extra bytes of its schedule in one slot."""
+    buffers = *problem.specification.operands, problem.specification.results[0]
+    return sum(buffer.nbytes(rank) for buffer in buffers) + extra_bytes
+
+
+def too_large(problem: Problem, rank: int, extra_bytes: int, machine: Machine | None) -> str:
+    """Why a call does not fit; empty if it does, or if the machine's memory is unknown."""
+    held = held_bytes(problem, rank, extra_bytes)
+    if machine is None or machine.memory is None or held <= machine.memory.capacity:
+        return ""
+    return (
+        f"does not fit: rank {rank} would hold {bytes_text(held)} with operands and product, "
+        f"{machine.name} has {bytes_text(machine.memory.capacity)}"
+    )

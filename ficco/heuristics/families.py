@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import sqrt
 from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics.arrivals import Received, crossed, last_arrival, received
-from ficco.heuristics.candidates import candidates, predictable, suited
-from ficco.heuristics.losses import Losses, bounds, losses
-from ficco.heuristics.model import TIE, Predict
-from ficco.heuristics.rule import rule
-from ficco.machine import Machine
+from ficco.heuristics.candidates import candidates, has_figures, predictable, suited
+from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
+from ficco.machine import Machine, Provenance, Thresholds
 from ficco.plan import Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
@@ -23,6 +22,62 @@ from ficco.schedules.attention import refusal as attention_refusal
 from ficco.schedules.experts import expert_plans
 from ficco.schedules.heads import heads_plans
 from ficco.simulate import predict, simulate
+
+#: Bytes from each peer. Transfers from all peers may run at the same time.
+Received = Sequence[int]
+
+
+def crossing(machine: Machine, nbytes: int) -> float:
+    """Seconds that a copy between ranks occupies its lane."""
+    assert machine.copies is not None and machine.topology is not None
+    rate = min(machine.copies.rate(nbytes), machine.topology.bandwidth)
+    return machine.copies.gap + nbytes / rate
+
+
+def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
+    """Seconds until a rank has received all stages, one after the other, if it need not wait for
+    computation. A stage is one copy per peer, over one port or over a link from each peer."""
+    assert machine.copies is not None and machine.topology is not None
+    together = sum if machine.topology.kind == "switch" else max
+    return sum(
+        machine.copies.latency
+        + together([crossing(machine, size) - machine.copies.gap for size in sizes])
+        for sizes in stages
+    )
+
+
+def crossed(plan: Plan, machine: Machine) -> float:
+    """Seconds until a rank has received its Plan's messages from other hosts, one by one."""
+    moves = [move for step in plan.steps for move in step.moves if move.dst.rank == plan.rank]
+    if not moves:
+        return 0.0
+    network = machine.network
+    assert network is not None
+    nbytes = sum(map(plan.moved_bytes, moves))
+    return network.latency + nbytes * network.sharing / network.bandwidth
+
+
+def received(problem: AnyProblem, rank: int) -> list[Received]:
+    """Bytes that a rank receives according to the specification, in up to two stages: matrices of
+    the callers, then matrices computed from them."""
+    specification, stages = problem.specification, list[Received]()
+    peers = [peer for peer in range(problem.world) if peer != rank]
+    operands = {buffer.holds for buffer in specification.operands}
+    # The first buffer of a matrix counts: copies that are kept for a gradient are listed later.
+    buffers = (*specification.operands, *specification.results)
+    buffer_of = {buffer.holds: buffer for buffer in reversed(buffers)}
+    for of_operands in (True, False):
+        sizes = [0] * len(peers)
+        for matrix, exchange in specification.exchanges.items():
+            if (matrix in operands) is of_operands:
+                buffer = buffer_of[matrix]
+                row_bytes = buffer.shapes[rank][1] * buffer.itemsize
+                for i, peer in enumerate(peers):
+                    sizes[i] += exchange.block(peer, rank) * exchange.parts * row_bytes
+        if any(sizes):
+            stages.append(sizes)
+    return stages
+
 
 SERIAL = "serial"
 
@@ -86,6 +141,10 @@ class Family:
         """Whether a problem has nothing to compute."""
         results = problem.specification.results
         return not any(rows * cols for buffer in results for rows, cols in buffer.shapes)
+
+    def tunable(self, problem: Any) -> bool:
+        """Whether machines may have tuned entries of a problem. They describe a single host."""
+        return self.measured and problem.hosts == 1
 
     def evened(self, problem: Any) -> tuple[Any, int]:
         """The problem with equal rows, and how many schedules to simulate with unequal rows."""
@@ -214,7 +273,7 @@ class ProductFamily(Family):
         named = [
             schedule if name == "shard-overlap" else suited(schedule, problem, machine)
             for name, schedule in NAMED.items()
-            if not refusal(problem, schedule) and (name != "tiled" or machine.tiled is not None)
+            if not refusal(problem, schedule) and has_figures(schedule, machine)
         ]
         return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
 
@@ -369,3 +428,114 @@ def family_of(problem: AnyProblem) -> Family:
     if problem.operator not in FAMILIES:
         raise NotImplementedError(f"required one of {', '.join(FAMILIES)}, got {problem.operator}")
     return FAMILIES[problem.operator]
+
+
+# The rule of FiCCO, section V-C: a schedule from the sizes of a product and two thresholds.
+#
+# The paper multiplies operations per byte (OTB) by memory traffic (MT), which is the number of
+# operations, and compares it with a threshold of the machine: "its peak compute FLOPs". It does not
+# say whose operations are counted, or how a number compares with a rate. Here the operations are
+# those of *one rank's* product, ``2 * m * n * k`` with the rank's n (:attr:`Problem.flops`), and
+# the thresholds are numbers of operations, fitted to measurements (:func:`fit_thresholds`).
+
+#: The schedules of the rule: for m <= k; and otherwise, from few operations to many.
+RULE_COLUMNS = "uniform-fused-2d"
+RULE_ROWS = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")
+
+#: The upper threshold over the lower one, in the paper.
+RULE_RATIO = 5.0
+
+#: Loss, as a share of the best time, of a schedule that was not measured.
+UNMEASURED_LOSS = 1.0
+
+
+def rule(problem: Problem, thresholds: Thresholds) -> tuple[str, str]:
+    """The name of the schedule that the rule takes, and the reason in words.
+
+    The paper's rule is for gathers: A [m, k] travels. If the product [m, n] travels, the rule is
+    applied to the transposed problem: n and k are exchanged, and it gathers as many bytes for as
+    many operations; each problem is the gradient of the other. If A is transposed, k replaces m,
+    and columns of A replace rows.
+    """
+    m, n, k = ("m", problem.m), ("n", problem.n), ("k", problem.k)
+    if problem.kind.inner:
+        name, reason = _rule_of_sizes(k, m, problem.flops, thresholds)
+        dims = {"1d": "2d", "2d": "1d"}[name[-2:]]
+        return f"{name[:-2]}{dims}", f"for A transposed, {reason}"
+    name, reason = _rule_of_sizes(m, n if problem.kind.scatters else k, problem.flops, thresholds)
+    if problem.kind.scatters:
+        reason += ", by the paper's rule for the transposed problem, a gather"
+    return name, reason
+
+
+def _rule_of_sizes(
+    height: tuple[str, int], width: tuple[str, int], flops: int, thresholds: Thresholds
+) -> tuple[str, str]:
+    (tall, rows), (wide, columns) = height, width
+    if rows <= columns:
+        return RULE_COLUMNS, (
+            f"{tall}={rows} is not above {wide}={columns}, so that cutting columns loses less than "
+            "cutting rows"
+        )
+    low, high = thresholds.low, thresholds.high
+    count = f"{tall}={rows} is above {wide}={columns}, and {flops:.2g} operations of a rank are"
+    if flops < low:
+        return RULE_ROWS[0], f"{count} below the threshold {low:.2g}"
+    if flops > high:
+        return RULE_ROWS[2], f"{count} above the upper threshold {high:.2g}"
+    return RULE_ROWS[1], f"{count} between the thresholds {low:.2g} and {high:.2g}"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Measured seconds of a problem by name of schedule; at least those of the best of the rule's
+    four schedules."""
+
+    problem: Problem
+    seconds: Mapping[str, float]
+
+    def loss(self, name: str) -> float:
+        """Excess of a schedule's time over the best time, as a share of the best time."""
+        if name not in self.seconds:
+            return UNMEASURED_LOSS
+        return self.seconds[name] / min(self.seconds.values()) - 1.0
+
+
+def fit_thresholds(observations: Iterable[Observation]) -> Thresholds:
+    """The thresholds with the smallest loss of the rule on measured problems.
+
+    Problems with m <= k do not depend on the thresholds and are left out; so are problems with A
+    transposed. Of thresholds with equal loss, the pair with the ratio nearest to the paper's wins.
+
+    Raises:
+        ValueError: no measured problem depends on the thresholds.
+    """
+    observations = [o for o in observations if not o.problem.kind.inner]
+    seen = [o for o in observations if o.problem.m > o.problem.k]
+    if not seen:
+        raise ValueError("fit_thresholds: required a measured problem with m > k, got none")
+    flops = sorted({o.problem.flops for o in seen})
+    ends = [flops[0] / 2, *flops, flops[-1] * 2]
+    marks = [sqrt(a * b) for a, b in pairwise(ends)]  # before, between and after the sizes
+    by_row = (
+        [sum(o.loss(name) for o in seen if o.problem.flops == size) for size in flops]
+        for name in RULE_ROWS
+    )
+    below, between, above = (list(accumulate(losses, initial=0.0)) for losses in by_row)
+    # The first `i` sizes are below the lower mark, the first `j` not above the upper one.
+    loss = {
+        (marks[i], marks[j]): below[i] + between[j] - between[i] + above[-1] - above[j]
+        for i in range(len(marks))
+        for j in range(i, len(marks))
+    }
+
+    def key(pair: tuple[float, float]) -> tuple[float, float, float]:
+        low, high = pair
+        return round(loss[pair], 9), abs(high / low - RULE_RATIO), low
+
+    low, high = min(loss, key=key)
+    note = (
+        f"to {len(seen)} problems, on which the rule loses {loss[low, high] / len(seen):.1%} "
+        "of the best schedule's time"
+    )
+    return Thresholds(low, high, Provenance("fitted", note=note))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import BackendError
-from ficco.machine.find import home
+from ficco.machine.files import home
 from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
@@ -44,8 +44,8 @@ CLANG = (
 
 @dataclass(frozen=True)
 class Target:
-    """What to compile for: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``, followed by
-    the features that the runtime reports (``"gfx942:sramecc+:xnack-"``)."""
+    """The target of a compilation: ``"cuda"`` and ``"sm_90"``, or ``"hip"`` and ``"gfx942"``,
+    followed by the features that the runtime reports (``"gfx942:sramecc+:xnack-"``)."""
 
     vendor: str
     arch: str
@@ -172,12 +172,12 @@ def _save(path: Path, image: bytes) -> None:
 # Programs.
 
 
-def _program(candidates: Iterable[str | Path], what: str) -> str:
+def _program(candidates: Iterable[str | Path], program: str) -> str:
     """The first candidate that is installed."""
     for candidate in candidates:
         if path := shutil.which(str(candidate)):
             return path
-    raise CompilerNotFound(f"{what} was not found")
+    raise CompilerNotFound(f"{program} was not found")
 
 
 def _call(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -278,15 +278,15 @@ def _run_time_compiler(
     if int(status):
         raise CompilerNotFound(f"{name}: {status}")
 
-    def call(what: str, *arguments: Any) -> Any:
-        return getattr(api, name + what)(*arguments)
+    def call(function: str, *arguments: Any) -> Any:
+        return getattr(api, name + function)(*arguments)
 
-    def must(what: str, *arguments: Any) -> Any:
+    def must(function: str, *arguments: Any) -> Any:
         """The value of a call, or :class:`BackendError`."""
-        status, *value = call(what, *arguments)
+        status, *value = call(function, *arguments)
         if int(status):
             code_name = getattr(status, "name", str(status))
-            raise BackendError(name + what, code_name, "no explanation")
+            raise BackendError(name + function, code_name, "no explanation")
         return value[0] if value else None
 
     def run(text: str, arch: str) -> bytes:

@@ -24,10 +24,10 @@ def check(call: str, result: Sequence[Any]) -> Any:
 
 def attribute(name: str, device: int) -> int:
     """A device attribute, 0 where the driver does not know it."""
-    found = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
-    if found is None:
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if attribute is None:
         return 0
-    error, value = driver.cuDeviceGetAttribute(found, device)
+    error, value = driver.cuDeviceGetAttribute(attribute, device)
     return 0 if error else int(value)
 
 

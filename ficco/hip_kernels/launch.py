@@ -72,7 +72,7 @@ CASTS = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 #: Minimum of threads that cast a part with one factor, for loads of full width.
 LEAST_TEAM = 4
-#: 16-byte units of the longest parts whose threads hold fewer: a block of float32 has so many.
+#: 16-byte units of the longest parts whose threads hold fewer: the number of a block of float32.
 SHORT_UNITS = 32
 
 
@@ -138,11 +138,11 @@ class Runs(ctypes.Structure):
 
     @classmethod
     def of(cls, dst: Numbers, src: Numbers, end: Numbers) -> Runs:
-        made = cls()
-        (fields,) = np.frombuffer(made, _RUNS)
+        runs = cls()
+        (fields,) = np.frombuffer(runs, _RUNS)
         for name, values in (("dst", dst), ("src", src), ("end", end)):
             fields[name][: len(values)] = values
-        return made
+        return runs
 
 
 _RUNS = np.dtype(Runs)
@@ -307,11 +307,11 @@ def strips(dst: int, src: int, shape: Shape) -> list[Strip]:
         rest = strips(dst + first, src + first, (dst_pitch, src_pitch, width - first, height))
         return strips(dst, src, (dst_pitch, src_pitch, first, height)) + rest
     rows = MAX_UNITS // units
-    made = []
+    pieces = []
     for row in range(0, height, rows):
         to, at = dst + row * dst_pitch, src + row * src_pitch
-        made.append(Strip(aligned, to, at, width, min(rows, height - row), head, units))
-    return made
+        pieces.append(Strip(aligned, to, at, width, min(rows, height - row), head, units))
+    return pieces
 
 
 def divisor(units: int) -> tuple[int, int]:
@@ -380,8 +380,8 @@ def check_merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Att
         if not 0 <= first <= stop <= rows:
             raise ValueError(f"parts: required rows of the {rows} of out, got {first} to {stop}")
     means = [("parts", stop - first, mean) for first, stop, mean, _ in parts]
-    for name, some, one in [("out", rows, out), *means]:
-        shape, each = (batch, heads, some, size), 16 // one.element_size()
+    for name, row_count, one in [("out", rows, out), *means]:
+        shape, each = (batch, heads, row_count, size), 16 // one.element_size()
         apart = one.data_ptr() % 16 or any(
             step % each for step in (*one.stride()[:3], one.shape[3])
         )
@@ -396,11 +396,11 @@ def check_merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Att
                 "call contiguous() on it"
             )
     of_parts = [(stop - first, weight) for first, stop, _, weight in parts]
-    for some, weight in [*of_parts, *([] if lse is None else [(rows, lse)])]:
-        if weight.shape != (batch, heads, some) or weight.dtype != torch.float32:
+    for row_count, weight in [*of_parts, *([] if lse is None else [(rows, lse)])]:
+        if weight.shape != (batch, heads, row_count) or weight.dtype != torch.float32:
             raise ValueError(
-                f"lse: required float32 of shape {(batch, heads, some)}, got {weight.dtype} of "
-                f"shape {tuple(weight.shape)}"
+                f"lse: required float32 of shape {(batch, heads, row_count)}, got {weight.dtype} "
+                f"of shape {tuple(weight.shape)}"
             )
 
 
@@ -524,12 +524,12 @@ class Kernels:
                 f"{sizes.tolist()} bytes from {src.tolist()} to {dst.tolist()}"
             )
         for first in range(0, len(sizes), MAX_RUNS):
-            some = slice(first, first + MAX_RUNS)
-            ends = (sizes[some] // 16).cumsum()
+            batch = slice(first, first + MAX_RUNS)
+            ends = (sizes[batch] // 16).cumsum()
             blocks = -(-int(ends[-1]) // COPY_THREADS)
             blocks = min(BLOCKS_PER_PROCESSOR * self.binding.processors, blocks)
-            given = Runs.of(dst[some], src[some], ends), _U32(len(ends)), _U32(blocks)
-            self._launch("ficco_copy_runs", blocks, COPY_THREADS, given, stream)
+            arguments = Runs.of(dst[batch], src[batch], ends), _U32(len(ends)), _U32(blocks)
+            self._launch("ficco_copy_runs", blocks, COPY_THREADS, arguments, stream)
 
     def _prepare(
         self,
@@ -595,8 +595,8 @@ class Kernels:
         check_reduce(out, parts)
         arguments, work = self._sum(out, parts)
         blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
-        name, given = f"ficco_one_shot_{_text(out.dtype)}", (*arguments(blocks), *_packed(signals))
-        self._launch(name, blocks, ONE_SHOT_THREADS, given, stream)
+        name, packed = f"ficco_one_shot_{_text(out.dtype)}", (*arguments(blocks), *_packed(signals))
+        self._launch(name, blocks, ONE_SHOT_THREADS, packed, stream)
 
     def _sum(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
@@ -640,11 +640,11 @@ class Kernels:
             means.lse_strides[index] = Strides(*weight.stride())
         blocks = min(8 * self.binding.processors, -(-total // MERGE_THREADS))
         where = (0, Strides()) if lse is None else (lse.data_ptr(), Strides(*lse.stride()))
-        given = (
+        arguments = (
             *(_U64(out.data_ptr()), Strides(*out.stride()[:3]), _U64(where[0]), where[1], means),
             *map(_U32, (len(parts), units, heads, rows, total, blocks)),
         )
-        self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, given, stream)
+        self._launch(f"ficco_merge_{_text(out.dtype)}", blocks, MERGE_THREADS, arguments, stream)
 
     def route(
         self, chosen: torch.Tensor, experts: int, capacity: int, stream: Any
@@ -663,12 +663,12 @@ class Kernels:
         counts = chosen.new_zeros(experts)
         places, rows, held = chosen.new_zeros(3, choices, tokens)
         if chosen.numel():
-            given = (
+            arguments = (
                 *(_U64(one.data_ptr()) for one in (places, rows, held, counts, chosen)),
                 *map(_U64, (*chosen.stride(), tokens, chosen.numel(), capacity)),
                 _U32(experts),
             )
-            self._launch("ficco_route", experts, ROUTE_THREADS, given, stream)
+            self._launch("ficco_route", experts, ROUTE_THREADS, arguments, stream)
         return counts, places.t(), rows.t(), held.flatten()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
@@ -686,13 +686,13 @@ class Kernels:
         units = out.shape[-1] * out.element_size() // 16
         total = out.numel() // out.shape[-1] * units
         blocks = min(8 * self.binding.processors, -(-total // GATE_THREADS))
-        given = (
+        arguments = (
             *map(_U64, (*ends[0], *ends[1])),
             *map(_U32, (out.shape[-2], units)),
             *(_U64(total), _U32(blocks)),
         )
         name = f"ficco_{function.replace(' ', '_')}_{_text(out.dtype)}"
-        self._launch(name, blocks, GATE_THREADS, given, stream)
+        self._launch(name, blocks, GATE_THREADS, arguments, stream)
 
     def combine(
         self,
@@ -710,14 +710,14 @@ class Kernels:
         if not total:
             return
         blocks = min(8 * self.binding.processors, -(-total // COMBINE_THREADS))
-        given = (
+        arguments = (
             *map(_U64, (out.data_ptr(), rows.data_ptr(), picked.data_ptr(), *picked.stride())),
             _U64(0 if weights is None else weights.data_ptr()),
             *map(_U32, (picked.shape[1], units)),
             *(_U64(total), _U32(blocks)),
         )
         name = f"ficco_combine_{_text(rows.dtype)}"
-        self._launch(name, blocks, COMBINE_THREADS, given, stream)
+        self._launch(name, blocks, COMBINE_THREADS, arguments, stream)
 
     def cast(
         self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any
@@ -785,8 +785,8 @@ class Kernels:
             batch, packed = words[first : first + SIGNAL_THREADS], SignalWords()
             for index, (address, value) in enumerate(batch):
                 packed.at[index], packed.value[index] = address, value
-            given = packed, _U32(len(batch)), *rest(first)
-            self._launch(name, 1, SIGNAL_THREADS, given, stream)
+            arguments = packed, _U32(len(batch)), *rest(first)
+            self._launch(name, 1, SIGNAL_THREADS, arguments, stream)
 
     def _launch(
         self, name: str, blocks: int, threads: int, arguments: Sequence[Any], stream: Any

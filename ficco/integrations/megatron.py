@@ -96,9 +96,9 @@ def _replaced(part: Any) -> tuple[Any, int]:
         return type(part)(each for each, _ in pairs), sum(count for _, count in pairs)
     if not dataclasses.is_dataclass(part):
         return part, 0
-    found, total = copy.copy(part), 0
+    replaced, total = copy.copy(part), 0
     for field in dataclasses.fields(part):
         each, count = _replaced(getattr(part, field.name))
-        setattr(found, field.name, each)
+        setattr(replaced, field.name, each)
         total += count
-    return found, total
+    return replaced, total

@@ -105,9 +105,9 @@ def _run(
     spmd_types is told the types, where it checks them (``--debug.spmd_typechecking``).
     """
     if spmd.is_type_checking():
-        given, returned = (_ROWS, _COLUMNS) if gathers else (_COLUMNS, _ROWS)
+        received, returned = (_ROWS, _COLUMNS) if gathers else (_COLUMNS, _ROWS)
         weight = dense_param_placement(tp=spmd.S(0 if gathers else 1))
-        pairs = [(each.axis_types, each.partition_spec) for each in (given, weight, returned)]
+        pairs = [(each.axis_types, each.partition_spec) for each in (received, weight, returned)]
         typed = spmd.no_typecheck(
             in_types=(pairs[0], *[pairs[1]] * len(layers)), out_types=(pairs[2],) * outputs
         )

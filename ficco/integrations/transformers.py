@@ -271,7 +271,7 @@ def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -
         raise refuse(f"the stacks {', '.join(sorted(stacks)) or 'none'}")
     (stack,) = stacks
     modules = [name for name, style in rules.items() if style == "ficco_module"]
-    found = {f"{stack}.*": "ficco_layer", **dict.fromkeys(modules, "ficco_sequence_module")}
+    styles = {f"{stack}.*": "ficco_layer", **dict.fromkeys(modules, "ficco_sequence_module")}
     for layer in model.get_submodule(stack).children():
         for name, child in layer.named_children():
             name = f"{stack}.*.{name}"
@@ -279,7 +279,7 @@ def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -
                 continue
             if list(child.children()):
                 raise refuse(f"{name}, a {type(child).__name__}")
-            found[name] = "ficco_norm"
+            styles[name] = "ficco_norm"
     if deep := [name for name in modules if name.count(".") != stack.count(".") + 2]:
         raise refuse(", ".join(deep))
     parent = stack.rpartition(".")[0]
@@ -290,4 +290,4 @@ def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -
     ]
     if len(last) != 1:
         raise refuse(f"{', '.join(last) or 'nothing'} behind its layers")
-    return {**found, f"{parent}.{last[0]}" if parent else last[0]: "ficco_last_norm"}
+    return {**styles, f"{parent}.{last[0]}" if parent else last[0]: "ficco_last_norm"}

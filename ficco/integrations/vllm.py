@@ -86,8 +86,8 @@ def inductor_pass(graph: torch.fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not own:
             continue
-        given = arguments(node)
-        tensor, name = given["tensor"], given["group_name"]
+        by_name = arguments(node)
+        tensor, name = by_name["tensor"], by_name["group_name"]
         coordinator = parallel_state._groups[name]()
         if coordinator is None:
             continue
@@ -107,6 +107,6 @@ def inductor_pass(graph: torch.fx.Graph) -> None:
 def _before(node: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:
     """A new node in front of another, which it is to replace."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
-    made.meta = dict(node.meta)
-    return made
+        created = node.graph.call_function(target, args)
+    created.meta = dict(node.meta)
+    return created

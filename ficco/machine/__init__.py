@@ -3,8 +3,19 @@
 ``fit`` needs numpy, so it is imported separately: ``from ficco.tools.tune.fits import fit``.
 """
 
-from ficco.machine.files import digest, dumps, load, loads, save
-from ficco.machine.find import Fingerprint, configs, find, known, nearest, user_dir
+from ficco.machine.files import (
+    Fingerprint,
+    configs,
+    digest,
+    dumps,
+    find,
+    known,
+    load,
+    loads,
+    nearest,
+    save,
+    user_dir,
+)
 from ficco.machine.model import (
     COLLECTIVES,
     SCALED_PRODUCTS,

@@ -1,10 +1,17 @@
 """Machines as YAML files.
 
 The dataclasses of :mod:`ficco.machine.model` are the schema: every field is a key, and its
-annotation defines the allowed values. Quantities are written with their unit.
+annotation defines the allowed values. Quantities are written with their unit and
+converted by :class:`decimal.Decimal`, so a float that is written and read again is the same float.
 
 A file ends with the line ``...``, YAML's end of a document. So a truncated file is detected
 wherever the cut is.
+
+The first of these sources that has a machine describes this host:
+
+1. the argument, and 2. the environment variable ``FICCO_MACHINE``: a path, or the name of a user
+   or shipped file without its ``.yaml``;
+3. the user's files, by fingerprint, and 4. the files that ship with ficco, by fingerprint.
 
 This module does not check names of schedules in ``tuned``; the code that takes an entry does. An
 entry of a schedule that no longer exists loads without an error, and ``save`` keeps it.
@@ -12,21 +19,55 @@ entry of a schedule that no longer exists loads without an error, and ``save`` k
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from decimal import Decimal, InvalidOperation
 from functools import cache, lru_cache
+from math import log
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from ficco.errors import ConfigError
-from ficco.machine import units
-from ficco.machine.atomic import write
 from ficco.machine.model import Machine, OneOf, Points, Quantity
 from ficco.problems.products import digest as digest_of_text
+from ficco.warn import warn_once
 
+#: The last line of a file.
 _END = "..."
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file atomically, and create its folders. A reader sees the old text or the new one.
+
+    Once the function has returned, the new text survives a loss of power. A process that dies
+    during the write leaves a hidden file in the folder.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full. The old file is unchanged.
+    """
+    part = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    with suppress(OSError):  # sync the new name, too, where the system can sync folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def load(path: str | os.PathLike[str]) -> Machine:
@@ -218,7 +259,7 @@ def _read_tuple(data: Any, kind: Any, key: str) -> Any:
 def _number(data: Any, note: Quantity, key: str) -> float:
     if note.unit:
         try:
-            value = units.parse(data, note.unit)
+            value = quantity(data, note.unit)
         except ValueError as error:
             raise _WrongValue(key, str(error)) from None
     else:
@@ -268,11 +309,208 @@ def _write(value: Any, hint: Any) -> Any:
         kinds = [arms[0]] * len(value) if arms[-1] is Ellipsis else arms
         return [_write(entry, arm) for entry, arm in zip(value, kinds, strict=True)]
     if isinstance(note, Quantity) and note.unit:
-        return units.show(value, note.unit)
+        return quantity_text(value, note.unit)
     return kind(value) if kind in (int, float) else value
 
 
 def _show(value: float, unit: str) -> Any:
     if unit:
-        return units.show(value, unit)
+        return quantity_text(value, unit)
     return int(value) if float(value).is_integer() else float(value)
+
+
+_LARGE = {"": 0, "k": 3, "K": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_SMALL = {"": 0, "m": -3, "u": -6, "n": -9, "p": -12}
+_BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
+
+#: Exponents of ten of the prefixes of each unit. Large units have no small prefixes, and vice
+#: versa: ``mB`` is a typing error.
+PREFIXES: dict[str, dict[str, int]] = {
+    "B": _LARGE,
+    "B/s": _LARGE,
+    "FLOP": _LARGE,
+    "FLOP/s": _LARGE,
+    "s": _SMALL,
+}
+
+#: Examples of quantities by unit, for messages.
+EXAMPLES = {
+    "B": "'2 MiB'",
+    "B/s": "'64 GB/s'",
+    "FLOP": "'1.5e11 FLOP'",
+    "FLOP/s": "'989 TFLOP/s'",
+    "s": "'15 us'",
+}
+
+
+def quantity(text: object, unit: str) -> float:
+    """The value, in the SI unit ``unit``, of a quantity such as ``"64 GB/s"``.
+
+    Raises:
+        ValueError: the number or the unit is missing or wrong.
+    """
+    number, _, suffix = str(text).strip().partition(" ")
+    suffix = suffix.strip()
+    factor = next((f for name, f in _names(unit) if name == suffix), None)
+    try:
+        if not isinstance(text, str) or factor is None:
+            raise InvalidOperation
+        value = float(Decimal(number) * factor)
+    except (InvalidOperation, OverflowError):
+        raise ValueError(
+            f"required a quantity in {unit} such as {EXAMPLES[unit]}, got {text!r}"
+        ) from None
+    return value
+
+
+def quantity_text(value: float, unit: str) -> str:
+    """A quantity as text, with the prefix that leaves 1 to 3 digits before the point.
+
+    Bytes are written in KiB, MiB, ... where that is shorter.
+    """
+    number = Decimal(repr(float(value)))
+    table = PREFIXES[unit]
+    fitting = [p for p, exponent in table.items() if p != "K" and number.adjusted() >= exponent]
+    prefix = max(fitting, key=table.__getitem__) if fitting else min(table, key=table.__getitem__)
+    if not number:
+        prefix = ""
+    text = f"{_digits(number.scaleb(-table[prefix]))} {prefix}{unit}"
+    if unit == "B":
+        binary = [
+            f"{int(value) >> bits} {prefix}B"
+            for prefix, bits in _BINARY.items()
+            if value and value % 2**bits == 0
+        ]
+        text = min([text, *binary], key=len)
+    return text
+
+
+def _digits(number: Decimal) -> str:
+    if abs(number.adjusted()) > 20:
+        return str(number)
+    digits = f"{number:f}"
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def _names(unit: str) -> list[tuple[str, Decimal]]:
+    names = [(prefix + unit, Decimal(10) ** e) for prefix, e in PREFIXES[unit].items()]
+    if unit in ("B", "B/s"):
+        names += [(prefix + unit, Decimal(2**bits)) for prefix, bits in _BINARY.items()]
+    return names
+
+
+#: Environment variable that names a machine: a path, or the name of a file.
+VARIABLE = "FICCO_MACHINE"
+
+#: Environment variable that replaces the default folder of the user's files.
+FOLDER_VARIABLE = "FICCO_CONFIG_DIR"
+
+_SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Identifies a kind of host: the driver's name of its devices, and the number of ranks."""
+
+    accelerator: str
+    ranks: int
+
+    def matches(self, machine: Machine) -> bool:
+        """Whether a machine has the same accelerator, ignoring case, and the same rank count."""
+        return self.ranks == machine.ranks and self.resembles(machine)
+
+    def resembles(self, machine: Machine) -> bool:
+        """Whether a machine has the same accelerator, with any rank count."""
+        names = {name.casefold() for name in (machine.accelerator, *machine.also)}
+        return self.accelerator.casefold() in names
+
+
+def find(name_or_path: str | None, fingerprint: Fingerprint | None) -> Machine | None:
+    """The machine of this host; None if no file describes it.
+
+    A damaged file that was not named is skipped with a warning, once.
+
+    Raises:
+        ConfigError: the argument or ``FICCO_MACHINE`` names no file, or a damaged one.
+    """
+    for name, origin in ((name_or_path, "machine"), (os.environ.get(VARIABLE), VARIABLE)):
+        if name:
+            return load(_named_path(name, origin))
+    return None if fingerprint is None else known(fingerprint)
+
+
+def known(fingerprint: Fingerprint) -> Machine | None:
+    """The machine whose file matches a fingerprint; ``FICCO_MACHINE`` is ignored."""
+    return next(filter(fingerprint.matches, _machines()), None)
+
+
+def nearest(fingerprint: Fingerprint) -> Machine | None:
+    """The machine of the same accelerator with the nearest number of ranks, by their ratio.
+
+    Its figures per rank hold for groups of other sizes, too; its tuned entries do not.
+    """
+    alike = filter(fingerprint.resembles, _machines())
+    return min(alike, key=lambda machine: abs(log(machine.ranks / fingerprint.ranks)), default=None)
+
+
+def _machines() -> Iterator[Machine]:
+    """The user's machines, then the shipped ones."""
+    for path in (*_files(user_dir()), *_files(configs())):
+        try:
+            yield load(path)
+        except ConfigError as error:
+            warn_once(f"passed over: {error}")
+
+
+def home() -> Path:
+    """The user's home. If it is unknown, as in a container whose user has no name, a path that does
+    not exist."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
+
+
+def user_dir() -> Path:
+    """The folder of the user's machine files; it may not exist."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "ficco"
+
+
+def configs() -> Path:
+    """The folder of the shipped machine files: in the package of a wheel, and next to the package
+    in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def _files(folder: Path) -> list[Path]:
+    """The machine files of a folder, sorted by name, without hidden files, which are half-written.
+    A folder that cannot be listed is skipped with a warning."""
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        warn_once(f"passed over: {folder}: {error.strerror}")
+        return []
+    return [folder / name for name in names if name.endswith(_SUFFIX) and name[0] != "."]
+
+
+def _named_path(name: str, origin: str) -> Path:
+    """The file of a name or a path; ``origin`` says in errors which setting named it."""
+    literal, folders = Path(name), (user_dir(), configs())
+    with contextlib.suppress(RuntimeError):  # ~ of an unknown user
+        literal = literal.expanduser()
+    for path in (literal, *(folder / f"{name}{_SUFFIX}" for folder in folders)):
+        with contextlib.suppress(OSError, ValueError):  # an invalid name, or no access
+            if path.is_file():
+                return path
+    stems = sorted({file.stem for folder in folders for file in _files(folder)})
+    raise ConfigError(
+        origin,
+        name,
+        f"required a file, or one of {', '.join(stems)} (of {user_dir()} and of those that ship)",
+    )

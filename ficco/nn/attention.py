@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention  # bound before oth
 
 from ficco.nn.linear import check_schedule, ranks_of
 from ficco.nn.plain import readable
-from ficco.ops.projections import ulysses_output, ulysses_project
-from ficco.problems.heads import keys_of
+from ficco.ops.ulysses import ulysses_output, ulysses_project
+from ficco.problems.attention import keys_of
 from ficco.schedules import Schedule
 
 #: Transforms queries and keys of the whole sequence, [batch, heads, S, size].

@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.ops import library
-from ficco.ops.autograd import Differentiable, Gradients, Needs, differentiable
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import (
     name_of_schedule,
@@ -41,6 +40,7 @@ from ficco.ops.gradients import (
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operators import matmul_all_reduce
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.record import Differentiable, Gradients, Needs, differentiable
 from ficco.options import carried, current, current_text
 from ficco.schedules import Schedule
 

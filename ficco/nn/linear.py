@@ -8,7 +8,8 @@ the pair it has its part of the sequence and all features.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +21,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ficco.nn.equality import unequal
 from ficco.nn.functional import (
     equal_part,
     gathered_linears,
@@ -41,7 +42,6 @@ from ficco.nn.plain import (
     readable,
     set_before_call,
 )
-from ficco.nn.sharing import SharedInput, shared_output, sharing
 from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
@@ -636,3 +636,147 @@ def _check_features(x: torch.Tensor, size: int, description: str) -> None:
             f"x: required shape [..., {size}], {description}, got {list(x.shape)}; is it sharded "
             "as the layer's docstring says?"
         )
+
+
+#: The integer dtype for each element size in bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def unequal(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[int]:
+    """Return the indices of tensors whose bits are not the same on all ranks of a group.
+
+    All ranks call it with the same number of tensors, of the same shapes. It takes one all-gather
+    of two integers for each tensor. Different tensors with equal digests, one in 2^64 by chance,
+    are missed.
+    """
+    if not tensors:
+        return []
+    own = torch.stack([_digest(tensor.detach()) for tensor in tensors])
+    gathered = own.new_empty(group.size(), *own.shape)
+    dist.all_gather_into_tensor(gathered.flatten(), own.flatten(), group=group)
+    return (gathered != own).any(0).any(-1).nonzero().flatten().tolist()
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums of a tensor's bits over rows and over columns, each weighted by its index."""
+    if is_traceable_wrapper_subclass(tensor):  # a quantized tensor: its integers and its scales
+        names, _ = tensor.__tensor_flatten__()
+        return torch.stack([_digest(getattr(tensor, name)) for name in names]).sum(0)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    rows = tensor.contiguous().view(_BITS[tensor.element_size()])
+    rows = rows.reshape(rows.shape[0] if rows.dim() else 1, -1)
+    # Sums in int64 wrap around, in the same way on every rank.
+    sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
+    return torch.stack([(part * _odd_numbers(part)).sum() for part in sums])
+
+
+def _odd_numbers(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, 2 * like.numel() + 1, 2, device=like.device)
+
+
+#: The attribute that holds the :class:`SharedInput` of an input.
+_ATTRIBUTE = "_ficco_shared"
+
+Outputs = tuple[torch.Tensor, ...]
+
+
+class SharedInput:
+    """The outputs of several layers for one input, computed when the first layer is called.
+
+    The input refers to this object and not the reverse: a cycle would keep activations alive.
+
+    Args:
+        layers: layers whose weights may be read before they are called.
+        multiply: computes the outputs of all layers from the input.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        multiply: Callable[[torch.Tensor], Outputs],
+    ) -> None:
+        self.layers, self.multiply = layers, multiply
+        self.hooks = _saving_hooks()
+        self.outs: dict[nn.Module, torch.Tensor] | None = None
+        # Modes and weights when `outs` was computed.
+        self.modes: tuple[Any, ...] = ()
+        self.weights: dict[nn.Module, list[Any]] = {}
+
+    def serves(self, layer: nn.Module, x: torch.Tensor) -> bool:
+        """Return whether this object has, or will have, the output for a layer."""
+        # A checkpoint within the module would gather differently when it recomputes.
+        if self.hooks != _saving_hooks():
+            return False
+        if self.outs is None:
+            return layer in self.layers
+        # A layer gathers separately if it is called a second time, as in recomputation; if its
+        # gradient or autocast mode differs from the first layer's call; or if the input or its
+        # weight has changed since.
+        if layer not in self.outs or self.modes != _modes(x):
+            return False
+        pairs = zip(self.weights[layer], _weights(layer), strict=True)
+        return all(old is new and counts == now for (old, *counts), (new, *now) in pairs)
+
+    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Return the output for a layer, once."""
+        if self.outs is None:
+            self.modes = _modes(x)
+            self.weights = {member: _weights(member) for member in self.layers}
+            self.outs = dict(zip(self.layers, self.multiply(x), strict=True))
+        return self.outs.pop(layer)
+
+
+def shared_output(x: torch.Tensor, layer: nn.Module) -> torch.Tensor | None:
+    """Return the output for a layer if the input is shared with others, else None."""
+    shared: SharedInput | None = getattr(x, _ATTRIBUTE, None)
+    return shared.take(layer, x) if shared is not None and shared.serves(layer, x) else None
+
+
+def share(x: torch.Tensor, shared: SharedInput) -> None:
+    """Let layers that are called with ``x`` from now on share their communication."""
+    setattr(x, _ATTRIBUTE, shared)
+
+
+@contextmanager
+def sharing(x: torch.Tensor, shared: SharedInput) -> Iterator[None]:
+    """Let layers that are called with ``x`` within the block share their communication."""
+    share(x, shared)
+    try:
+        yield
+    finally:
+        delattr(x, _ATTRIBUTE)
+
+
+def _saving_hooks() -> Any:
+    """Return the active hooks on tensors saved for a backward, such as checkpointing's."""
+    if torch.compiler.is_compiling():
+        return None
+    # Available from PyTorch 2.8 on.
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)
+
+
+def _modes(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the modes that affect a product of ``x``, and the versions of ``x``."""
+    kind = x.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    grad = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():  # compilers do not see version counts
+        return grad, autocast
+    return grad, autocast, *_versions(x)
+
+
+def _weights(layer: nn.Module) -> list[tuple[Any, ...]]:
+    """Return a layer's weight and bias with their version counts: see :func:`_versions`."""
+    if torch.compiler.is_compiling():
+        return []
+    parameters: list[Any] = [param for param in (layer.weight, layer.bias) if param is not None]
+    return [(param, *_versions(param)) for param in parameters]
+
+
+def _versions(x: torch.Tensor) -> tuple[int | None, int | None]:
+    """Return how often a tensor and its local part were changed in place; None for an inference
+    tensor, which has no count."""
+    own, local = (None if part.is_inference() else part._version for part in (x, local_of(x)))
+    return own, local

@@ -28,12 +28,14 @@ from ficco.nn.functional import (
 from ficco.nn.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    SharedInput,
     check_schedule,
     gathered,
     ranks_of,
+    share,
+    shared_output,
 )
 from ficco.nn.plain import not_linear, own_kernel, set_before_call
-from ficco.nn.sharing import SharedInput, share, shared_output
 from ficco.ops.entry import tells_refusals
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.schedules import Schedule

@@ -13,19 +13,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
+from ficco.ops.call import keep_to_cap, row_major
 from ficco.ops.entry import refuse_sharded, tells_refusals, watched
-from ficco.ops.fit import keep_to_cap
 from ficco.ops.operands import (
     check_dtype,
     frozen,
     process_group,
-    row_major,
     rows_by_rank,
 )
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
-from ficco.runtime.invoke import Invocation, begin, new_kind, program_of
-from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
+from ficco.runtime.workspace import (
+    CachedCall,
+    Invocation,
+    Workspace,
+    begin,
+    new_kind,
+    program_of,
+    workspace_for,
+)
 from ficco.schedules import Schedule
 from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 
@@ -205,7 +211,7 @@ class ArrivingCall(Invocation):
 
     a: torch.Tensor
     rows: Any
-    asked: tuple[int | tuple[int, ...], str, bool]
+    request: tuple[int | tuple[int, ...], str, bool]
     operator: str = NAME
     purpose: str = ""
 
@@ -213,12 +219,7 @@ class ArrivingCall(Invocation):
         engine, a = workspace.engine, self.a
         if why := engine.wordless():
             raise NotImplementedError(f"ficco.arriving: {why}")
-        if engine.hosts.count > 1:
-            raise NotImplementedError(
-                f"ficco.arriving: the ranks of this group are on {engine.hosts.count} hosts, and a "
-                "block has words for rows of one host only; pass a group of ranks of one host"
-            )
-        self.schedule = _schedule(*self.asked)
+        self.schedule = _schedule(*self.request)
         if a.layout is not torch.strided or a.dim() < 2:
             raise ValueError(
                 f"a_shard: required a dense [..., m/W, k], got {a.layout} of shape "

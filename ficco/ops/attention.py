@@ -1,33 +1,37 @@
-"""Attention over a sequence that the ranks of a group share."""
+"""Attention over a sequence that the ranks of a group share, also in place of PyTorch's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import signature
 from numbers import Integral, Real
 from operator import index
 from typing import Any
 
 import torch
+from torch.backends import mha
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.utils import checkpoint
 
 from ficco.compute.attention import Result
 from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
 from ficco.ops import problem_log
-from ficco.ops.autograd import Needs
+from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.fit import keep_to_cap, ring
 from ficco.ops.operands import bounds_of, check_bounds, process_group
-from ficco.ops.record import Record, Request, Shapes, stand_in
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS
-from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 
@@ -106,7 +110,7 @@ class AttentionCall(Invocation):
     Attributes:
         of: result, log-sum-exp and gradient that a backward starts from.
         keeps: the forward returns the tensors that its backward needs.
-        kept: the gathered keys and values of the forward, for a backward.
+        gathered: the gathered keys and values of the forward, for a backward.
         results: the tensors that the caller gets, once allocated.
     """
 
@@ -115,20 +119,20 @@ class AttentionCall(Invocation):
     k: torch.Tensor
     v: torch.Tensor
     schedule: str | Schedule
-    asked: dict[str, Any]
+    facts: dict[str, Any]
     of: Result | None = None
     keeps: bool = False
-    kept: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
     results: tuple[torch.Tensor, ...] = ()
     source: tuple[Symmetric, int] | None = None
     purpose: str = ""
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         operands = {"q": self.q, "k_shard": self.k, "v_shard": self.v}
-        check_together(operands, self.schedule, self.asked)
+        check_together(operands, self.schedule, self.facts)
         self.q, k = (q := _heads(self.q)), self.k
-        if self.kept is not None:
-            self.kv = self.kept
+        if self.gathered is not None:
+            self.kv = self.gathered
         else:
             self.kv = _packed(_heads(k), _heads(self.v))
             if workspace.allocations:
@@ -136,18 +140,18 @@ class AttentionCall(Invocation):
         place = self.source and (self.source[0].serial, self.source[1])
         self.gathers = self.keeps and options.save_gathered and workspace.engine.world > 1
         return (
-            *(self.operator, q.shape, k.shape, q.dtype, self.schedule, *self.asked.values()),
-            *(place, self.gathers, self.kept is None, options.workspace_bytes, options.machine),
+            *(self.operator, q.shape, k.shape, q.dtype, self.schedule, *self.facts.values()),
+            *(place, self.gathers, self.gathered is None, options.workspace_bytes, options.machine),
         )
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, source, (batch, heads, rows, size) = workspace.engine, self.source, self.q.shape
         sizes = engine.world, rows, batch, heads, self.k.shape[1], size
         dtype = str(self.q.dtype).removeprefix("torch.")
-        facts: dict[str, Any] = {**self.asked, "hosts": engine.hosts.count}
+        facts: dict[str, Any] = {**self.facts, **engine.group_facts}
         facts |= {"symmetric": source is not None, "keeps": self.gathers}
         forward = AttentionProblem(*sizes, dtype, **facts)
-        problem = forward if self.of is None else forward.gradient(self.kept is not None)
+        problem = forward if self.of is None else forward.gradient(self.gathered is not None)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
         chosen = decision.schedule
@@ -229,7 +233,7 @@ def _number(value: Any, kind: type, convert: Callable[[Any], Any]) -> Any:
 
 
 def check_together(
-    operands: Mapping[str, torch.Tensor], schedule: str | Schedule, asked: dict[str, Any]
+    operands: Mapping[str, torch.Tensor], schedule: str | Schedule, facts: dict[str, Any]
 ) -> None:
     """Raise on queries, keys and values, passed by name, that do not fit together."""
     q, k, _ = operands.values()
@@ -274,20 +278,20 @@ def check_together(
                 f"q: required heads of a multiple of {MULTIPLE} up to {MOST_SIZE}, got {size}; pad "
                 "with zeros and pass scale="
             )
-    check_asked(asked)
+    check_asked(facts)
 
 
-def check_asked(asked: Mapping[str, Any]) -> None:
+def check_asked(facts: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for arguments that are invalid with any operands."""
     for name, kinds in (("scale", (float, int)), ("window", (int,))):
-        value = asked[name]
+        value = facts[name]
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
             raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
-    if not isinstance(asked["causal"], bool):
-        raise ValueError(f"causal: required True or False, got {asked['causal']!r}")
-    if asked["cu_seqlens"] != ():
-        check_bounds(asked["cu_seqlens"])
-    placement = asked.get("placement", PLACEMENTS[0])
+    if not isinstance(facts["causal"], bool):
+        raise ValueError(f"causal: required True or False, got {facts['causal']!r}")
+    if facts["cu_seqlens"] != ():
+        check_bounds(facts["cu_seqlens"])
+    placement = facts.get("placement", PLACEMENTS[0])
     if placement not in PLACEMENTS:
         raise InvalidArgument(
             "placement", f"required one of {', '.join(PLACEMENTS)}, got {placement!r}; pass one"
@@ -375,9 +379,7 @@ def _wide(q: torch.Tensor) -> torch.dtype:
 FACTS = {"causal": "bool", "scale": "float?", "window": "int?", "cu_seqlens": "int[]"}
 
 
-def _record_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _record_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return the result. If a gradient is needed, also return the log-sum-exp [batch, heads, S/W]
     and, with ``save_gathered``, the gathered keys and values as rows."""
     q, k, v = operands
@@ -386,28 +388,24 @@ def _record_forward(
     return invocation.results
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     """Return all tensors, which every gradient needs. If the gathered rows are kept, only the
     shapes of k and v are saved."""
     q, k, v, out, lse, *gathered = tensors
     return (q, stand_in(k), stand_in(v), out, lse, *gathered) if gathered else tensors
 
 
-def _record_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _record_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, and of k and v packed, [S/W, 2, batch, kv_heads, size]."""
     q, k, v, out, lse, *gathered = saved
-    of, kept = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
+    of, rows = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
-    invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, kept=kept)
+    invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, gathered=rows)
     invoke(request.group, invocation, q, "q")
     return invocation.results
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     q, k, v = operands
     check_together({"q": q, "k_shard": k, "v_shard": v}, request.schedule, request.facts)
     batch, heads, rows, size = q.shape
@@ -415,9 +413,7 @@ def _fake_forward(
     return (out, q.new_empty(batch, heads, rows, dtype=_wide(q))) if any(needs) else (out,)
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     q, k, *_ = saved
     batch, heads, rows, size = q.shape
     dq = q.new_empty(batch, rows, heads, size).transpose(1, 2)
@@ -445,3 +441,123 @@ ATTENTION = Record(
     lambda gradients, needs: _gradients(gradients),
     flops,
 )
+
+
+@contextmanager
+def behind_sdpa(
+    group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    placement: str = "head-tail",
+    schedule: str | Schedule = "auto",
+) -> Iterator[None]:
+    """Run ``torch.nn.functional.scaled_dot_product_attention`` as
+    :func:`ficco.all_gather_attention` within a block, inside PyTorch's ``context_parallel``::
+
+        with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), \\
+             ficco.behind_sdpa(mesh):
+            model(x)
+
+    Within the block, queries, keys and values are this rank's part of the sequence. The function is
+    replaced for the whole process, as by ``context_parallel``; code that imported it by name
+    earlier still calls PyTorch's. ``nn.MultiheadAttention`` calls it in evaluation, too, because
+    its fused kernel is switched off. A ``torch.utils.checkpoint`` that records within the block
+    also recomputes within it, even if its backward runs later.
+
+    Args:
+        group: the ranks that share the sequence: the mesh, or its group.
+        placement: see :func:`ficco.all_gather_attention`. ``context_parallel`` places head and
+            tail. If its load balancing is switched off, pass ``"ranks"``.
+        schedule: see :func:`ficco.all_gather_attention`.
+
+    Raises:
+        ValueError: within the block, a call asks for a mask, dropout or the weights of
+            ``nn.MultiheadAttention`` (``need_weights``, its default); else as
+            :func:`ficco.all_gather_attention`.
+    """
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask: required none where ranks share the sequence, got one; pass "
+                "is_causal=True, or call ficco.all_gather_attention with window= or cu_seqlens="
+            )
+        if dropout_p:
+            raise ValueError(
+                f"dropout_p: required 0 where ranks share the sequence, got {dropout_p}; pass 0.0"
+            )
+        if key.shape[1] != query.shape[1] and not enable_gqa:
+            raise ValueError(
+                f"enable_gqa: required True for {query.shape[1]} heads of queries and "
+                f"{key.shape[1]} of keys, got False; pass it"
+            )
+        return all_gather_attention(
+            *(query, key, value),
+            causal=is_causal,
+            scale=scale,
+            placement=placement,
+            group=group,
+            schedule=schedule,
+        )
+
+    block = partial(behind_sdpa, group, placement=placement, schedule=schedule)
+    layer, recorded = functional.multi_head_attention_forward, checkpoint.CheckpointFunction.forward
+    recomputes = getattr(checkpoint, _RECOMPUTES)
+
+    @wraps(layer)
+    def attend_without_weights(*args: Any, **kwargs: Any) -> Any:
+        call = _MULTI_HEAD.bind(*args, **kwargs)
+        call.apply_defaults()
+        if call.arguments["need_weights"]:
+            raise ValueError(
+                "need_weights: required False where ranks share the sequence, since no rank has "
+                "all weights, got True, the default of nn.MultiheadAttention; pass "
+                "need_weights=False"
+            )
+        return layer(*args, **kwargs)
+
+    replaced = {
+        (functional, "scaled_dot_product_attention"): attend,
+        (functional, "multi_head_attention_forward"): attend_without_weights,
+        (checkpoint.CheckpointFunction, "forward"): staticmethod(
+            lambda ctx, run, *rest: recorded(ctx, _within(block, run), *rest)
+        ),
+        (checkpoint, _RECOMPUTES): lambda run, *rest, **options: recomputes(
+            _within(block, run), *rest, **options
+        ),
+    }
+    originals = {place: vars(place[0])[place[1]] for place in replaced}
+    fast = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        for place, function in replaced.items():
+            setattr(*place, function)
+        yield
+    finally:
+        for place, function in originals.items():
+            setattr(*place, function)
+        mha.set_fastpath_enabled(fast)
+
+
+_MULTI_HEAD = signature(functional.multi_head_attention_forward)
+
+#: The function that records non-reentrant calls of ``torch.utils.checkpoint``.
+_RECOMPUTES = "_checkpoint_without_reentrant_generator"
+
+
+def _within(block: Callable[[], Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs within a block, also when a backward calls it again."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return run(*args, **kwargs)
+
+    return call

@@ -1,34 +1,39 @@
-"""Calls of the operators of products: validate the operands, decide, plan, allocate."""
+"""Calls of the operators of products: validate the operands, decide, plan, allocate.
+
+Under ``workspace_bytes``, gathering operators use their staging as a ring of steps, and scattering
+operators run by columns of b.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ficco.compute.program import Call, Symmetric
-from ficco.heuristics import decide
+from ficco.dma.engine import Engine
+from ficco.errors import FiccoError
+from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
-from ficco.ops.fit import first_fit, fitted
 from ficco.ops.operands import (
     LEFT,
     Scales,
     flat,
     frozen,
-    plain,
     plain_scales,
     problem_of_operands,
-    row_major,
 )
 from ficco.options import Options
-from ficco.plan import Buffer
-from ficco.problems.products import OPERATORS
-from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace
-from ficco.schedules import Schedule
+from ficco.plan import Buffer, Plan, aligned
+from ficco.problems.products import OPERATORS, Problem
+from ficco.problems.specification import ALIGNMENT
+from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
+from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
 from ficco.warn import warn_once
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
@@ -64,6 +69,26 @@ def run(
 #: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
 #: run, and would compile this path and everything below it.
 run_unwatched = torch._disable_dynamo(run)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an operand whose memory holds its values. The memory of a view such as
+    ``z.conj().imag`` holds negated values."""
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def row_major(a: torch.Tensor) -> torch.Tensor:
+    """Return A as :func:`plain` and :func:`flat` do, with contiguous rows: copy engines cannot move
+    strided elements, and libraries do not multiply strided float8 elements."""
+    if a.layout is not torch.strided or a.dim() < 2:
+        return a  # refused by problem_of_operands
+    if a.is_neg():
+        a = a.resolve_neg()
+    if a.dim() > 2:
+        a = a.flatten(0, -2)
+    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
+        return a.contiguous()
+    return a
 
 
 def _empty(
@@ -127,11 +152,13 @@ class ProductCall(Invocation):
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, source, purpose = workspace.engine, self.source, self.purpose
-        problem = problem_of_operands(
-            *(workspace.group, self.operator, self.a, self.b, self.rows, self.return_gathered),
-            *(source is not None, self.scales),
-            hosts=engine.hosts.count,
+        operands = self.a, self.b, self.rows, self.scales
+        problem = replace(
+            problem_of_operands(workspace.group, self.operator, *operands),
+            return_gathered=self.return_gathered,
+            symmetric=source is not None,
             transposed=self.transposed,
+            **engine.group_facts,
         )
         problem_log.note(options.log_problems, problem, engine.rank)
         known = workspace.known(options.machine)
@@ -192,3 +219,141 @@ class ProductCall(Invocation):
             part = scales.columns(first, last, n) if scales else None
             request = self.schedule, self.rows, False, into, self.purpose, part, self.transposed
             run(self.operator, self.a, self.b[:, first:last], workspace.group, *request)
+
+
+#: Schedules that ``auto`` tries under a memory cap if no candidate fits.
+FINER = tuple(f"hetero-fused-1d:pieces={pieces}" for pieces in (8, 16, 32, 64))
+
+
+class Fit(NamedTuple):
+    """A rank's plan, and how its calls fit under a memory cap.
+
+    Attributes:
+        single: calls take one slot, and so wait for each other.
+        columns: a call runs as several, each on this number of columns of b; 0: as one.
+    """
+
+    plan: Plan
+    single: bool = False
+    columns: int = 0
+
+
+class _NoRoom(ValueError):
+    """A schedule does not fit under the memory cap."""
+
+
+def fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
+    """Return a schedule's plan on this rank, with slots of at most ``cap`` bytes (None: no cap).
+
+    Raises:
+        ValueError: the plan does not fit under the cap.
+        NotImplementedError: the engine lacks the schedule's mover, or a product whose tiles wait.
+        FiccoError: the schedule uses a collective, and the group can run no more collectives.
+    """
+    try:
+        return _fitted(workspace, problem, schedule, cap)
+    except _NoRoom as error:
+        raise ValueError(str(error)) from None
+
+
+def first_fit(workspace: Workspace, problem: Problem, decision: Decision, cap: int | None) -> Fit:
+    """Return the plan of the best schedule that the engine accepts and that fits under the cap, or
+    else the plan of the library's collective, where it serves the problem."""
+    for schedule in _in_order(decision):
+        if not workspace.engine.refuses(problem, schedule):
+            with contextlib.suppress(_NoRoom):
+                return _fitted(workspace, problem, schedule, cap)
+    last = decision.schedule if problem.transposed else Schedule.parse("serial:collective")
+    return fitted(workspace, problem, last, cap)
+
+
+def keep_to_cap(engine: Engine, whole: Plan, cap: int | None) -> None:
+    """Refuse a plan that takes slots of more than ``cap`` bytes and has no smaller form.
+
+    Raises:
+        ValueError: the plan takes more.
+    """
+    needed = engine.slot_bytes(whole.words, whole.slot_bytes) if whole.words else 0
+    if cap is not None and needed > cap:
+        raise ValueError(
+            f"workspace_bytes: required at least {needed} for all pieces of {whole.problem}, got "
+            f"{cap}; allow more"
+        )
+
+
+def _in_order(decision: Decision) -> Iterator[Schedule]:
+    """Yield the schedules to try, the best first."""
+    yield decision.schedule
+    yield from decision.others  # predicted only when read
+    yield from map(Schedule.parse, FINER)
+
+
+def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int | None) -> Fit:
+    engine = workspace.engine
+    if why := engine.refuses(problem, schedule):
+        raise NotImplementedError(why)
+    whole = plan(problem, schedule, engine.rank, packs_columns=engine.packs_columns)
+    if whole.collective and engine.out_of_step:
+        raise FiccoError(
+            f"schedule {schedule}: a collective of this group was broken off before, so its ranks "
+            "may take old data for data of this call; destroy the group and make a new one, or "
+            "use another schedule"
+        )
+    if cap is None or not whole.words:
+        return Fit(whole)
+    if schedule.own and not problem.kind.scatters:
+        needed = engine.slot_bytes(whole.words, whole.slot_bytes)
+        if needed > cap:
+            raise _NoRoom(
+                f"workspace_bytes: required at least {needed} for schedule {schedule} on "
+                f"{problem}, got {cap}; allow more, or use another schedule"
+            )
+        return Fit(whole, single=True)
+    if not problem.kind.scatters:
+        make = partial(plan, problem, schedule, engine.rank, packs_columns=engine.packs_columns)
+        try:
+            return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)), single=True)
+        except ValueError as error:
+            raise _NoRoom(str(error)) from None
+    words = engine.slot_bytes(whole.words, 0)
+    data_bytes = max(0, cap - words)
+    if words + whole.slot_bytes <= cap:
+        return Fit(whole, single=True)
+    granule = max(GRANULE, problem.cuts[1])
+    columns = problem.n * data_bytes // max(whole.slot_bytes, 1) // granule * granule
+    while columns and _bytes_of(whole, columns) > data_bytes:  # buffers are rounded up
+        columns -= granule
+    if not columns:
+        fewest = min(granule, problem.n)
+        raise _NoRoom(
+            f"workspace_bytes: required at least {words + _bytes_of(whole, fewest)} for "
+            f"{fewest} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
+            "serial:collective"
+        )
+    return Fit(whole, single=True, columns=columns)
+
+
+def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> Plan:
+    """Return the plan of a gather whose staging is a ring if its slot would exceed ``cap`` bytes.
+    ``make`` returns the plan for a number of bytes of staging.
+
+    Raises:
+        ValueError: the largest step does not fit.
+    """
+    others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(whole.rank))
+    other_bytes = engine.slot_bytes(whole.words, others)
+    try:
+        return make(max(0, cap - other_bytes) // ALIGNMENT * ALIGNMENT)
+    except StagingTooSmall as error:
+        raise ValueError(
+            f"workspace_bytes: required at least {other_bytes + aligned(error.needed)} for one "
+            f"step of schedule {whole.schedule} on {whole.problem}, got {cap}; allow more or cut "
+            "finer (pieces=)"
+        ) from None
+
+
+def _bytes_of(whole: Plan, columns: int) -> int:
+    """Return the bytes of a slot's data for a number of columns of b."""
+    n = max(whole.shape("b")[1], 1)
+    sizes = (whole.buffer[name].nbytes(whole.rank) for name in whole.offsets)
+    return sum(aligned(-(-size * columns // n)) for size in sizes)

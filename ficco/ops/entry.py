@@ -59,16 +59,6 @@ def check_traced(**operands: torch.Tensor) -> bool:
     return traced
 
 
-def check_eager(operator: str, **operands: torch.Tensor) -> None:
-    """Check the operands of an operator that is not traced. Raises ``ValueError`` if an operand is
-    not a plain tensor, ``NotImplementedError`` if the call is traced or watched."""
-    if check_traced(**operands):
-        raise NotImplementedError(
-            f"ficco.{operator} is not traced; keep it out of compiled functions, or decorate its "
-            "function with torch.compiler.disable"
-        )
-
-
 def refuse_derivatives(vmap: bool = True) -> None:
     """Refuse transforms of ``torch.func`` that are not served.
 

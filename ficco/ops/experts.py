@@ -1,29 +1,435 @@
-"""Expert-parallel layers, which run in rounds (:mod:`ficco.ops.expert_rounds`)."""
+"""Expert-parallel layers, which run in rounds: Plans, and PyTorch code around them.
+
+The PyTorch code follows the routing. Before a Plan it copies tokens to the rows of their experts.
+After it, it sums the returned rows of each token, times the router's weights. The backward of a
+round runs the same exchange twice. Let g be the gradient of the result, and s the row of a token's
+pair:
+
+===========  ===================================================================
+dY           w g in row s, dispatched to the experts
+dH           dY @ down.T, through the function's derivative
+d tokens     the sum over a token's pairs of dH @ up.T, brought back
+d weights    <row s that came back in the forward, g>
+d up         X.T @ dH for each expert; X: tokens that the forward kept
+d down       function(hidden).T @ dY for each expert; hidden: kept by the forward
+===========  ===================================================================
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial, reduce
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ficco.ops.autograd import Needs
+from ficco.compute.products import ACTIVATIONS
+from ficco.compute.program import Call, Filled, Groups
+from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
+from ficco.dma.engine import Engine
+from ficco.heuristics import decide
+from ficco.ops import problem_log
+from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.expert_rounds import (
-    NAME,
-    ExpertCall,
-    round_gradients,
-    run_round,
-    wide_of,
-)
 from ficco.ops.operands import check_dtype, process_group
-from ficco.ops.record import Record, Request, Shapes
-from ficco.ops.routing import Blocks, Routing, make_routing, route
-from ficco.problems.specification import ACTIVATIONS, gated
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
+from ficco.ops.routing import Blocks, Routing, make_routing, rounded, route
+from ficco.options import Options, current
+from ficco.problems.experts import LANDING, ExpertLayer, block_starts
+from ficco.problems.specification import FUNCTIONS, gated
+from ficco.runtime.workspace import (
+    CachedCall,
+    Invocation,
+    Workspace,
+    invoke,
+    new_kind,
+    workspace_for,
+)
 from ficco.schedules import Schedule
+from ficco.schedules.experts import expert_plans
+
+#: Name of the operator in errors and on the board.
+NAME = "experts"
+
+#: An ExpertLayer of these fields, cached: calls repeat few kinds of layers.
+_cached_layer = lru_cache(maxsize=256)(ExpertLayer)
+
+
+class ExpertCall(NamedTuple):
+    """A call without its operands."""
+
+    group: ProcessGroup
+    schedule: str | Schedule
+    function: str
+    gathers: bool
+
+
+class ExpertRound(NamedTuple):
+    """Result of one round.
+
+    Attributes:
+        summed: [t, n], the weighted sums.
+        back: the rows that came back, followed by a row of zeros, if the weights need a gradient.
+        arrived, hidden: the rows that arrived, and their products with ``up``, if another operand
+            needs a gradient.
+    """
+
+    summed: torch.Tensor
+    back: torch.Tensor | None
+    arrived: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+
+@tells_refusals
+def run_round(
+    call: ExpertCall,
+    blocks: Blocks,
+    slots: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    needs: Needs,
+    dtype: torch.dtype | None,
+) -> ExpertRound:
+    """Run one round; return its sums and the tensors that its gradients need. ``operands``: tokens,
+    weights, up and down. ``dtype``: of the sums; None leaves them wide."""
+    tokens, weights, up, down = operands
+    needs_tokens, needs_weights, needs_up, needs_down = needs
+    keeps = needs_tokens or needs_up or needs_down
+    # The backward multiplies padding rows by zeros, so they must be finite.
+    inputs = {**_dispatched(tokens, slots, blocks, keeps), "b": up, "c": down}
+    layer = _layer(NAME, call, blocks, tokens, up, down, keeps)  # may wait for counts
+    results = _run(layer, call, blocks, inputs)
+    back = _returned_rows(results["out"], layer)
+    summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
+    intermediates = back if needs_weights else None, results.get("gathered"), results.get("hidden")
+    return ExpertRound(summed, *intermediates)
+
+
+@tells_refusals
+def round_gradients(
+    call: ExpertCall,
+    blocks: Blocks,
+    slots: torch.Tensor,
+    grad: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    intermediates: Sequence[torch.Tensor | None],
+    needs: Needs,
+) -> list[torch.Tensor | None]:
+    """Return the gradients of tokens, weights, up and down; None for those not needed. ``grad``:
+    gradient of the round's sums. ``operands``: weights, up and down. ``intermediates``: back,
+    arrived and hidden of the :class:`ExpertRound`."""
+    (weights, up, down), (back, arrived, hidden) = operands, intermediates
+    needs_tokens, needs_weights, needs_up, needs_down = needs
+    grad, dtype = grad.to(wide_of(grad.dtype)), up.dtype
+    d_tokens = d_weights = d_up = d_down = None
+    if back is not None and needs_weights:
+        d_weights = _inner_products(back, slots, grad).to(weights.dtype)
+    if not (needs_tokens or needs_up or needs_down):
+        return [None, d_weights, None, None]
+    assert arrived is not None and hidden is not None
+    d_out = _weighted_rows(grad, slots, blocks, weights, dtype)
+    down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
+    layer = _layer("dispatch_matmul", call, blocks, d_out, down_t, None, needs_down)
+    results = _run(layer, call, blocks, {"a": d_out, "b": down_t}, "gradients")
+    active, d_hidden = _activation_backward(call.function, hidden, results["hidden"])
+    if needs_tokens:
+        layer = _layer("matmul_combine", call, blocks, d_hidden, None, up_t, False)
+        inputs = {"active": d_hidden, "c": up_t}
+        terms = _returned_rows(_run(layer, call, blocks, inputs, "gradients")["out"], layer)
+        d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
+    rank, starts = call.group.rank(), None
+    if blocks.exact:
+        starts = _cached_starts(layer, blocks)[LANDING[0]][rank].tolist()
+    if needs_up:
+        d_up = _expert_gradients(arrived, d_hidden, up, layer, starts)
+    if needs_down:
+        d_down = _expert_gradients(active, results["gathered"], down, layer, starts)
+    return [d_tokens, d_weights, d_up, d_down]
+
+
+def _activation_backward(
+    function: str, hidden: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the function of ``hidden``, and the gradient of ``hidden`` given that of the function.
+    Autograd does not record inside operators."""
+    name, gates = FUNCTIONS[function]
+    activation = ACTIVATIONS[name]
+    if not gates:
+        return activation.of(hidden), activation.derivative(grad, hidden)
+    gate, linear = hidden.chunk(2, 1)
+    activated = activation.of(gate)
+    d_gate = activation.derivative(grad * linear, gate)
+    return activated * linear, torch.cat([d_gate, grad * activated], 1)
+
+
+def _layer(
+    operator: str,
+    call: ExpertCall,
+    blocks: Blocks,
+    left: torch.Tensor,
+    b: torch.Tensor | None,
+    c: torch.Tensor | None,
+    keeps: bool,
+) -> ExpertLayer:
+    """Return the layer that an operator computes with the rows ``left`` and the matrices of each
+    expert, ``b`` before and ``c`` after the function."""
+    matrices = b if b is not None else c
+    assert matrices is not None
+    k, h, n = left.shape[1] if b is not None else 0, matrices.shape[2], 0
+    if c is not None:
+        h, n = c.shape[1:]
+    dtype = str(left.dtype).removeprefix("torch.")
+    function = call.function if operator == NAME else ""
+    experts = matrices.shape[0]
+    sizes = call.group.size(), experts, blocks.capacity, k, h, n
+    flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
+    room = _room(blocks, experts, call.gathers) if blocks.exact else (0, 0)
+    facts = _engine(call, left).group_facts
+    return _cached_layer(operator, *sizes, dtype, function, *flags, room, **facts)
+
+
+def _mean_layer(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
+    """Return the layer that a schedule is chosen for. The capacity of an exact layer becomes the
+    mean size of all blocks, instead of the largest."""
+    if not layer.exact:
+        return layer
+    pairs, blocks_of_all = int(blocks.every.sum()), blocks.every.size
+    return replace(layer, capacity=max(-(-pairs // blocks_of_all), 1))
+
+
+def _room(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
+    """Return the most rows that any rank multiplies, and the most that any gets back. They are
+    rounded up, so that few values occur."""
+    sent = blocks.every.sum(1)
+    most_sent = int(sent.max())
+    if gathers:
+        return rounded(int(sent.sum())), rounded(len(sent) * most_sent)
+    received = blocks.every.sum(0).reshape(-1, experts).sum(1)
+    return rounded(int(received.max())), rounded(most_sent)
+
+
+def _run(
+    layer: ExpertLayer,
+    call: ExpertCall,
+    blocks: Blocks,
+    operands: dict[str, torch.Tensor],
+    purpose: str = "",
+) -> dict[str, torch.Tensor]:
+    """Run a layer or one of its halves; return its results by name. ``out`` has an extra last row.
+    Pairs without a row read it, so it is zero unless the layer is exact."""
+    invocation = RoundCall(layer, call.schedule, blocks, operands, purpose)
+    invoke(call.group, invocation, invocation.like, "tokens")
+    return invocation.results
+
+
+@dataclass(eq=False)
+class RoundCall(Invocation):
+    """A call of a layer of experts or one of its halves.
+
+    Attributes:
+        results: result tensors by name, once allocated.
+    """
+
+    layer: ExpertLayer
+    schedule: str | Schedule
+    blocks: Blocks
+    operands: dict[str, torch.Tensor]
+    purpose: str
+    results: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.operator, self.like = NAME, next(iter(self.operands.values()))
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        self.engine, layer = workspace.engine, self.layer
+        setting = options.workspace_bytes, options.machine, self.like.device
+        return NAME, layer, layer.room, self.schedule, *setting
+
+    def plan(self, workspace: Workspace, options: Options) -> ExpertKind:
+        engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
+        mode = "idle" if layer.exact else "queued"  # the host has waited for the device
+        mean = _mean_layer(layer, self.blocks)
+        decision = decide(mean, self.schedule, machine=known.machine, mode=mode)
+        (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
+        problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
+        keep_to_cap(engine, plan, options.workspace_bytes)
+        single, agreed = options.workspace_bytes is not None, [known.text, str(layer.room)]
+        return new_kind(workspace, plan, options, [*agreed, self.purpose], single, kind=ExpertKind)
+
+    def allocate(self, cached: CachedCall) -> Call:
+        assert isinstance(cached, ExpertKind)
+        tensors = {name: plain(tensor) for name, tensor in self.operands.items()}
+        engine, like, filled, unallocated = self.engine, self.like, None, frozenset[str]()
+        if self.layer.exact:
+            starts = _cached_starts(self.layer, self.blocks)
+            landing = starts[LANDING[0]][engine.rank]
+            filled = Filled(starts, ends_of(cached.groups, landing, like.device))
+            unallocated = cached.whole if engine.keeps_made else unallocated
+        for buffer in cached.plan.buffers:
+            if buffer.memory in ("result", "local") and buffer.name not in unallocated:
+                rows, cols = buffer.shapes[engine.rank]
+                if filled is not None:
+                    rows = int(filled.starts[buffer.name][engine.rank, -1])
+                memory = like.new_empty(rows + (buffer.name == "out"), cols)
+                tensors[buffer.name] = memory[:rows]
+                if buffer.memory == "result":
+                    self.results[buffer.name] = memory
+        if "out" in self.results and not self.layer.exact:
+            self.results["out"][-1].zero_()
+        return Call(tensors, filled=filled)
+
+
+def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
+    return workspace_for(call.group, tensor, "tokens", NAME, current()).engine
+
+
+class ExpertKind(CachedCall):
+    """Cached plan of a kind of layer."""
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Groups of the plan's grouped products."""
+        return groups_of(self.plan)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers written only by grouped products, whose output can be kept instead."""
+        return made_whole(self.plan)
+
+
+def _cached_starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:
+    """Return :func:`block_starts` of an exact layer, which its halves share."""
+    if layer.gathers not in blocks.filled:
+        blocks.filled[layer.gathers] = block_starts(layer, blocks.every)
+    starts: dict[str, np.ndarray[Any, Any]] = blocks.filled[layer.gathers]
+    return starts
+
+
+# Rows of tokens in blocks.
+
+
+def _dispatched(
+    tokens: torch.Tensor, slots: torch.Tensor, blocks: Blocks, zeros: bool
+) -> dict[str, torch.Tensor]:
+    """Return the operand ``a``. For exact blocks it is the rows of all pairs, which the device
+    gathers while the host waits for counts. Otherwise it is the tokens and a row index. Padding
+    rows index a zero row if ``zeros``, else an arbitrary row."""
+    if blocks.exact:
+        return {"a": tokens.index_select(0, blocks.tokens(slots, 0))}
+    if zeros or not tokens.shape[0]:
+        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
+    return {"a": tokens, index_of("a"): blocks.tokens(slots, tokens.shape[0] - 1)}
+
+
+def _weighted_rows(
+    grad: torch.Tensor,
+    slots: torch.Tensor,
+    blocks: Blocks,
+    weights: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return a row for each pair: the gradient of its token, times its weight."""
+    if not blocks.exact:
+        return spread(grad, slots, blocks.rows, weights, dtype)
+    rows = grad.new_empty(blocks.rows, grad.shape[1], dtype=dtype)
+    for choice in range(slots.shape[1]):
+        scaled = grad * weights[:, choice, None].to(grad.dtype)
+        rows.index_copy_(0, slots[:, choice], scaled.to(dtype))
+    return rows
+
+
+def spread(
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    rows: int,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the rows of all pairs in blocks, with zeros as padding. Pairs without a row are
+    written to an extra row, which is cut off."""
+    out = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
+    for choice in range(slots.shape[1]):
+        scaled = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
+        out.index_copy_(0, slots[:, choice], scaled.to(out.dtype))
+    return out[:-1]
+
+
+def _returned_rows(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
+    """Return the rows that came back to this rank. If each rank sent a term of every row, sum the
+    terms in the order of the ranks."""
+    if not layer.gathers:
+        return rows
+    terms = rows[:-1].view(layer.world, -1, layer.n)
+    total = rows.new_zeros(terms.shape[1] + 1, layer.n, dtype=wide_of(rows.dtype))
+    for term in terms:
+        total[:-1] += term
+    return total
+
+
+def weighted_sum(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    engine: Engine | None = None,
+) -> torch.Tensor:
+    """Sum the rows of each token's pairs, times their weights, in float32 or float64, and round
+    once to ``dtype``. Uses the engine's kernel if it has one."""
+    wide = wide_of(rows.dtype)
+    shape, choices = (slots.shape[0], rows.shape[1]), slots.shape[1]
+    if engine is not None and dtype == rows.dtype:
+        out = rows.new_empty(shape)
+        factors = None if weights is None else weights.float().contiguous()
+        if engine.combine(out, rows, slots, factors):
+            return out
+    total = rows.new_zeros(shape, dtype=dtype or wide) if not choices else None
+    for choice in range(choices):  # each pass adds in the wide dtype; the last one also rounds
+        picked = rows.index_select(0, slots[:, choice])
+        factor = None if weights is None else weights[:, choice, None].to(wide)
+        last = choice == choices - 1
+        out = rows.new_empty(shape, dtype=dtype or wide if last else wide)
+        if total is None:
+            total = out.copy_(picked) if factor is None else torch.mul(picked, factor, out=out)
+        elif factor is None:
+            total = torch.add(total, picked, out=out)
+        else:
+            total = torch.addcmul(total, picked, factor, out=out)
+    assert total is not None
+    return total
+
+
+def _inner_products(rows: torch.Tensor, slots: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return the inner product of each pair's row with the gradient of its token, [t, top_k]."""
+    chosen = (rows.index_select(0, choice).to(grad.dtype) for choice in slots.unbind(1))
+    products = [(picked * grad).sum(1) for picked in chosen]
+    return torch.stack(products, 1) if products else grad.new_zeros(slots.shape)
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _expert_gradients(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    weights: torch.Tensor,
+    layer: ExpertLayer,
+    starts: Sequence[int] | None,
+) -> torch.Tensor:
+    """Return ``left.T @ right`` over the rows of each expert. ``starts``: first rows of the blocks
+    of an exact layer; None for blocks of equal size."""
+    if starts is None:
+        left, right = (rows.view(weights.shape[0], -1, rows.shape[1]) for rows in (left, right))
+        return left.transpose(1, 2) @ right
+    grad = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    for i, (first, last) in enumerate(pairwise(starts[:: layer.world])):
+        torch.mm(left[first:last].t(), right[first:last], out=grad[i])
+    return grad
+
 
 #: Name of the compilers' operator for layers that serve all pairs.
 ALL = "experts_all"
@@ -255,18 +661,14 @@ def _blocks(request: Request, up: torch.Tensor) -> Blocks:
     return facts["blocks"] if "blocks" in facts else Blocks(_total(request, up), facts["capacity"])
 
 
-def _forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> Sequence[torch.Tensor | None]:
+def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, slots = operands
     blocks = _blocks(request, operands[2])
     dtype = operands[0].dtype if blocks.rounds == 1 else None
     return run_round(_call_of(request), blocks, slots, operands, needs[:4], dtype)
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> Sequence[torch.Tensor | None]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     (tokens, _, up, down, _), gathers = operands, request.facts["gathers"]
     own = _total(request, up) * request.facts["capacity"]
     arrived = own * (request.group.size() if gathers else 1)
@@ -278,23 +680,21 @@ def _fake_forward(
     return summed, back, *(tokens.new_empty(arrived, columns) for columns in up.shape[1:])
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     _, *operands, _, back, arrived, hidden = tensors
     return None, *operands, None, back, arrived, hidden
 
 
-def _backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
-    _, weights, up, down, slots, _, *kept = saved
+def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
+    _, weights, up, down, slots, _, *intermediates = saved
     operands, blocks = (weights, up, down), _blocks(request, up)
-    gradients = round_gradients(_call_of(request), blocks, slots, grad, operands, kept, needs[:4])
+    gradients = round_gradients(
+        _call_of(request), blocks, slots, grad, operands, intermediates, needs[:4]
+    )
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     _, weights, up, down, *_ = saved
     d_tokens = up.new_empty(grad.shape[0], up.shape[1])
     others = (operand.new_empty(operand.shape) for operand in (weights, up, down))
@@ -308,36 +708,30 @@ def _routed(request: Request, up: torch.Tensor, indices: torch.Tensor) -> Routin
     return make_routing(indices, _total(request, up), capacity, overflow, request.group)
 
 
-def _all_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _all_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, indices = operands
     routing = _routed(request, operands[2], indices)
     return (summed(_rounds(request, routing, operands), operands[0].dtype),)
 
 
-def _all_fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor]:
+def _all_fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     tokens, _, _, down, _ = operands
     return (tokens.new_empty(tokens.shape[0], down.shape[2]),)
 
 
-def _all_save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor | None]:
+def _all_save(tensors: Tensors, needs: Needs) -> Saved:
     *operands, _ = tensors
     return *operands, None
 
 
-def _all_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[Any], needs: Needs
-) -> list[torch.Tensor]:
+def _all_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Sum the gradients of all rounds, the last round first, which is autograd's order."""
     (*operands, indices, _), call = saved, _call_of(request)
     routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):
         slots = routing.slots(turn)
-        _, *kept = run_round(call, routing, slots, operands, needs[:4], None)
-        parts = round_gradients(call, routing, slots, grad, operands[1:], kept, needs[:4])
+        _, *intermediates = run_round(call, routing, slots, operands, needs[:4], None)
+        parts = round_gradients(call, routing, slots, grad, operands[1:], intermediates, needs[:4])
         gradients = [part for part in parts if part is not None]
         total = gradients if total is None else list(map(torch.add, total, gradients))
     assert total is not None

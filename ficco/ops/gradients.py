@@ -54,11 +54,11 @@ from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.compute.scaled import dequantized
-from ficco.ops.autograd import Differentiable
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.operands import LEFT, Scales
 from ficco.ops.recipes import Float8Recipe
+from ficco.ops.record import Differentiable
 from ficco.options import current
 from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule

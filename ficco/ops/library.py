@@ -33,7 +33,6 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed import distributed_c10d
 
-from ficco.ops.autograd import refuse_second
 from ficco.ops.call import Result
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.gradients import (
@@ -48,7 +47,7 @@ from ficco.ops.gradients import (
 )
 from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
-from ficco.ops.record import Declared, declare, overload
+from ficco.ops.record import Declared, declare, overload, refuse_second
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problems.products import OPERATORS
 

@@ -129,29 +129,9 @@ LEFT = {
 }
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an operand whose memory holds its values. The memory of a view such as
-    ``z.conj().imag`` holds negated values."""
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
-
-
 def flat(a: torch.Tensor) -> torch.Tensor:
     """Return A with its leading dimensions flattened into rows."""
     return a.flatten(0, -2) if a.dim() > 2 and a.layout is torch.strided else a
-
-
-def row_major(a: torch.Tensor) -> torch.Tensor:
-    """Return A as :func:`plain` and :func:`flat` do, with contiguous rows: copy engines cannot move
-    strided elements, and libraries do not multiply strided float8 elements."""
-    if a.layout is not torch.strided or a.dim() < 2:
-        return a  # refused by problem_of_operands
-    if a.is_neg():
-        a = a.resolve_neg()
-    if a.dim() > 2:
-        a = a.flatten(0, -2)
-    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(0) < a.shape[1] and a.shape[0] > 1):
-        return a.contiguous()
-    return a
 
 
 class Scales(NamedTuple):
@@ -394,14 +374,9 @@ def problem_of_operands(
     a: torch.Tensor,
     b: torch.Tensor,
     rows: Any,
-    return_gathered: bool,
-    symmetric: bool,
-    scales: Scales | None = None,
-    hosts: int = 1,
-    transposed: bool = False,
+    scales: Scales | None,
 ) -> Problem:
-    """Return the Problem that the operands define. ``hosts``: number of hosts of the group.
-    ``transposed``: an A that travels is [W, rows, k].
+    """Return the Problem that the operands define; a transposed A that travels is [W, rows, k].
 
     Raises:
         ValueError, NotImplementedError: an operand is wrong, or not supported.
@@ -430,13 +405,7 @@ def problem_of_operands(
                 f"{b.shape[0]} and {problem.product_rows(rank)}; pass b with a row for each of "
                 "them, and rows= where blocks are not equal"
             )
-        return replace(
-            problem,
-            symmetric=symmetric,
-            return_gathered=return_gathered,
-            hosts=hosts,
-            transposed=transposed,
-        )
+        return problem
     by_rank = rows_by_rank(OPERATORS[operator], rows, held, rank, world)
     if inner and sum(by_rank) != b.shape[0]:
         raise ValueError(
@@ -445,8 +414,7 @@ def problem_of_operands(
         )
     shared = () if OPERATORS[operator].scatters else by_rank
     scaling = scaling_of(scales, a, b, shared, left) if scales else None
-    flags = return_gathered, symmetric
-    return Problem(operator, by_rank, *sizes, *flags, scaling=scaling, hosts=hosts)
+    return Problem(operator, by_rank, *sizes, scaling=scaling)
 
 
 def rows_by_rank(kind: Operator, rows: Any, held: int, rank: int, world: int) -> tuple[int, ...]:

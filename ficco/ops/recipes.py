@@ -116,20 +116,20 @@ declare(
 )
 
 
-def recipe_of(given: Any) -> Float8Recipe | None:
+def recipe_of(recipe: Any) -> Float8Recipe | None:
     """Return the recipe of an argument: a recipe, None, or the name of a scaling for both passes.
 
     Raises:
         ValueError: the argument is something else.
     """
-    if given is None or isinstance(given, Float8Recipe):
-        return given
-    if not isinstance(given, str) or given not in _SERVED:
+    if recipe is None or isinstance(recipe, Float8Recipe):
+        return recipe
+    if not isinstance(recipe, str) or recipe not in _SERVED:
         raise ValueError(
             f"recipe: required a Float8Recipe, None or one of {', '.join(map(repr, _SERVED))}, got "
-            f"{given!r}"
+            f"{recipe!r}"
         )
-    return Float8Recipe(given, given)
+    return Float8Recipe(recipe, recipe)
 
 
 def check_operands_of(a: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Operators as records: a record gives the eager call with its gradients, and the operators of
+"""Operators as records: a record defines the eager call with its gradients, and the operators of
 ``torch.library`` that compilers see, with their fakes, gradients and operation counts.
 
 A record declares ``ficco::<name>``, which returns the result and the tensors kept for its gradients
@@ -15,28 +15,117 @@ Triton, which PyTorch's operation counter imports, is not loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ficco.ops.autograd import (
-    Differentiable,
-    Function,
-    Gradients,
-    Needs,
-    Saved,
-    refuse_second,
-)
 from ficco.ops.entry import name_of_schedule, refuse_derivatives
 from ficco.options import carried, current, current_text, from_text, to_text
 from ficco.schedules import Schedule
+
+Saved = Sequence["torch.Tensor | None"]
+Gradients = Sequence["torch.Tensor | None"]
+Needs = Sequence[bool]
+
+#: The text of the error that a second differentiation raises.
+REFUSAL = "second derivatives of ficco's operators are not served"
+
+
+class Differentiable(NamedTuple):
+    """A forward, and the backward that belongs to it.
+
+    Attributes:
+        forward: takes a request, its operands, and which operands need gradients. Returns the
+            results, and the tensors that the backward needs.
+        backward: takes the request, the gradients of the results, the saved tensors, and which
+            operands need gradients. Returns one gradient or None for each operand. It runs under
+            the options of the forward.
+        zeros: the gradient of an unused result is a tensor of zeros; otherwise it is None.
+    """
+
+    forward: Callable[[Any, Sequence[torch.Tensor], Needs], tuple[tuple[Any, ...], Saved]]
+    backward: Callable[[Any, Gradients, Any, Needs], Gradients]
+    zeros: bool = True
+
+
+def differentiable(record: Differentiable, request: Any, *operands: torch.Tensor) -> Any:
+    """Return the results of a call, with gradients if an operand needs one."""
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        return Function.apply(record, request, *operands)
+    return record.forward(request, operands, (False,) * len(operands))[0]
+
+
+class Function(torch.autograd.Function):
+    """A call of a :class:`Differentiable` whose operands need gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, record: Differentiable, request: Any, *operands: torch.Tensor
+    ) -> tuple[Any, ...]:
+        ctx.record, ctx.request = record, request
+        # Compiled code keeps the options of its compilation, forward and backward.
+        ctx.options = None if torch.compiler.is_compiling() else current()
+        if not record.zeros:
+            ctx.set_materialize_grads(False)
+        results, saved = record.forward(request, operands, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*saved)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients, which refuse a second differentiation.
+
+        PyTorch's ``once_differentiable`` refuses only if an incoming gradient itself requires a
+        gradient, and only if the engine visits its node. But a gradient also depends on the other
+        operand, and ``torch.autograd.grad`` visits only nodes that lead to its inputs. So the
+        refusing node is placed between the gradients and every tensor that they depend on.
+        """
+        refuse_batched(*grads)
+        saved = ctx.saved_tensors  # read once: each read reruns a checkpointed block
+        record, request, needs = ctx.record, ctx.request, ctx.needs_input_grad[2:]
+        differentiated = torch.is_grad_enabled()
+        with (
+            torch.no_grad() if differentiated else nullcontext(),
+            nullcontext() if ctx.options is None else carried(ctx.options),
+        ):
+            results = None, None, *record.backward(request, grads, saved, needs)
+        if not differentiated or torch.compiler.is_compiling():  # a compiler refuses by itself
+            return results
+        sources = [source for source in (*saved, *grads) if source is not None]
+        refuse: Any = torch._C._functions.DelayedError(
+            REFUSAL.encode(), len(results) + len(sources)
+        )
+        plain = (None if result is None else result.detach() for result in results)
+        refused: tuple[torch.Tensor | None, ...] = refuse(*plain, *sources)
+        return refused[: len(results)]
+
+
+def refuse_batched(*grads: torch.Tensor | None) -> None:
+    """Raise ``NotImplementedError`` for batched gradients, such as those of ``vmap``."""
+    if torch.compiler.is_compiling():
+        return
+    kinds = torch._C._functorch
+    for grad in grads:
+        if grad is not None and (
+            kinds.is_batchedtensor(grad) or kinds.is_legacy_batchedtensor(grad)
+        ):
+            raise NotImplementedError(
+                "batched gradients (vmap over a backward, is_grads_batched=True, "
+                "jacobian(vectorize=True)) are not served; go through them one by one"
+            )
+
+
+def refuse_second(ctx: Any, *grads: Any) -> NoReturn:
+    """Refuse to differentiate a ``torch.library`` operator that computes gradients."""
+    raise NotImplementedError(REFUSAL)
+
 
 Tensors = Sequence[torch.Tensor]
 Shapes = Sequence[Sequence[int]]
@@ -75,12 +164,12 @@ class Record:
         name: in ``torch.ops.ficco``.
         operands: their names.
         facts: names of a request's facts, with their types in the schema.
-        kept: names of the tensors that a forward keeps for its backward.
+        intermediates: names of the tensors that a forward keeps for its backward.
         forward: (request, operands, needs) -> the result and, if an operand needs a gradient, the
             kept tensors; None for a tensor that the needed gradients do not read.
         fake_forward: the same shapes, not computed; refuses operands that do not fit.
-        saved: ((*operands, result, *kept), needs) -> the same tensors, None for those that the
-            backward does not read.
+        saved: ((*operands, result, *intermediates), needs) -> the same tensors, None for those that
+            the backward does not read.
         backward: (request, gradient of the result, saved tensors, needs) -> gradients, which do
             not share memory.
         fake_backward: the same shapes, not computed.
@@ -93,7 +182,7 @@ class Record:
     name: str
     operands: tuple[str, ...]
     facts: Mapping[str, str]
-    kept: tuple[str, ...]
+    intermediates: tuple[str, ...]
     forward: Callable[[Request, Tensors, Needs], Saved]
     fake_forward: Callable[[Request, Tensors, Needs], Saved]
     saved: Callable[[Any, Needs], Saved]
@@ -138,7 +227,7 @@ class Record:
         needs = [grad and operand.requires_grad for operand in operands]
         context = {"group": group.group_name, "schedule": text, "options": current_text()}
         results = overload(self.name)(*operands, needs, **facts, **context)
-        out: torch.Tensor = results[0] if self.kept else results
+        out: torch.Tensor = results[0] if self.intermediates else results
         return out
 
     def _eager_forward(
@@ -159,12 +248,14 @@ class Record:
     @property
     def _schema(self) -> str:
         operands = ", ".join(f"Tensor {name}" for name in self.operands)
-        results = ", ".join(["Tensor"] * (1 + len(self.kept)))
-        return f"({operands}, {self._call}) -> {f'({results})' if self.kept else results}"
+        results = ", ".join(["Tensor"] * (1 + len(self.intermediates)))
+        return f"({operands}, {self._call}) -> {f'({results})' if self.intermediates else results}"
 
     @property
     def _backward_schema(self) -> str:
-        saved = ", ".join(f"Tensor? {name}" for name in (*self.operands, "result", *self.kept))
+        saved = ", ".join(
+            f"Tensor? {name}" for name in (*self.operands, "result", *self.intermediates)
+        )
         return f"(Tensor grad, {saved}, {self._call}) -> Tensor[]"
 
     @property
@@ -184,17 +275,19 @@ class Record:
         return self._request(args[count + 1 :]), args[:count], args[count]
 
     def _of_backward(self, args: Sequence[Any]) -> tuple[Request, torch.Tensor, Any, Needs]:
-        count = 2 + len(self.operands) + len(self.kept)
+        count = 2 + len(self.operands) + len(self.intermediates)
         return self._request(args[count + 1 :]), args[0], args[1:count], args[count]
 
     def _results(self, results: Saved) -> Any:
         """Return results as in the schema, with empty tensors for those that are not kept."""
-        result, *kept = results
+        result, *intermediates = results
         assert result is not None
-        if not self.kept:
+        if not self.intermediates:
             return result
-        kept += [None] * (len(self.kept) - len(kept))
-        return result, *(result.new_empty(0) if tensor is None else tensor for tensor in kept)
+        intermediates += [None] * (len(self.intermediates) - len(intermediates))
+        return result, *(
+            result.new_empty(0) if tensor is None else tensor for tensor in intermediates
+        )
 
     def _real_forward(self, *args: Any) -> Any:
         with _in_force(args[-1]):
@@ -214,7 +307,7 @@ class Record:
         assert self.flops is not None
         shapes: Any  # the counter passes them in place of tensors
         request, shapes, _needs = self._of_forward(args)
-        return self.flops(request, shapes, out_shape[0] if self.kept else out_shape, None)
+        return self.flops(request, shapes, out_shape[0] if self.intermediates else out_shape, None)
 
     def _count_backward(self, *args: Any, out_shape: Any, **_: Any) -> int:
         assert self.flops is not None
@@ -225,10 +318,10 @@ class Record:
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         count = len(self.operands)
         *rest, options = inputs[count + 1 :]
-        result, *kept = output if self.kept else (output,)
+        result, *intermediates = output if self.intermediates else (output,)
         ctx.needs, ctx.rest = inputs[count], (*rest, options or to_text(current()))
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(*self.saved((*inputs[:count], result, *kept), ctx.needs))
+        ctx.mark_non_differentiable(*intermediates)
+        ctx.save_for_backward(*self.saved((*inputs[:count], result, *intermediates), ctx.needs))
 
     def _autograd(
         self, ctx: Any, grad: torch.Tensor, *_: torch.Tensor

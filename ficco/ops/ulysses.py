@@ -1,9 +1,25 @@
-"""Attention by heads of a sequence that the ranks of a group share (DeepSpeed-Ulysses)."""
+"""Attention by heads of a sequence that the ranks of a group share (DeepSpeed-Ulysses), and the
+projections around it, fused with its exchanges.
+
+In projections, rows that travel are channels, grouped by rank and head; columns are positions. So
+the projection of queries, keys and values is a ``matmul_all_to_all`` of the weights with the
+transposed input, and the output projection an ``all_to_all_transposed_matmul``. Matrices that
+travel are stored transposed, position after position, which is the layout of attention libraries.
+
+============  ======================================  ====================================
+gradient of   ``ulysses_project``                     ``ulysses_output``
+============  ======================================  ====================================
+the operand   ``all_to_all_transposed_matmul``        ``matmul_all_to_all``
+the weights   ``all_to_all_matmul``                   ``all_to_all_matmul``
+============  ======================================  ====================================
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,16 +29,14 @@ from ficco.compute.program import Call
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import FACTS, asked_for, check_together, flops
-from ficco.ops.autograd import Needs
+from ficco.ops.call import keep_to_cap, plain
+from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.fit import keep_to_cap
-from ficco.ops.operands import plain, process_group
-from ficco.ops.record import Record, Request, stand_in
+from ficco.ops.operands import process_group
+from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options, current
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.heads import HeadsProblem
-from ficco.runtime.invoke import Invocation, invoke, new_kind
-from ficco.runtime.workspace import CachedCall, Workspace
+from ficco.problems.attention import AttentionProblem, HeadsProblem, keys_of
+from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
 
@@ -95,9 +109,7 @@ def ulysses_attention(
     return HEADS(Request(process_group(group), schedule, facts), (q, k, v), traced)
 
 
-def _forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     """Return the result. If a gradient is needed, also return the log-sum-exp and, with
     ``save_gathered``, the arrived heads, in the order of ``KEPT``."""
     q, k, v = operands
@@ -108,7 +120,7 @@ def _forward(
     return _by_batch(results["out"], q.shape), *(results[name] for name in KEPT if name in results)
 
 
-def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tensor]:
+def _save(tensors: Tensors, needs: Needs) -> Saved:
     """Return all tensors, which every gradient needs. If the arrived heads are kept, only the
     shapes of the operands and the result are saved."""
     if len(tensors) <= 5:
@@ -116,15 +128,13 @@ def _save(tensors: Sequence[torch.Tensor], needs: Needs) -> Sequence[torch.Tenso
     return *map(stand_in, tensors[:4]), *tensors[4:]
 
 
-def _backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Return the gradients of q, k and v, summed for heads of keys that several ranks have."""
-    q, k, v, out, *kept = saved
-    operands = {"grad": grad, **dict(zip(KEPT, kept, strict=False))}
-    if len(kept) == 1:
+    q, k, v, out, *intermediates = saved
+    operands = {"grad": grad, **dict(zip(KEPT, intermediates, strict=False))}
+    if len(intermediates) == 1:
         operands |= {"q": q, "k": k, "v": v, "out": out}
-    saves = "shards" if len(kept) == 1 else "heads"
+    saves = "shards" if len(intermediates) == 1 else "heads"
     invocation = HeadsCall(request, (q.shape, k.shape), operands, saves, backward=True)
     invoke(request.group, invocation, grad, "gradient")
     results = invocation.results
@@ -183,7 +193,8 @@ class HeadsCall(Invocation):
         engine, (batch, heads, rows, size) = workspace.engine, self.shapes[0]
         sizes = engine.world, rows, batch, heads, self.shapes[1][1], size
         dtype = str(self.like.dtype).removeprefix("torch.")
-        attention = AttentionProblem(*sizes, dtype, **self.of.facts, hosts=engine.hosts.count)
+        facts: dict[str, Any] = {**self.of.facts, **engine.group_facts}
+        attention = AttentionProblem(*sizes, dtype, **facts)
         problem = HeadsProblem(attention, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
         decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
@@ -228,9 +239,7 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(heads, rows, batch, size).permute(2, 0, 1, 3)
 
 
-def _fake_forward(
-    request: Request, operands: Sequence[torch.Tensor], needs: Needs
-) -> tuple[torch.Tensor, ...]:
+def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     q, k, v = operands
     check_together({"q": q, "k": k, "v": v}, request.schedule, request.facts)
     if not any(needs):
@@ -240,9 +249,7 @@ def _fake_forward(
     return _fake_like(q), q.new_empty(heads // world, world * rows * batch, dtype=wide)
 
 
-def _fake_backward(
-    request: Request, grad: torch.Tensor, saved: Sequence[torch.Tensor], needs: Needs
-) -> list[torch.Tensor]:
+def _fake_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     return [_fake_like(operand) for operand in saved[:3]]
 
 
@@ -258,4 +265,441 @@ HEADS = Record(
     _fake_backward,
     lambda gradients, needs: gradients,
     flops,
+)
+
+
+#: Names of the operators in errors and on the board.
+PROJECT, OUTPUT = "ulysses_project", "ulysses_output"
+
+
+@tells_refusals
+def ulysses_project(
+    x: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    v_weight: torch.Tensor,
+    *,
+    size: int,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the queries, keys and values of a rank's heads at all positions (DeepSpeed-Ulysses,
+    section 3), from an input sharded by positions. With W ranks it computes, for its heads::
+
+        x_whole = torch.cat([the x of each rank], dim=1)  # [batch, S, features]
+        q, k, v = (functional.linear(x_whole, weight) for weight in (q_weight, k_weight, v_weight))
+
+    ======================  ===================================================================
+    ``x``                   [batch, S/W, features], this rank's positions
+    ``q_weight``            [heads * size, features], as ``nn.Linear`` has it; W divides heads
+    ``k_weight, v_weight``  [kv_heads * size, features]; ``kv_heads`` divides heads
+    q                       [batch, heads/W, S, size]: the heads of rank r start at r * heads/W
+    k, v                    [batch, n, S, size]: the n heads that these queries attend to, for
+                            ``scaled_dot_product_attention(..., enable_gqa=True)``
+    ======================  ===================================================================
+
+    Each rank multiplies its positions by the weights of a peer's heads, and a copy engine sends the
+    product while the next one is computed (:func:`ficco.matmul_all_to_all`). Results are stored
+    [S, batch, heads, size], which attention libraries read by strides: no pass reorders them. A
+    head of keys that several ranks use is computed and sent for each of them. Each call copies the
+    weights into the order of the ranks. It also copies ``x`` for a batch of more than 1, unless
+    memory holds it as [S/W, batch, features].
+
+    All operands have gradients. A weight's gradient covers this rank's positions, as under data
+    parallelism. All ranks need gradients of the same operands. The gradients of q, k and v are
+    copied once, into one tensor. On a GPU the call is enqueued on the current stream and returns.
+
+    Args:
+        size: number of channels of a head.
+        group: the ranks; the default group if None.
+        schedule: of a :func:`ficco.matmul_all_to_all`: a name, a :class:`Schedule` or ``"auto"``.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call.
+    """
+    operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
+    traced, group = check_traced(**operands), process_group(group)
+    x, *weights = _checked(group, operands, partial(_check_project, size))
+    request = Request(group, schedule, {"size": size, "batch": x.shape[0]})
+    rows, keys = _by_positions(x), _Shares.of(request, weights[0].shape, weights[1].shape).keys_each
+    heads = PROJECTION(request, (rows, *weights), traced)
+    return _split(heads.unflatten(0, (-1, x.shape[0])), keys)
+
+
+@tells_refusals
+def ulysses_output(
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
+    schedule: str | Schedule = "auto",
+) -> torch.Tensor:
+    """Return the output projection of attention by heads, at this rank's positions
+    (DeepSpeed-Ulysses, section 3). With W ranks it computes, for its positions::
+
+        whole = torch.cat([the out of each rank], dim=1)  # [batch, heads, S, size]
+        functional.linear(whole.transpose(1, 2).flatten(2), weight)
+
+    ===========  =====================================================================
+    ``out``      [batch, heads/W, S, size], the attention of this rank's heads
+    ``weight``   [features, heads * size], as ``nn.Linear`` has it
+    result       [batch, S/W, features]
+    ===========  =====================================================================
+
+    Copy engines bring each rank its positions of the peers' heads. The products of arrived heads
+    are summed in float32 (:func:`ficco.all_to_all_transposed_matmul`). ``out`` is read in place if
+    memory holds it as [S, batch, heads/W, size], as from flash attention for a batch of 1; other
+    orders are copied first. On a GPU the call is enqueued on the current stream and returns.
+
+    Both operands have gradients. The weight's gradient covers this rank's positions; ``out``
+    travels again for it. All ranks need gradients of the same operands.
+
+    Args:
+        group: the ranks; the default group if None.
+        schedule: of a :func:`ficco.all_to_all_transposed_matmul`: a name, a :class:`Schedule` or
+            ``"auto"``.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotImplementedError: the dtype.
+        RankMismatch: ranks make different calls.
+        SignalTimeout, PeerFailed: as for any call.
+    """
+    operands = {"out": out, "weight": weight}
+    traced, group = check_traced(**operands), process_group(group)
+    out, weight = _checked(group, operands, _check_output)
+    batch, heads, *_ = out.shape
+    request = Request(group, schedule, {"heads": heads, "batch": batch})
+    rows = OUTPUT_PROJECTION(request, (_as_blocks(out, group.size()), weight), traced)
+    return _rows_by_batch(rows, batch)
+
+
+def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
+    """Return attention of a rank's heads as rows of positions, one block for each rank."""
+    batch, heads, positions, size = out.shape
+    return out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
+
+
+def _by_positions(x: torch.Tensor) -> torch.Tensor:
+    """Return [batch, S/W, features] as rows, [S/W * batch, features]."""
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _rows_by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
+    """Return [S/W * batch, features] as [batch, S/W, features]."""
+    return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
+
+
+def _checked(
+    group: ProcessGroup,
+    operands: dict[str, torch.Tensor],
+    check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
+) -> list[torch.Tensor]:
+    """Return the operands, cast under autocast, after ``check`` has accepted them."""
+    cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
+    check(group, cast)
+    return list(cast.values())
+
+
+def _check_project(size: int, group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> None:
+    (x, q, k, v), world = operands.values(), group.size()
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"size: required that of a head, at least 1, got {size!r}")
+    if x.dim() != 3 or not x.shape[0]:
+        raise ValueError(
+            f"x: required [batch, S/W, features], a batch of at least 1, got {list(x.shape)}; "
+            "reshape it"
+        )
+    for name, tensor in list(operands.items())[1:]:
+        rows = tensor.shape[0] if tensor.dim() == 2 else 0
+        if tensor.dim() != 2 or tensor.shape[1] != x.shape[2] or not rows or rows % size:
+            raise ValueError(
+                f"{name}: required [heads * size, features], heads of {size} and {x.shape[2]} "
+                f"features as x has, got {list(tensor.shape)}; pass the weight of an nn.Linear"
+            )
+    heads, kv_heads = q.shape[0] // size, k.shape[0] // size
+    if k.shape != v.shape or heads % kv_heads:
+        raise ValueError(
+            f"k_weight, v_weight: required as many heads of both, a divisor of the {heads} of "
+            f"q_weight, got {kv_heads} and {v.shape[0] // size}; pass those of one layer"
+        )
+    if heads % world:
+        raise ValueError(
+            f"q_weight: required a number of heads that the {world} ranks share equally, got "
+            f"{heads}; use fewer ranks, or ficco.all_gather_attention"
+        )
+    _check_alike(operands)
+
+
+def _check_output(group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> None:
+    (out, weight), world = operands.values(), group.size()
+    if out.dim() != 4 or not out.shape[0] or out.shape[2] % world:
+        raise ValueError(
+            f"out: required [batch, heads/W, S, size], positions that the {world} ranks share "
+            f"equally, got {list(out.shape)}; reshape it"
+        )
+    channels = out.shape[1] * out.shape[3] * world
+    if weight.dim() != 2 or not weight.shape[0] or weight.shape[1] != channels:
+        raise ValueError(
+            f"weight: required [features, {channels}], at least 1 feature of the heads of all "
+            f"{world} ranks, got {list(weight.shape)}; pass the weight of an nn.Linear"
+        )
+    _check_alike(operands)
+
+
+def _check_alike(operands: Mapping[str, torch.Tensor]) -> None:
+    first = next(iter(operands.values()))
+    for name, tensor in operands.items():
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name}: required {first.dtype} on {first.device}, as {next(iter(operands))} is, "
+                f"got {tensor.dtype} on {tensor.device}; convert it"
+            )
+
+
+def _purpose(operator: str, names: Sequence[str], needs: Sequence[bool]) -> str:
+    needed = " and ".join(name for name, need in zip(names, needs, strict=True) if need)
+    return f"for the gradients of {needed} of {operator}"
+
+
+def _split(heads: torch.Tensor, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split heads [S, batch, heads, size] into queries, ``keys`` keys and as many values, each as
+    [batch, heads, S, size]."""
+    sizes = heads.shape[2] - 2 * keys, keys, keys
+    q, k, v = heads.unsafe_split_with_sizes(sizes, 2)  # unsafe: each may be changed in place
+    return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+class _Shares(NamedTuple):
+    """The channels of each rank: those of its heads of queries, keys and values."""
+
+    world: int
+    rank: int
+    heads_in_all: int
+    kv_heads: int
+    size: int
+
+    @classmethod
+    def of(cls, request: Request, q: Sequence[int], k: Sequence[int]) -> _Shares:
+        """Return the shares for two shapes of weights. A compiler must know the number of heads."""
+        size = request.facts["size"]
+        heads, keys = int(q[0] // size), int(k[0] // size)
+        return cls(request.group.size(), request.group.rank(), heads, keys, size)
+
+    def keys(self, rank: int) -> list[int]:
+        return keys_of(rank, self.world, self.heads_in_all, self.kv_heads)
+
+    @property
+    def queries_each(self) -> int:
+        """Number of heads of queries of a rank."""
+        return self.heads_in_all // self.world
+
+    @property
+    def keys_each(self) -> int:
+        """Number of heads of keys of this rank."""
+        return len(self.keys(self.rank))
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Number of channels of each rank."""
+        ranks = range(self.world)
+        return tuple((self.queries_each + 2 * len(self.keys(rank))) * self.size for rank in ranks)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield runs of adjacent heads in the order of the ranks: weight, first head and end."""
+        for rank in range(self.world):
+            yield 0, rank * self.queries_each, (rank + 1) * self.queries_each
+            keys = self.keys(rank)
+            adjacent = keys == list(range(keys[0], keys[-1] + 1))
+            for weight in (1, 2):
+                if adjacent:
+                    yield weight, keys[0], keys[-1] + 1
+                else:
+                    yield from ((weight, key, key + 1) for key in keys)
+
+    def packed(self, *weights: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the weights in the order of the ranks."""
+        size, runs = self.size, self.runs()
+        return torch.cat([weights[i][first * size : last * size] for i, first, last in runs])
+
+    def unpacked(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the weights' gradients, from rows in the order of the ranks. The rows of a head
+        that several ranks have are summed in at least float32, and rounded once."""
+        counts = self.heads_in_all, self.kv_heads, self.kv_heads
+        parts: list[list[list[torch.Tensor]]] = [[[] for _ in range(count)] for count in counts]
+        rows = iter(packed.split(self.size))
+        for weight, first, last in self.runs():
+            for head in range(first, last):
+                parts[weight][head].append(next(rows))
+        wide = torch.promote_types(packed.dtype, torch.float32)
+
+        def summed(terms: list[torch.Tensor]) -> torch.Tensor:
+            if len(terms) == 1:
+                return terms[0]
+            return torch.stack(terms).sum(0, dtype=wide).to(packed.dtype)
+
+        return [torch.cat([summed(terms) for terms in heads]) for heads in parts]
+
+
+# The records. Their first operands are rows of positions, and blocks of rows of positions.
+
+
+def _run(
+    request: Request,
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    rows: Any = None,
+    gathers: bool = False,
+    out: torch.Tensor | None = None,
+    purpose: str = "",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run an operator whose travelling matrix is stored transposed."""
+    arguments = request.group, request.schedule, rows, gathers, out, purpose
+    return run(operator, a, b, *arguments, transposed=True)
+
+
+def _save_rows(tensors: Tensors, needs: Needs) -> Saved:
+    """Return the first operand if a weight needs a gradient, and the weights, or only their shapes
+    if the first operand needs no gradient."""
+    first, *weights, _ = tensors
+    if not needs[0]:
+        weights = [stand_in(weight) for weight in weights]
+    return first if any(needs[1:]) else None, *weights, None
+
+
+def _project(request: Request, operands: Tensors, needs: Needs) -> Saved:
+    """Return this rank's heads of queries, then keys, then values at all positions, [S * batch,
+    heads, size]. Operands: rows of this rank's positions, and the weights of all heads."""
+    rows, *weights = operands
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
+    table = (shares.channels,) * shares.world
+    purpose = (
+        f"for {PROJECT} of {shares.heads_in_all} heads, {shares.kv_heads} of keys, size "
+        f"{shares.size}, batch {request.facts['batch']}"
+    )
+    packed = shares.packed(*weights)
+    blocks, _ = _run(request, "matmul_all_to_all", packed, rows.t(), table, purpose=purpose)
+    return (blocks.transpose(1, 2).reshape(-1, blocks.shape[1] // shares.size, shares.size),)
+
+
+def _fake_project(request: Request, operands: Tensors, needs: Needs) -> Saved:
+    rows, *weights = operands
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
+    heads = shares.queries_each + 2 * shares.keys_each
+    return (rows.new_empty(shares.world * rows.shape[0], heads, shares.size),)
+
+
+def _project_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
+    """Return the gradients of the rows, which need all weights, and of each weight, which need the
+    rows. ``grad``: of the result of :func:`_project`."""
+    rows, *weights, _ = saved
+    shares = _Shares.of(request, weights[0].shape, weights[1].shape)
+    blocks = grad.contiguous().view(shares.world, -1, shares.channels[shares.rank])
+    blocks, packed = blocks.transpose(1, 2), shares.packed(*weights) if needs[0] else None
+    table = tuple((channels,) * shares.world for channels in shares.channels)
+    purpose = _purpose(PROJECT, PROJECTION.operands, needs)
+    if rows is None:
+        assert packed is not None
+        operator = "all_to_all_transposed_matmul"
+        return [_run(request, operator, blocks, packed, table, purpose=purpose)[0]]
+    d_packed, gathered = _run(
+        request, "all_to_all_matmul", blocks, rows, table, packed is not None, purpose=purpose
+    )
+    gradients = [None, *shares.unpacked(d_packed)]
+    if packed is not None and gathered is not None:
+        gradients[0] = torch.mm(gathered.t(), packed)
+    needed = (grad for grad, need in zip(gradients, needs, strict=True) if need)
+    return [gradient for gradient in needed if gradient is not None]
+
+
+def _fake_project_backward(
+    request: Request, grad: torch.Tensor, saved: Any, needs: Needs
+) -> Tensors:
+    (_, *weights, _), world = saved, request.group.size()
+    shapes = (grad.shape[0] // world, weights[0].shape[1]), *(weight.shape for weight in weights)
+    return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+
+
+def _output(request: Request, operands: Tensors, needs: Needs) -> Saved:
+    """Return the projection at this rank's positions, [S/W * batch, features]."""
+    blocks, weight = operands
+    facts, operator = request.facts, "all_to_all_transposed_matmul"
+    purpose = f"for {OUTPUT} of {facts['heads']} heads a rank, batch {facts['batch']}"
+    return _run(request, operator, blocks.transpose(1, 2), weight.t(), purpose=purpose)[:1]
+
+
+def _fake_output(request: Request, operands: Tensors, needs: Needs) -> Saved:
+    blocks, weight = operands
+    return (blocks.new_empty(blocks.shape[1], weight.shape[0]),)
+
+
+def _output_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
+    """Return the gradients of the blocks, which need the weight, and of the weight, which need the
+    blocks."""
+    (blocks, weight, _), gradients = saved, []
+    purpose = _purpose(OUTPUT, OUTPUT_PROJECTION.operands, needs)
+    if needs[0]:
+        sent, _ = _run(request, "matmul_all_to_all", weight.t(), grad.t(), purpose=purpose)
+        gradients.append(sent.transpose(1, 2))
+    if needs[1]:
+        d_weight = grad.new_empty(grad.shape[1], blocks.shape[0] * blocks.shape[2])
+        arguments = "all_to_all_matmul", blocks.transpose(1, 2), grad, None, False, d_weight.t()
+        _run(request, *arguments, purpose=purpose)
+        gradients.append(d_weight)
+    return gradients
+
+
+def _fake_output_backward(
+    request: Request, grad: torch.Tensor, saved: Any, needs: Needs
+) -> Tensors:
+    (_, weight, _), world = saved, request.group.size()
+    shapes = (world, grad.shape[0], weight.shape[1] // world), weight.shape
+    return [grad.new_empty(shape) for shape, need in zip(shapes, needs, strict=True) if need]
+
+
+def _project_flops(
+    request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None
+) -> int:
+    """Count products of this rank's positions with the weights of all heads."""
+    (_, q, k, _), world = shapes, request.group.size()
+    products = 1 if needs is None else needs[0] + any(needs[1:])
+    channels = sum(_Shares.of(request, q, k).channels)
+    return 2 * products * result[0] // world * q[1] * channels
+
+
+def _output_flops(
+    request: Request, shapes: Shapes, result: Sequence[int], needs: Needs | None
+) -> int:
+    features, channels = shapes[1]
+    return 2 * (1 if needs is None else sum(needs)) * result[0] * features * channels
+
+
+PROJECTION = Record(
+    PROJECT,
+    ("x", "q_weight", "k_weight", "v_weight"),
+    {"size": "int", "batch": "SymInt"},
+    (),
+    _project,
+    _fake_project,
+    _save_rows,
+    _project_backward,
+    _fake_project_backward,
+    flops=_project_flops,
+)
+
+OUTPUT_PROJECTION = Record(
+    OUTPUT,
+    ("out", "weight"),
+    {"heads": "SymInt", "batch": "SymInt"},
+    (),
+    _output,
+    _fake_output,
+    _save_rows,
+    _output_backward,
+    _fake_output_backward,
+    flops=_output_flops,
 )

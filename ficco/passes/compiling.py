@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
-from ficco.passes.report import Report
-from ficco.passes.rewrite import named, replace
+from ficco.passes.rewrite import Report, named, replace
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
 #: before all passes of Inductor's own that look for collectives.
@@ -69,12 +68,12 @@ class Backend:
                 return make_boxed_func(self.inner(graph, examples))
             return make_boxed_func(graph.forward)
 
-        made = aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=compile,
             bw_compiler=compile,
             partition_fn=min_cut_rematerialization_partition,
         )
-        return made(module, inputs)
+        return compiled(module, inputs)
 
 
 def backend(

@@ -1,4 +1,12 @@
-"""Reads the nodes of a graph of ATen operations: collectives, products, views, writes."""
+"""Reads the nodes of a graph of ATen operations: collectives, products, views, writes.
+
+The order of a tensor's rows is tracked through views, permutations and pieces. A collective always
+concatenates along the first dimension. A gather or scatter along another one is the same
+collective, with the tensor cut up and joined again before or after it, and each framework and
+version writes that in its own way. Here a tensor is a list of *labels* in row-major order: views
+keep the list, permutations reorder it. Only the final order of the labels counts, so that no list
+of spellings is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +15,139 @@ import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.functions import FloorDiv
 
-from ficco.passes.layout import Order, Size, permuted, regrouped, same
 from ficco.problems.scaling import RESULTS
+
+#: An int, or a symbolic one.
+Size = Any
+
+
+def same(one: Size, other: Size) -> bool:
+    """Whether two sizes are equal for all values of the graph's dynamic sizes; adds no guard."""
+    return bool(statically_known_true(one == other)) or _same_divided(one, other)
+
+
+def _same_divided(one: Size, other: Size) -> bool:
+    """As :func:`same`, for sizes that contain divisions known to have no remainder."""
+    symbolic = next((size for size in (one, other) if isinstance(size, torch.SymInt)), None)
+    if symbolic is None:
+        return False
+    shapes = symbolic.node.shape_env
+    rest = (one - other).node.expr
+    for divided in rest.atoms(FloorDiv):
+        whole, by = divided.args
+        more, part = whole.as_coeff_Add()  # (x + by - 1) // by rounds up
+        if not (by.is_Integer and 0 <= more < by and part.free_symbols):
+            continue
+        size = shapes.create_symintnode(part, hint=None)
+        if statically_known_true(size % int(by) == 0):
+            rest = rest.subs(divided, part / by)
+    return bool(rest.expand() == 0)
+
+
+class Label(NamedTuple):
+    """A factor of a dimension: its place in the original order, and its size."""
+
+    key: tuple[int, ...]
+    size: Size
+
+
+Order = tuple[Label, ...]
+
+
+class Unclear(Exception):
+    """The order of the rows cannot be tracked; the text says where it was lost."""
+
+
+def original(sizes: Sequence[Size]) -> Order:
+    """The labels of a tensor in its own order; dimensions of one element have none."""
+    return tuple(Label((i,), size) for i, size in enumerate(sizes) if not same(size, 1))
+
+
+def dimensions(order: Order, shape: Sequence[Size]) -> list[Order]:
+    """The labels of each dimension of a shape. A label is split if a dimension ends inside it."""
+    rest, dims = order, []
+    for size in shape:
+        mine, rest = split(rest, size)
+        dims.append(mine)
+    return dims
+
+
+def split(order: Order, size: Size) -> tuple[Order, Order]:
+    """The first labels that span ``size`` elements, and the others."""
+    rest, mine = list(order), list[Label]()
+    while not same(total(mine), size):
+        if not rest:
+            raise Unclear("a view that cuts rows apart, or whose sizes are not known")
+        label = rest.pop(0)
+        room = _quotient(size, total(mine))
+        if room is not None and isinstance(label.size, int) and label.size > room:
+            second = _quotient(label.size, room)
+            if second is None:
+                raise Unclear("a view that cuts rows apart")
+            rest.insert(0, Label((*label.key, 1), second))
+            label = Label((*label.key, 0), room)
+        mine.append(label)
+    return tuple(mine), tuple(rest)
+
+
+def permuted(order: Order, shape: Sequence[Size], perm: Sequence[int]) -> Order:
+    """The order after ``permute(perm)`` of a tensor of this shape."""
+    dims = dimensions(order, shape)
+    return joined(dims[i] for i in perm)
+
+
+def regrouped(order: Order, shape: Sequence[Size], source: int, target: int, pieces: int) -> Order:
+    """The order after cutting a dimension into equal pieces and joining them along another."""
+    dims = dimensions(order, shape)
+    front, dims[source] = split(dims[source], pieces)
+    dims[target] = front + dims[target]
+    return joined(dims)
+
+
+def of_ranks(label: Label) -> bool:
+    """Whether a label belongs to the first dimension: in a collective's tensor, the ranks."""
+    return label.key[0] == 0
+
+
+def canonical(order: Order) -> Order:
+    """The labels in their original order."""
+    return tuple(sorted(order))
+
+
+def rows_of(order: Order, shape: Sequence[Size]) -> Order | None:
+    """The labels of a matrix's rows; None if its columns are not whole and in original order."""
+    dims = dimensions(order, shape)
+    columns, rows = dims[-1], joined(dims[:-1])
+    return rows if columns == canonical(joined(dims))[len(rows) :] else None
+
+
+def total(labels: Sequence[Label]) -> Size:
+    """The number of elements that labels span."""
+    return prod(label.size for label in labels)
+
+
+def joined(dims: Any) -> Order:
+    """The labels of several dimensions in one list."""
+    return tuple(label for dim in dims for label in dim)
+
+
+def _quotient(size: Size, by: Size) -> int | None:
+    """size / by if both are known and it is a whole number."""
+    if isinstance(size, int) and isinstance(by, int) and by and size % by == 0:
+        return size // by
+    return None
+
 
 aten = torch.ops.aten
 
@@ -84,9 +215,9 @@ def tensor_of(node: Any) -> FakeTensor:
     return tensor
 
 
-def known(given: Any) -> Any:
+def known(argument: Any) -> Any:
     """The value of an argument that is a number, or a node that computes one."""
-    return given.meta.get("val") if isinstance(given, Node) else given
+    return argument.meta.get("val") if isinstance(argument, Node) else argument
 
 
 def op_of(node: Node) -> torch._ops.OpOverload:
@@ -99,8 +230,8 @@ def arguments(node: Node) -> dict[str, Any]:
     """The arguments of an operation by name, including defaults."""
     schema = op_of(node)._schema.arguments
     defaults = {argument.name: argument.default_value for argument in schema}
-    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return defaults | given | node.kwargs
+    passed = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    return defaults | passed | node.kwargs
 
 
 def is_op(node: Node) -> bool:
@@ -174,15 +305,15 @@ def product(node: Any) -> MatrixProduct | str:
         return "bmm multiplies a batch of matrices"
     if node.target not in _PRODUCTS:
         return f"{_called(node)} is no product"
-    given = arguments(node)
-    if given.get("beta", 1) != 1 or given.get("alpha", 1) != 1:
+    by_name = arguments(node)
+    if by_name.get("beta", 1) != 1 or by_name.get("alpha", 1) != 1:
         return "addmm with beta or alpha other than 1"
-    left, right, bias = map(given.get, _PRODUCTS[node.target])
+    left, right, bias = map(by_name.get, _PRODUCTS[node.target])
     transposed = node.target == aten.linear.default
-    scales = _scales(node, given) if "scale_a" in given else ()
+    scales = _scales(node, by_name) if "scale_a" in by_name else ()
     if isinstance(scales, str):
         return scales
-    how = transposed, bias, scales, bool(given.get("use_fast_accum"))
+    how = transposed, bias, scales, bool(by_name.get("use_fast_accum"))
     matmul = MatrixProduct(node, left, right, *how)  # type: ignore[arg-type]
     a, b = value(matmul.a), value(matmul.b)
     if a is None or b is None or a.dim() < 2 or b.dim() != 2:
@@ -190,19 +321,20 @@ def product(node: Any) -> MatrixProduct | str:
     return matmul
 
 
-def _scales(node: Node, given: dict[str, Any]) -> tuple[Node, ...] | str:
+def _scales(node: Node, by_name: dict[str, Any]) -> tuple[Node, ...] | str:
     """The scales of a product of float8 operands, or why no operator takes them."""
-    scales = given["scale_a"], given["scale_b"]
-    if "recipe_a" in given:
-        recipes = [tuple(map(int, given[name])) for name in ("recipe_a", "recipe_b")]
+    scales = by_name["scale_a"], by_name["scale_b"]
+    if "recipe_a" in by_name:
+        recipes = [tuple(map(int, by_name[name])) for name in ("recipe_a", "recipe_b")]
         if [len(each) for each in (*recipes, *scales)] != [1] * 4:
             return "operands with scales of two levels"
         if (pair := (recipes[0][0], recipes[1][0])) not in _RECIPES:
             return f"scales by the recipes {pair[0]} and {pair[1]}"
-        if any(map(int, (*given["swizzle_a"], *given["swizzle_b"]))) or given["contraction_dim"]:
+        swizzled = any(map(int, (*by_name["swizzle_a"], *by_name["swizzle_b"])))
+        if swizzled or by_name["contraction_dim"]:
             return "swizzled scales, or another dimension than k is contracted"
         scales = scales[0][0], scales[1][0]
-    if given.get("scale_result") is not None:
+    if by_name.get("scale_result") is not None:
         return "a product with scale_result"
     result = tensor_of(node).dtype
     if str(result).removeprefix("torch.") not in RESULTS:
@@ -283,8 +415,8 @@ def relayout_to(node: Any) -> Relayout | None:
     elif _slices_all(node):
         return Relayout(source, nodes)
     elif node.target == aten.copy.default:
-        given = arguments(node)
-        source = given["src"]
+        by_name = arguments(node)
+        source = by_name["src"]
         before = value(source)
         if before is not None and (before.dtype, before.shape) == (after.dtype, after.shape):
             return Relayout(source, nodes)
@@ -310,21 +442,21 @@ def _slices_all(node: Node) -> bool:
 
 def _pieces(cat: Node) -> Relayout | None:
     """The relayout of a cat that joins all pieces of one tensor in order; None for other cats."""
-    given = arguments(cat)
-    parts = given["tensors"]
-    found = [piece for part in parts if (piece := _piece(part)) is not None]
-    if not parts or len(found) < len(parts):
+    by_name = arguments(cat)
+    parts = by_name["tensors"]
+    joined_pieces = [piece for part in parts if (piece := _piece(part)) is not None]
+    if not parts or len(joined_pieces) < len(parts):
         return None
-    source, cut = found[0].source, found[0].dim
+    source, cut = joined_pieces[0].source, joined_pieces[0].dim
     shape, length = tensor_of(source).shape, tensor_of(parts[0]).shape[cut]
-    if any(piece.source is not source or piece.dim != cut for piece in found):
+    if any(piece.source is not source or piece.dim != cut for piece in joined_pieces):
         return None
     lengths = [(tensor_of(part).shape[cut], length) for part in parts]
-    starts = [(piece.start(length), i * length) for i, piece in enumerate(found)]
+    starts = [(piece.start(length), i * length) for i, piece in enumerate(joined_pieces)]
     if not all(same(*pair) for pair in (*lengths, *starts, (len(parts) * length, shape[cut]))):
         return None
-    between = dict.fromkeys(node for piece in found for node in piece.nodes)
-    pieces = (cut, given["dim"] % len(shape), len(parts))
+    between = dict.fromkeys(node for piece in joined_pieces for node in piece.nodes)
+    pieces = (cut, by_name["dim"] % len(shape), len(parts))
     return Relayout(source, (*between, cat), pieces=pieces)
 
 
@@ -356,12 +488,12 @@ def _piece(node: Any) -> _Piece | None:
         dim = arguments(cut)["dim"] % tensor_of(source).dim()
         return _Piece(source, dim, lambda length: number * length, (cut, node))
     if node.target == aten.slice.Tensor:
-        given = arguments(node)
-        if value(given["self"]) is None or known(given["step"]) != 1:
+        by_name = arguments(node)
+        if value(by_name["self"]) is None or known(by_name["step"]) != 1:
             return None
-        start = known(given["start"]) or 0
-        dim = given["dim"] % tensor_of(given["self"]).dim()
-        return _Piece(given["self"], dim, lambda length: start, (node,))
+        start = known(by_name["start"]) or 0
+        dim = by_name["dim"] % tensor_of(by_name["self"]).dim()
+        return _Piece(by_name["self"], dim, lambda length: start, (node,))
     return None
 
 
@@ -420,7 +552,7 @@ def written(node: Node) -> list[Node]:
         plain = isinstance(node.target, types.BuiltinFunctionType) and module == "_operator"
         if functional or plain or "sym_" in getattr(node.target, "__name__", ""):
             return []
-    return [given for given in node.all_input_nodes if value(given) is not None]
+    return [operand for operand in node.all_input_nodes if value(operand) is not None]
 
 
 def storage(node: Node) -> Node:

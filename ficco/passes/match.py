@@ -14,37 +14,35 @@ from ficco.passes.graph import (
     COLLECTIVES,
     OTHER_FORMS,
     MatrixProduct,
+    Order,
     Relayout,
+    Size,
+    Unclear,
     arguments,
     aten,
+    canonical,
     collective,
     inner_users,
     is_op,
     is_size,
     is_wait,
     known,
+    of_ranks,
     op_of,
+    original,
     product,
     relayout_to,
     relayouts_from,
+    rows_of,
+    same,
     source_of,
     span,
     storage,
     tensor_of,
+    total,
     value,
     write_between,
     written,
-)
-from ficco.passes.layout import (
-    Order,
-    Size,
-    Unclear,
-    canonical,
-    of_ranks,
-    original,
-    rows_of,
-    same,
-    total,
 )
 from ficco.problems.products import ITEMSIZE
 from ficco.problems.scaling import FAMILIES
@@ -140,14 +138,14 @@ def call_of(node: Node, group: str | None) -> CollectiveCall:
     assert name is not None
     if name not in COLLECTIVES:
         raise Leave(OTHER_FORMS.get(name, f"no operator of ficco stands for {name}"))
-    given = arguments(node)
-    if not isinstance(given["group_name"], str):
+    by_name = arguments(node)
+    if not isinstance(by_name["group_name"], str):
         raise Leave("the group is an object that the graph computes, not a name")
-    if group is not None and given["group_name"] != group:
+    if group is not None and by_name["group_name"] != group:
         raise Leave("it belongs to another group than the given one")
     world = world_of(node)
     if not world:
-        raise Leave(f"there is no process group of the name {given['group_name']!r}")
+        raise Leave(f"there is no process group of the name {by_name['group_name']!r}")
     if world == 1:
         raise Leave("one rank: nothing travels")
     waits = [user for user in node.users if is_wait(user)]
@@ -156,23 +154,23 @@ def call_of(node: Node, group: str | None) -> CollectiveCall:
             raise Leave(f"{user.name} uses the result before it is waited for")
     if not waits:
         raise Leave("nothing in this graph waits for the result")
-    tensor, result = value(given.get("input")), value(node)
+    tensor, result = value(by_name.get("input")), value(node)
     if tensor is None or result is None:
         raise Leave("the graph was traced without fake tensors: no shapes are known")
     if tensor.device.type not in ("cpu", "cuda"):
         raise Leave(f"{tensor.device.type} tensors are not served")
     if any(same(size, 0) for size in tensor.shape):
         raise Leave("a tensor without elements")
-    return CollectiveCall(node, name, given["group_name"], world, (node, *waits))
+    return CollectiveCall(node, name, by_name["group_name"], world, (node, *waits))
 
 
 def world_of(node: Node) -> int:
     """Ranks of a collective's group; 0 if they are not known."""
-    given = arguments(node)
-    if isinstance(given.get("group_size"), int):
-        return int(given["group_size"])
+    by_name = arguments(node)
+    if isinstance(by_name.get("group_size"), int):
+        return int(by_name["group_size"])
     try:
-        return dist.distributed_c10d._get_group_size_by_name(given["group_name"])
+        return dist.distributed_c10d._get_group_size_by_name(by_name["group_name"])
     except (RuntimeError, LookupError, TypeError, ValueError):  # no such group here
         return 0
 
@@ -288,8 +286,8 @@ def _gathered(call: CollectiveCall) -> Order:
 
 def _block(call: CollectiveCall) -> Size:
     """Rows of each block of an all-to-all, which must be equal."""
-    given = arguments(call.node)
-    blocks = [known(n) for n in (*given["input_split_sizes"], *given["output_split_sizes"])]
+    by_name = arguments(call.node)
+    blocks = [known(n) for n in (*by_name["input_split_sizes"], *by_name["output_split_sizes"])]
     if len(blocks) != 2 * call.world or not all(same(blocks[0], n) for n in blocks):
         raise Leave("uneven blocks: the graph of one rank does not know what the others exchange")
     if not same(tensor_of(call.tensor).shape[0], call.world * blocks[0]):
@@ -478,7 +476,7 @@ def _terms(node: Node) -> list[Node]:
     """The two terms that a node adds, if both are (sums of) products of its shape and dtype."""
     if node.target != aten.add.Tensor or arguments(node)["alpha"] != 1:
         return []
-    terms = [given for given in node.args[:2] if isinstance(given, Node)]
+    terms = [term for term in node.args[:2] if isinstance(term, Node)]
     total = value(node)
     for term in terms:
         one = value(term)
@@ -502,7 +500,7 @@ def _why_no_product(node: Node, text: str) -> str:
     if isinstance(maker, Node) and is_op(maker) and op_of(maker).namespace == "ficco":
         return "its product is one operator with another collective already"
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        terms = [given for given in node.args[:2] if isinstance(given, Node)]
+        terms = [term for term in node.args[:2] if isinstance(term, Node)]
         if any(map(_is_sum, terms)):
             return "the operand is the sum of a product and of something else"
     return f"its operand is no product: {text}"

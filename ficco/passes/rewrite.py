@@ -1,10 +1,11 @@
-"""Puts ficco's operators into a graph."""
+"""Puts ficco's operators into a graph, and reports which collectives they replace."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +18,22 @@ from ficco.ops.operands import process_group
 from ficco.passes.graph import (
     COLLECTIVES,
     MatrixProduct,
+    Order,
     arguments,
     aten,
+    canonical,
     collective,
     is_size,
     is_wait,
+    of_ranks,
     origin,
+    same,
     source_of,
     span,
     tensor_of,
+    total,
     value,
 )
-from ficco.passes.layout import Order, canonical, of_ranks, same, total
 from ficco.passes.match import (
     EPILOGUES,
     PROLOGUES,
@@ -42,9 +47,100 @@ from ficco.passes.match import (
     prologue,
     world_of,
 )
-from ficco.passes.report import Entry, Report
 from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import Schedule
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One collective of a graph.
+
+    Attributes:
+        collective: its kind, for example ``"all-gather"``.
+        node: its name in the graph.
+        product: name of the product that it feeds or is fed by, "" if there is none.
+        where: the user's line of code, "" if the graph does not say.
+        group: name of the process group.
+        world: ranks of the group, 0 if that is not known.
+        shapes: of operands and result, in words.
+        replaced: whether ficco's operator has replaced it.
+        operator: that operator, "" if nothing was replaced.
+        reason: the change, or the reason why there is none.
+    """
+
+    collective: str
+    node: str
+    product: str = ""
+    where: str = ""
+    group: str = ""
+    world: int = 0
+    shapes: str = ""
+    replaced: bool = False
+    operator: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        done = f"replaced by {self.operator}" if self.replaced else "left"
+        product = f" with {self.product}" if self.product else ""
+        about = "; ".join(text for text in (self.shapes, self.where) if text)
+        return f"{self.collective} {self.node}{product}: {done}: {self.reason} ({about})"
+
+
+@dataclass
+class Report:
+    """One :class:`Entry` for each collective of the graphs that a pass has seen, in order.
+
+    Prints as a table. A report is true if something was replaced.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    graphs: int = 0
+
+    @property
+    def replaced(self) -> list[Entry]:
+        """Collectives that an operator of ficco has replaced."""
+        return [entry for entry in self.entries if entry.replaced]
+
+    @property
+    def left(self) -> list[Entry]:
+        """Collectives that were not replaced."""
+        return [entry for entry in self.entries if not entry.replaced]
+
+    def add(self, other: Report) -> None:
+        """Append another graph's report."""
+        self.entries += other.entries
+        self.graphs += other.graphs
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced)
+
+    def __str__(self) -> str:
+        seen = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        head = (
+            f"{len(self.entries)} collective{'s' * (len(self.entries) != 1)} in {seen}: "
+            f"{len(self.replaced)} replaced, {len(self.left)} left"
+        )
+        rows = [("collective", "node", "group", "shapes", "decision", "reason", "where")]
+        for one in self.entries:
+            group = f"{one.group} x{one.world}" if one.world else one.group
+            decision = one.operator or "left"
+            rows.append(
+                (one.collective, one.node, group, one.shapes, decision, one.reason, one.where)
+            )
+        if not self.entries:
+            return head
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
 
 
 def replace(
@@ -164,13 +260,13 @@ def _visit(node: Node, group: str | None, schedule: str) -> dict[Node, Entry]:
 def _entry(node: Node) -> Entry:
     """Report entry of a collective, without its product."""
     name = collective(node) or ""
-    given = arguments(node)
-    tensor, result = value(given.get("input")), value(node)
+    by_name = arguments(node)
+    tensor, result = value(by_name.get("input")), value(node)
     known = tensor is not None and result is not None
     return Entry(
         COLLECTIVES.get(name, name),
         node.name,
-        group=str(given.get("group_name", "")),
+        group=str(by_name.get("group_name", "")),
         world=world_of(node),
         shapes=f"{_text(tensor)} -> {_text(result)}" if known else "",
     )
@@ -201,14 +297,14 @@ class Writer:
     def __init__(self, like: Node) -> None:
         self.graph = like.graph
         self.like = like
-        self.made: list[Node] = []
+        self.created: list[Node] = []
 
     def __call__(self, at: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(at):
             node = self.graph.call_function(target, args, kwargs)
-        self.made.append(node)
-        kept = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
-        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in kept}
+        self.created.append(node)
+        copied = {"stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag"}
+        node.meta |= {key: kind for key, kind in self.like.meta.items() if key in copied}
         node.meta["val"] = _faked(node)
         return node
 
@@ -279,7 +375,7 @@ class Writer:
         return self(at, aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def undo(self) -> None:
-        for node in reversed(self.made):
+        for node in reversed(self.created):
             self.graph.erase_node(node)
 
 
@@ -343,7 +439,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     def finish() -> str:
         _resize(sizes)
         for node in pattern.hoisted:
-            write.made[0].prepend(node)
+            write.created[0].prepend(node)
         after = set(span(place))
         for node in pattern.chain:
             if node not in after:
@@ -431,19 +527,20 @@ def _call(
 ) -> tuple[Node, Node | None]:
     """The nodes of an operator's product and, if asked for, of the gathered A. ``of_a``: the scale
     of a."""
-    registered, given = OPS[name], [a, _matrix(write, at, chosen)]
+    registered, operands = OPS[name], [a, _matrix(write, at, chosen)]
     ops: Any = registered.product, registered.gathered
     if of_a is not None:
         ops = registered.scaled, registered.scaled_gathered
         more: Any = of_a, _scale_of_b(write, at, chosen), chosen.bias
-        given += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
+        operands += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
     try:
-        made = write(at, ops[gathered], *given, call.group, schedule)
+        results = write(at, ops[gathered], *operands, call.group, schedule)
     except (ValueError, NotImplementedError) as error:
         raise Leave(str(error), chosen.node) from None
     if not gathered:
-        return made, None
-    return write(at, operator.getitem, made, 0), write(at, operator.getitem, made, 1)
+        return results, None
+    first, second = (write(at, operator.getitem, results, i) for i in (0, 1))
+    return first, second
 
 
 def _matrix(write: Writer, at: Node, chosen: MatrixProduct) -> Node:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
-from ficco.problems.attention import AttentionProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.experts import ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.mask import PLACEMENTS
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import operands_of

@@ -301,10 +301,10 @@ class Specification:
         return next(iter(self.exchanges.values()))
 
 
-def check_name(what: str, name: str, known: Iterable[str]) -> None:
+def check_name(argument: str, name: str, known: Iterable[str]) -> None:
     """Raise unless a name is one of the known names."""
     if name not in known:
-        raise InvalidArgument(what, f"required one of {', '.join(known)}, got {name!r}")
+        raise InvalidArgument(argument, f"required one of {', '.join(known)}, got {name!r}")
 
 
 class AnyProblem:

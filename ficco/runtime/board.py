@@ -3,6 +3,12 @@
 Posting a call costs one store to host memory. Three kinds of calls wait for the entries of their
 peers: ``ficco.empty``, calls whose problem is new to this rank, and calls whose slots were freed.
 Other calls are compared while they wait for their peers' signals, or by the watchdog.
+
+Between hosts a thread of each rank publishes the rank's part of the board in the group's store
+whenever that part changes. It reads the parts of other hosts continuously while a call waits for
+agreement, otherwise for a short time after each call. Numbers that ranks tell with a call are
+published at once, and read while a call waits for them. When a call times out, its watchdog calls
+the roll. A rank whose thread does not answer has ended or is stopped.
 """
 
 from __future__ import annotations
@@ -13,15 +19,15 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
-from ficco.dma.host import HostMemory, dead, first_call
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import HostMemory, Hosts, dead, first_call
 from ficco.dma.patience import Patience
 from ficco.errors import (
     MEETING,
@@ -33,7 +39,170 @@ from ficco.errors import (
     reason_of,
 )
 from ficco.problems.products import digest
-from ficco.runtime.courier import BoardCourier
+
+#: Seconds between two polls: while a call waits for agreement, and otherwise.
+AT_ONCE_S, SOON_S = 0.002, 0.05
+#: Seconds for which the thread reads the parts of other hosts after a call asked for them.
+WAITING_S = 0.2
+#: Seconds that ranks get to answer a roll call.
+ANSWER_S = 2.0
+
+#: Keys of the store: the number of roll calls, and the latest one that a rank has answered.
+ROLL, HERE = "roll", "here/{}"
+#: Answer of a rank that has closed the group.
+LEFT = 1 << 62
+
+
+class BoardCourier:
+    """Thread that publishes this rank's part of the board and copies those of other hosts."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        mine: memoryview,
+        far_parts: Mapping[int, memoryview],
+        ring: int,
+        counts: Mapping[int, np.ndarray[Any, Any]],
+        world: int,
+    ) -> None:
+        """``mine``: this rank's part; its first ``ring`` bytes change with every call.
+        ``far_parts``: copies of the parts of other hosts. ``counts``: their numbers by call."""
+        self._others = [other for other in range(world) if other != rank]
+        self._store: Any = store  # `set` also takes bytes
+        self._rank, self._mine, self._far_parts = rank, mine, far_parts
+        self._ring, self._counts = ring, counts
+        self._tells: deque[tuple[int, bytes]] = deque()
+        self._awaited: int | None = None  # row that a call waits for
+        self._known: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
+        self._pause = SOON_S
+        self._complete = False  # whether all ranks have published
+        self._answered = 0
+        self._waits_until = 0.0
+        self._changed, self._stop = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
+        self._thread.start()
+
+    def changed(self) -> None:
+        """Publish this rank's part soon, because a peer may wait for it."""
+        self._changed.set()
+
+    def waiting(self, agrees: bool = False) -> None:
+        """Read the parts of other hosts for a while. ``agrees``: a call waits for agreement."""
+        self._waits_until = time.monotonic() + WAITING_S
+        if agrees:
+            self._pause = AT_ONCE_S
+            self._changed.set()
+
+    def flush(self) -> None:
+        """Wait until what this rank has posted is published. The caller may then wait for a peer in
+        the store: in releases whose stores cannot be cloned, such a wait holds up the thread."""
+        ring = self._mine[: self._ring]
+        while self._thread.is_alive() and self._sent.get("calls") != bytes(ring):
+            self._changed.set()
+            time.sleep(AT_ONCE_S / 10)
+
+    def tell(self, row: int, numbers: bytes) -> None:
+        """Publish the numbers that this rank tells with a call."""
+        self._tells.append((row, numbers))
+        self._changed.set()
+
+    def ask(self, row: int | None) -> None:
+        """Keep reading the numbers that other ranks tell with a call, until the row is None."""
+        self._awaited = row
+
+    def silent(self) -> list[int]:
+        """Call the roll, and return the ranks that do not answer; empty if the store fails."""
+        silent: list[list[int]] = []
+
+        def call() -> None:
+            silent.append(self._call_roll())
+
+        thread = threading.Thread(target=call, name="ficco roll", daemon=True)
+        thread.start()
+        thread.join(ANSWER_S + 1.0)
+        return silent[0] if silent else []
+
+    def _call_roll(self) -> list[int]:
+        if not self._complete:
+            return []
+        try:
+            number, end = self._store.add(ROLL, 1), time.monotonic() + ANSWER_S
+            keys = [HERE.format(rank) for rank in self._others]
+            while True:
+                self.waiting()  # and answer roll calls of other ranks
+                answers = zip(self._others, map(int, self._store.multi_get(keys)), strict=True)
+                silent = [rank for rank, answer in answers if answer < number]
+                if not silent or time.monotonic() > end:
+                    return silent
+                time.sleep(AT_ONCE_S)
+        except RuntimeError:  # the store is gone
+            return []
+
+    def stop(self) -> None:
+        """Publish this rank's part, then end the thread."""
+        self._stop = True
+        self._changed.set()
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            self._answer(self._store.add(ROLL, 0))
+            while True:
+                stop = self._stop
+                self._publish()
+                if stop:
+                    return self._answer(LEFT)
+                if waits := time.monotonic() < self._waits_until:
+                    self._read()
+                if self._changed.wait(self._pause if waits else SOON_S):
+                    self._changed.clear()
+                elif not waits:
+                    self._pause = SOON_S
+        except RuntimeError:  # the store is gone; from here on only timeouts end waits
+            return
+
+    def _publish(self) -> None:
+        for kind, of in (("texts", slice(self._ring, None)), ("calls", slice(self._ring))):
+            data = bytes(self._mine[of])
+            if data != self._sent.get(kind):
+                self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
+                self._sent[kind] = data
+        while self._tells:
+            row, numbers = self._tells.popleft()
+            self._store.set(f"told/{self._rank}/{row}", numbers)
+
+    def _answer(self, number: int) -> None:
+        """Answer the roll call with this number."""
+        self._answered = number
+        self._store.set(HERE.format(self._rank), str(number))
+
+    def _read(self) -> None:
+        keys = [f"{kind}/{rank}" for rank in self._far_parts for kind in ("texts", "calls")]
+        self._complete = self._complete or self._store.check(
+            keys + list(map(HERE.format, self._others))
+        )
+        if not self._complete:
+            return
+        *parts, roll = self._store.multi_get([*keys, ROLL])
+        if int(roll) != self._answered:
+            self._answer(int(roll))
+        for key, data in zip(keys, parts, strict=True):
+            if data != self._known.get(key):
+                self._known[key] = data
+                kind, _, rank = key.partition("/")
+                begin, end = (0, self._ring) if kind == "calls" else (self._ring, None)
+                self._far_parts[int(rank)][begin:end] = zlib.decompress(data)
+        if (row := self._awaited) is not None:
+            keys = [f"told/{rank}/{row}" for rank in self._counts]
+            if self._store.check(keys):
+                for rows, data in zip(
+                    self._counts.values(), self._store.multi_get(keys), strict=True
+                ):
+                    numbers = np.frombuffer(data, np.uint64)
+                    rows[row, : len(numbers)] = numbers
+
 
 #: Calls that the board holds for each rank.
 ENTRIES = 256
@@ -100,8 +269,8 @@ class Board:
         texts = ENTRIES * 8
         shown = texts + TEXTS * TEXT_BYTES  # copied to other hosts
         size = shown + ENTRIES * TOLD * 8
-        what = hosts.near, size, timeout_s, "the agreement board", operator
-        memory = HostMemory(*what, begins=True)
+        mapping = hosts.near, size, timeout_s, "the agreement board", operator
+        memory = HostMemory(*mapping, begins=True)
         self._pids = hosts.spread(memory.pids, 0)
         # Each rank has a ring of entries, and texts. Arrays and memoryviews keep their maps alive.
         parts = hosts.spread([memoryview(part)[:size] for part in memory.maps], None)
@@ -109,7 +278,7 @@ class Board:
             parts[rank] = memoryview(bytearray(shown))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
-        self._told = [
+        self._counts = [
             np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
             if len(part) > shown
             else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
@@ -117,11 +286,11 @@ class Board:
         ]
         self._courier: BoardCourier | None = None
         if hosts.far:
-            theirs = {rank: parts[rank][:shown] for rank in hosts.far}
+            far_parts = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
-            told = {rank: self._told[rank] for rank in hosts.far}
-            ends = ENTRIES * 8, told, self.world
-            self._courier = BoardCourier(store, self.rank, mine, theirs, *ends)
+            counts = {rank: self._counts[rank] for rank in hosts.far}
+            ends = ENTRIES * 8, counts, self.world
+            self._courier = BoardCourier(store, self.rank, mine, far_parts, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen
@@ -156,7 +325,7 @@ class Board:
 
     def begin(self, kind: str, timeout_s: float, operator: str) -> None:
         """Post this rank's kind of engine as call 0. Between hosts, wait until all ranks have
-        posted theirs.
+        posted their kinds.
 
         Raises:
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
@@ -175,10 +344,10 @@ class Board:
         """Tell the other ranks up to ``TOLD`` numbers below 2**40 - 1 with a call."""
         # One more than each: 0 means none, also where the number of the call has wrapped to 0.
         one_more = np.array(values, np.uint64) + np.uint64(1)
-        told = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
-        self._told[self.rank][number % ENTRIES, : len(values)] = told
+        numbers = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
+        self._counts[self.rank][number % ENTRIES, : len(values)] = numbers
         if self._courier is not None:
-            self._courier.tell(number % ENTRIES, told.tobytes())
+            self._courier.tell(number % ENTRIES, numbers.tobytes())
 
     def told(
         self, number: int, count: int, timeout_s: float, operator: str
@@ -189,9 +358,9 @@ class Board:
             FiccoError: a rank has overwritten its numbers, 256 calls later.
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
-        rings = [ring[number % ENTRIES, :count] for ring in self._told]
+        rings = [ring[number % ENTRIES, :count] for ring in self._counts]
 
-        def there(rank: int) -> bool:
+        def arrived(rank: int) -> bool:
             entries = rings[rank].copy()  # the rank may be writing
             behind = number - (entries >> np.uint64(_DIGEST_BITS)).astype(np.int64)
             behind[entries == 0] = 1
@@ -205,7 +374,7 @@ class Board:
             self._courier.ask(number % ENTRIES)
         try:
             step = "learn the counts of other ranks"
-            self._await(there, number, timeout_s, operator, UNSCHEDULED, step)
+            self._await(arrived, number, timeout_s, operator, UNSCHEDULED, step)
         finally:
             if self._courier is not None:
                 self._courier.ask(None)
@@ -265,14 +434,14 @@ class Board:
 
     def _await(
         self,
-        there: Callable[[int], bool],
+        arrived: Callable[[int], bool],
         number: int,
         timeout_s: float,
         operator: str,
         schedule: str,
         step: str,
     ) -> None:
-        """Wait until ``there`` is true of every other rank."""
+        """Wait until ``arrived`` is true of every other rank."""
         if self._closed:
             return
 
@@ -296,7 +465,7 @@ class Board:
         polls = 0
         if self._courier is not None:
             self._courier.waiting(agrees=True)
-        while absent := [rank for rank in absent if not there(rank)]:
+        while absent := [rank for rank in absent if not arrived(rank)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
                 continue
@@ -307,7 +476,7 @@ class Board:
                 self._courier.waiting()
             if error := self.mismatch(number):
                 raise error
-            ended = [rank for rank in absent if self.ended(rank) and not there(rank)]
+            ended = [rank for rank in absent if self.ended(rank) and not arrived(rank)]
             if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
                 raise late
 
@@ -327,7 +496,7 @@ class Board:
         if self._courier is not None:
             self._courier.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
-        self._told = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
+        self._counts = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
     # Entries.

@@ -48,11 +48,11 @@ def marked(text: str) -> Iterator[None]:
 def as_range(text: str, do: Callable[[Given], None]) -> Callable[[Given], None]:
     """Wrap a function of one argument in a range, while a profiler records ranges."""
 
-    def run(given: Given) -> None:
+    def run(argument: Given) -> None:
         if active():
             with marked(text):
-                do(given)
+                do(argument)
         else:
-            do(given)
+            do(argument)
 
     return run

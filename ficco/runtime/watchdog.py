@@ -17,8 +17,8 @@ import traceback
 from functools import partial
 from typing import Protocol
 
-from ficco.compute.program import Program, Slot
-from ficco.dma.engine import Engine, Missing, timed_out
+from ficco.compute.program import Slot
+from ficco.dma.engine import Engine, Missing
 from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
 from ficco.runtime.board import Board
@@ -73,7 +73,7 @@ class Watchdog:
     def _run(self) -> None:
         try:
             while not self._stop.wait(PERIOD_S):
-                if (error := self._found()) is not None:
+                if (error := self._fault()) is not None:
                     self._act(error)
                     break
             # Calls enqueued after the stuck call get stuck as well once they begin.
@@ -83,7 +83,7 @@ class Watchdog:
             traceback.print_exc()
             self._exit("the watchdog failed")
 
-    def _found(self) -> FiccoError | None:
+    def _fault(self) -> FiccoError | None:
         """The fault of the workspace, or the failure to look for one; None if all is well."""
         try:
             return self._look()
@@ -111,11 +111,11 @@ class Watchdog:
         now = time.monotonic()
         stuck: FiccoError | None = None
         slots = workspace.slots
-        there = {id(slot) for slot in slots}
+        present = {id(slot) for slot in slots}
         for rank in set(range(workspace.board.world)) - self._ended.keys():
             if workspace.board.ended(rank) or rank in workspace.engine.lost:
                 self._ended[rank] = now
-        self._waits = {key: wait for key, wait in self._waits.items() if key in there}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in present}
         for slot in slots:
             running, ended = workspace.engine.pulse(slot)
             if not running:
@@ -139,7 +139,7 @@ class Watchdog:
         missing = self._workspace.engine.missing(slot, program)
         if missing is None or missing.peer not in self._ended:
             return None
-        return self._timed_out(program, missing, seconds, ended=True)
+        return self._workspace.engine.timed_out(program.plan, missing, seconds, ended=True)
 
     def _timeout(self, slot: Slot, running: int, seconds: float) -> SignalTimeout:
         engine = self._workspace.engine
@@ -155,13 +155,7 @@ class Watchdog:
         silent = self._workspace.board.silent()
         if silent and missing.peer not in silent:  # the peer itself waits for a silent rank
             missing = Missing(missing.step, silent[0])
-        return self._timed_out(program, missing, seconds)
-
-    def _timed_out(
-        self, program: Program, missing: Missing, seconds: float, ended: bool = False
-    ) -> SignalTimeout:
-        host = self._workspace.engine.hosts.named(missing.peer)
-        return timed_out(program.plan, missing, seconds, ended, host)
+        return engine.timed_out(program.plan, missing, seconds)
 
     def _act(self, error: FiccoError) -> None:
         workspace = self._workspace

@@ -1,4 +1,9 @@
-"""Workspaces: the engine, board, symmetric memory and programs of a group, kept between calls."""
+"""Workspaces: the engine, board, symmetric memory and programs of a group, kept between calls.
+
+A call is numbered, its kind is looked up or planned, its results are allocated, it is posted on the
+board, and it runs. From the second call of a kind on, that is a dictionary look-up, one entry on
+the board and the loop over the operations. An operator describes a call by an :class:`Invocation`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +14,22 @@ import ctypes
 import math
 import os
 import time
-from collections.abc import Callable, Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import get_ident
+from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
-from ficco.compute.program import Program, Slot, Symmetric
-from ficco.dma.choose import engine_name, make_engine
-from ficco.dma.engine import Engine
-from ficco.dma.host import backend_of
-from ficco.dma.hosts import hosts_of
+from ficco.compute.program import Call, Program, Slot, Symmetric
+from ficco.dma import engine_name, make_engine
+from ficco.dma.engine import Engine, Span
+from ficco.dma.host import backend_of, hosts_of
 from ficco.dma.patience import limit_of
 from ficco.errors import (
     REVIVE,
@@ -37,7 +44,9 @@ from ficco.errors import (
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
+from ficco.runtime import ranges
 from ficco.runtime.board import REFUSED, Board, published
+from ficco.runtime.program import compile
 from ficco.runtime.watchdog import Watchdog
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
@@ -177,16 +186,16 @@ class Workspace:
         device: torch.device,
         options: Options,
         operator: str,
-        given: tuple[Board, Engine] | None = None,
+        opened: tuple[Board, Engine] | None = None,
     ) -> None:
-        """``given``: an existing board and engine; by default the group opens its own."""
+        """``opened``: an existing board and engine; by default the group opens its own."""
         self.group, self.limit_s = group, limit_of(group, device)
-        self.board, self.engine = given or _opened(group, device, options, operator)
+        self.board, self.engine = opened or _opened(group, device, options, operator)
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
         self.error: FiccoError | None = None
-        self._told: tuple[str, str] | None = None  # text and kind of `error` for the peers
+        self._published: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
         self._known: dict[str | None, Known] = {}
         # Slots by capture id, 0 for eager calls. A graph owns its slots, because a replay may run
@@ -243,15 +252,15 @@ class Workspace:
         """
         if self.error is None:
             if not isinstance(error, (RankMismatch, PeerFailed)):  # both come from the board
-                self._told = published(error)
+                self._published = published(error)
             if not isinstance(error, FiccoError):
                 error = FiccoError(
                     f"a call of this group was broken off by {reason_of(error)}. Its ranks are no "
                     f"longer in step. {REVIVE}"
                 )
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
-        if self._told is not None:
-            self._tell(*self._told)
+        if self._published is not None:
+            self._tell(*self._published)
 
     def _tell(self, text: str, how: str) -> None:
         self.board.post(self.calls, self.board.describe(text, same_as=how))
@@ -273,12 +282,12 @@ class Workspace:
         if self.thread and self.thread != get_ident():
             raise FiccoError(_THREADS.format(operator))
 
-    def refuse_within_block(self, what: str) -> None:
+    def refuse_within_block(self, operation: str) -> None:
         """Raise ``FiccoError`` if a block of :func:`ficco.arriving` is open on the group."""
         if self.block_open:
             raise FiccoError(
-                f"{what}: a block of ficco.arriving on this group is not over; leave it first, or "
-                "use another group"
+                f"{operation}: a block of ficco.arriving on this group is not over; leave it "
+                "first, or use another group"
             )
 
     def known(self, wanted: str | None) -> Known:
@@ -301,7 +310,7 @@ class Workspace:
         """
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
-            old = [(kept.latest, key) for key, kept in self.programs.items() if not kept.captured]
+            old = [(call.latest, key) for key, call in self.programs.items() if not call.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).forget()
         self.programs[key] = cached
@@ -368,13 +377,13 @@ class Workspace:
         nbytes = math.prod(shape) * dtype.itemsize
         engine, board, seconds = self.engine, self.board, current().timeout_s or self.limit_s
         engine.timeout_s, engine.operator, self.thread = seconds, "empty", get_ident()
-        asked = board.describe(f"empty(shape={shape}, dtype={dtype})")
+        request = board.describe(f"empty(shape={shape}, dtype={dtype})")
         try:
             self.calls += 1
-            board.post(self.calls, asked)
+            board.post(self.calls, request)
             board.agree(self.calls, seconds, "empty", UNSCHEDULED)
             self.calls += 1
-            board.post(self.calls, asked)
+            board.post(self.calls, request)
             memory = engine.symmetric(max(nbytes, dtype.itemsize))
         except FiccoError as error:
             self.end(error)
@@ -437,8 +446,9 @@ class Workspace:
         try:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
-            for kept in (self.programs, self._slots, self._watched, self._pinned, self.allocations):
-                kept.clear()
+            pools = self._slots, self._watched, self._pinned
+            for cache in (self.programs, *pools, self.allocations):
+                cache.clear()
 
 
 def _repeated(error: FiccoError) -> FiccoError:
@@ -587,3 +597,166 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class Invocation(ABC):
+    """One call of an operator, with its operands and arguments.
+
+    Attributes:
+        operator: name of the operator, for errors.
+        purpose: role of the call in a backward, for errors; empty in a forward.
+    """
+
+    operator: str
+    purpose: str
+
+    @abstractmethod
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        """Check the operands, and return the key of this kind of call."""
+
+    @abstractmethod
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        """Choose a schedule for a new kind of call, and plan it."""
+
+    @abstractmethod
+    def allocate(self, cached: CachedCall) -> Call:
+        """Allocate the results and the local buffers of a call."""
+
+    def by_columns(self, workspace: Workspace, cached: CachedCall, call: Call) -> None:
+        """Split this call into calls on a few columns each: see :class:`CachedCall`."""
+        raise NotImplementedError
+
+
+#: Type of the cache entry of a kind of call.
+Kind = TypeVar("Kind", bound=CachedCall)
+
+
+def new_kind(
+    workspace: Workspace,
+    plan: Plan,
+    options: Options,
+    agreed: Iterable[str] = (),
+    single: bool = False,
+    source: tuple[Symmetric, int] | None = None,
+    kind: type[Kind] = CachedCall,  # type: ignore[assignment]
+) -> Kind:
+    """Cache entry of a new kind of call.
+
+    The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
+    ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
+    """
+    texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
+    if options.workspace_bytes is not None:
+        texts.append(f"workspace_bytes={options.workspace_bytes}")
+    return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
+
+
+def begin(
+    workspace: Workspace, invocation: Invocation, options: Options
+) -> tuple[CachedCall, Call]:
+    """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
+    whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
+    board = workspace.board
+    workspace.begin(invocation.operator, options)
+    key = invocation.key(workspace, options)
+    cached = workspace.programs.get(key)
+    if cached is None:
+        cached = invocation.plan(workspace, options)
+    call = invocation.allocate(cached)
+    new, number = not cached.latest, workspace.calls
+    cached.latest = number
+    if not cached.columns:
+        board.post(number, cached.digest)
+        if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten
+            workspace.raise_error()
+        if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
+            limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
+            board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
+    if new:
+        workspace.keep(key, cached)
+    return cached, call
+
+
+def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, name: str) -> Call:
+    """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
+
+    ``operand``: decides the device. ``name``: of this operand, for errors."""
+    options = current()
+    workspace = workspace_for(group, operand, name, invocation.operator, options)
+    try:
+        cached, call = begin(workspace, invocation, options)
+        if cached.columns:
+            workspace.calls -= 1  # its parts count as calls instead
+            invocation.by_columns(workspace, cached, call)
+        else:
+            execute(workspace, cached, call)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return call
+
+
+def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
+    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
+    if _records:
+        _records[-1].append(_traced(workspace, cached, call))
+    else:
+        _run(workspace, cached, call)
+    workspace.thread = 0
+
+
+#: Traces of the open blocks of :func:`tracing`, innermost last.
+_records: list[list[tuple[Plan, list[Span]]]] = []
+
+
+@contextmanager
+def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
+    """Trace the calls in a block: each call is synchronous and records the times of its steps on
+    this rank. A traced Plan is the one that the engine ran, perhaps split into parts
+    (:func:`ficco.plan.in_parts`)."""
+    _records.append([])
+    try:
+        yield _records[-1]
+    finally:
+        _records.pop()
+
+
+def program_of(workspace: Workspace, cached: CachedCall) -> Program:
+    """The program of the latest call, on its slot."""
+    slot = workspace.slot(cached.plan, cached.single)
+    program = cached.programs.get(id(slot))
+    if program is None:
+        program = compile(cached.plan, workspace.engine, slot, cached.source)
+        cached.programs[id(slot)] = program
+    return program
+
+
+def _run(
+    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
+) -> None:
+    """Run a call by the program of its kind, or by another one."""
+    grad = torch.is_grad_enabled()
+    program = program or program_of(workspace, cached)
+    try:
+        if grad:  # inside: Ctrl-C may come right after it
+            torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
+        if ranges.active():
+            with ranges.marked(f"ficco: {program.plan.problem}, {program.plan.schedule}"):
+                workspace.engine.execute(program, call)
+        else:
+            workspace.engine.execute(program, call)
+    finally:
+        if grad:
+            torch._C._set_grad_enabled(True)
+
+
+def _traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan, list[Span]]:
+    slot = workspace.slot(cached.plan, cached.single)
+    program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+    try:
+        _run(workspace, cached, call, program)
+        return program.plan, workspace.engine.spans(program, call)
+    finally:
+        if slot is not None:
+            slot.programs.pop(program.number, None)
+        program.clear()

@@ -53,7 +53,7 @@ def attention_plans(
         builders = [Builder(problem, rank) for rank in every]
         if problem.backward:
             back = GradientWorld(problem, schedule, words, staging_bytes)
-            stage = KeptGradientStage if problem.kept else GradientStage
+            stage = KeptGradientStage if problem.saved else GradientStage
             return [_plan(stage(back, one)) for one in builders]
         world = AttentionWorld(problem, schedule, words, staging_bytes)
         return [_plan(AttentionStage(world, one)) for one in builders]

@@ -48,8 +48,8 @@ class GradientWorld(AttentionWorld):
     def __init__(
         self, asked: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.kept = asked.kept
-        if asked.kept:  # there is nothing to fetch
+        self.kept = asked.saved
+        if asked.saved:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(asked, schedule, words, cap)
         keys, ranks, dkv = asked.keys, range(self.world), asked.specification.results[1]

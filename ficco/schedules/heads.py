@@ -13,7 +13,7 @@ from weakref import proxy
 
 from ficco.plan.collector import paused
 from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.attention import HeadsProblem
 from ficco.problems.mask import Span
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator, remembered

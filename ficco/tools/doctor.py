@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.dma.choose import ENGINES, engine_name, make_engine
+from ficco.dma import ENGINES, engine_name, make_engine
 from ficco.dma.engine import fingerprint
 from ficco.dma.patience import limit_of
 from ficco.errors import BackendError, FiccoError

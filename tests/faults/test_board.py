@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Rank, caught, run
 
-from ficco.dma.hosts import hosts_of
+from ficco.dma.host import hosts_of
 from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problems.products import digest
 from ficco.runtime.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board

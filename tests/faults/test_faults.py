@@ -30,11 +30,11 @@ from test_all_gather_matmul import end_of, start_ranks
 import ficco
 from ficco.compute import products
 from ficco.dma import collectives
-from ficco.dma.cpu_collectives import collect
+from ficco.dma.cpu import collect
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
-from ficco.runtime import invoke
+from ficco.runtime import workspace
 from ficco.runtime.board import LATE_S
 from ficco.runtime.workspace import Workspace, workspaces
 from ficco.schedules import Schedule, plans
@@ -365,7 +365,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        invoke._run(*[mock.Mock()] * 4)  # it never gets to them
+        workspace._run(*[mock.Mock()] * 4)  # it never gets to them
     assert torch.is_grad_enabled()
 
 
@@ -513,7 +513,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 OWNERS: dict[str, Any] = {
     "row_major": calls,
     "allocate": calls.ProductCall,
-    "execute": invoke,
+    "execute": workspace,
     "keep": Workspace,
 }
 
@@ -560,7 +560,7 @@ def _operands_behind_an_error(at: Rank) -> list[bool]:
     collecting = gc.isenabled()
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
-            patch.setattr(invoke, "execute", refuse)
+            patch.setattr(workspace, "execute", refuse)
         try:
             for iteration in (1, 2, 3):
                 made = make(at, case, iteration, group)
@@ -653,7 +653,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "caller's thread": (products, "multiply"),
     "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
-    "operations": (invoke, "compile"),
+    "operations": (workspace, "compile"),
 }
 ERRORS: dict[str, Callable[[], BaseException]] = {
     "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from ficco.compute.program import Program, Slot
-from ficco.dma import patience
+from ficco.dma import engine, patience
 from ficco.dma.engine import Missing
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
 from ficco.runtime.watchdog import ENDED_S, PERIOD_S, Watchdog
@@ -31,6 +31,7 @@ class Engine:
     rank = 0
     operator = "all_gather_matmul"
     hosts = Hosts.one(SimpleNamespace(size=lambda: 4))  # type: ignore[arg-type]
+    timed_out = engine.Engine.timed_out
 
     def __init__(self, running: int, ending: bool) -> None:
         self.running, self.ending, self.lost = running, ending, set[int]()

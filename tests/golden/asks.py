@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from ficco.machine import Machine, find
 from ficco.plan.model import Plan
-from ficco.problems.attention import AttentionProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.experts import ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule, StagingTooSmall, plans, refusal
@@ -204,7 +203,7 @@ def of_attention() -> Iterator[Case]:
         problems = {
             "all_gather_attention": forward,
             "backward": gradient.gradient(),
-            "backward of kept operands": gradient.gradient(kept=True),
+            "backward of kept operands": gradient.gradient(saved=True),
         }
         for first, problem in problems.items():
             for name in ATTENTION:

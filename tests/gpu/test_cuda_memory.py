@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import Rank, run
 from test_kernels import missing
 
-from ficco.dma.hosts import Hosts, Near
+from ficco.dma.host import Hosts, Near
 from ficco.dma.memories import SharedMapped
 from ficco.errors import BackendError
 

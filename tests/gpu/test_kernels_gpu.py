@@ -31,7 +31,7 @@ from test_kernels import (
 
 import ficco
 from benchmarks.kernel_rates import loaded, shares, too_slow
-from ficco.dma.memops import WAIT_32, WRITE_32
+from ficco.dma.driver import WAIT_32, WRITE_32
 from ficco.hip_kernels.launch import CASTS, E4M3
 from ficco.runtime.workspace import workspaces
 

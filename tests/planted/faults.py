@@ -118,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         "wrong-host",
-        "ficco/dma/hosts.py",
+        "ficco/dma/host.py",
         "errors name the host of the rank that waits, not that of its peer",
         ("hosts_streams.py::test_the_word_of_a_lane_tells_its_step_and_peer", "patience"),
         'return "" if rank is None or self.count == 1 else self.names[rank]',

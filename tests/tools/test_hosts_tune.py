@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import Rank, caught, run
 from test_hosts import host_of
 
-from ficco.dma.hosts import hosts_of
+from ficco.dma.host import hosts_of
 from ficco.machine import load
 from ficco.tools.bench.candidates import choose
 from ficco.tools.bench.cases import Case

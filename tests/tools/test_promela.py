@@ -42,9 +42,8 @@ from edits import (
 from test_plan import PROBLEM, RETURNED, SUMMED, TURNED, made
 
 from ficco.plan import Plan, Step
-from ficco.problems.attention import AttentionProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.experts import ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import Problem
 from ficco.proof import check
 from ficco.schedules import Schedule

@@ -398,7 +398,7 @@ def test_without_ranks_the_machine_that_is_found_gives_them(
         assert cli.run(["explain", *SIZES[:6]]) == 0
         assert "(2048 x 4 ranks)" in capsys.readouterr().out  # cpu.yaml's
     for name in ("find", "nearest"):
-        monkeypatch.setattr(sys.modules["ficco.heuristics.where"], name, lambda *_: None)
+        monkeypatch.setattr(sys.modules["ficco.heuristics.decide"], name, lambda *_: None)
     assert cli.run(["explain", *SIZES[:6]]) == 2
     said = capsys.readouterr().err
     assert "--world: required" in said and "--machine" in said

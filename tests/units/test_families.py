@@ -9,13 +9,11 @@ from typing import Any, cast
 import pytest
 
 from ficco.heuristics import decide
-from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import FAMILIES, family_of
+from ficco.heuristics.families import FAMILIES, family_of, last_arrival
 from ficco.machine import Machine, find
-from ficco.machine.flat import flat
-from ficco.problems.attention import AttentionProblem
+from ficco.machine.model import flat
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.experts import ExpertLayer
-from ficco.problems.heads import HeadsProblem
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.problems.specification import AnyProblem

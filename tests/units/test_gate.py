@@ -1,4 +1,4 @@
-"""What threads of a process may do to a device at the same time: ficco.dma.gate."""
+"""What threads of a process may do to a device at the same time: ficco.dma.memories."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ficco.dma import memories, rendezvous
-from ficco.dma.gate import Gate
+from ficco.dma import memories
 from ficco.dma.gpu import GpuEngine
-from ficco.dma.hosts import Hosts, Near
+from ficco.dma.host import Hosts, Near
+from ficco.dma.memories import Gate
 
 #: Seconds in which a thread that is let through gets far enough, also on a loaded machine.
 PATIENCE_S = 10.0
@@ -155,9 +155,9 @@ def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) 
         filling.release()
         return torch.empty(nbytes, **how)
 
-    monkeypatch.setattr(rendezvous.symm_mem, "empty", empty)
+    monkeypatch.setattr(memories.symm_mem, "empty", empty)
     with ThreadPoolExecutor(2) as pool:
-        taken = pool.map(lambda nbytes: rendezvous.symmetric(nbytes, torch.device("cpu")), (8, 8))
+        taken = pool.map(lambda nbytes: memories.symmetric(nbytes, torch.device("cpu")), (8, 8))
         assert [one.shape for one in taken] == [(8,), (8,)]
 
 
@@ -165,16 +165,16 @@ def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Near(dist.HashStore(), 0, 1)
     memory = torch.empty(8, dtype=torch.uint8)
     torchs = SimpleNamespace(rendezvous=lambda tensor, group: tensor)
-    monkeypatch.setattr(rendezvous, "_SymmetricMemory", torchs)
+    monkeypatch.setattr(memories, "_SymmetricMemory", torchs)
     engine: Any = SimpleNamespace(group=alone, hosts=Hosts.one(alone), rank=0, operator="empty")
     engine.timeout_s, engine.interrupt = float("inf"), lambda: None
-    assert rendezvous.Rendezvous(engine).meet(memory) is memory
+    assert memories.Rendezvous(engine).meet(memory) is memory
 
 
 def test_a_rendezvous_is_numbered_by_its_group() -> None:
     """Ranks whose processes have counted differently exchange values, as PyTorch's C++ does."""
     common = dist.HashStore()
-    stores = [rendezvous.Renumbered(common) for _ in range(2)]
+    stores = [memories.Renumbered(common) for _ in range(2)]
     for meeting in range(2):
         for store in stores:
             store.begin(f"token/{meeting}")

@@ -408,7 +408,7 @@ def test_every_module_has_a_docstring() -> None:
         ("dma/cpu.py", "from ficco import runtime", upward),
         ("dma/cpu.py", "import ficco", upward),
         (
-            "dma/hosts.py",
+            "dma/host.py",
             "if TYPE_CHECKING:\n    from ficco.runtime.workspace import Workspace",
             upward,
         ),

@@ -27,13 +27,13 @@ from ficco.machine import (
     configs,
     digest,
     dumps,
+    files,
     find,
     interpolate,
     load,
     loads,
     nearest,
     save,
-    units,
     user_dir,
 )
 from ficco.machine import text as as_yaml
@@ -73,19 +73,19 @@ def test_quantities_are_read_and_printed() -> None:
         ("1.276 ms", "s", 1.276e-3), ("0 s", "s", 0.0), ("2 MiB", "B", 2097152.0),
         ("80 GB", "B", 80e9), ("1.3074 PFLOP/s", "FLOP/s", 1.3074e15), ("100 B", "B", 100.0),
     ):  # fmt: skip
-        assert units.parse(text, unit) == value and units.show(value, unit) == text
+        assert files.quantity(text, unit) == value and files.quantity_text(value, unit) == text
     for text, unit, value in (
         ("1.5 KiB", "B", 1536.0), ("1.5e11 FLOP", "FLOP", 1.5e11), ("  7  ms ", "s", 7e-3)
     ):  # fmt: skip
-        assert units.parse(text, unit) == value
+        assert files.quantity(text, unit) == value
     for wrong in ("64 Gb/s", "64", "64 us", "64GB/s", "GB/s", "1 mB/s", "1 2 B/s", 64e9, None, ""):
         with pytest.raises(ValueError, match="required a quantity in B/s such as '.*', got "):
-            units.parse(wrong, "B/s")
+            files.quantity(wrong, "B/s")
 
 
-@given(st.sampled_from(list(units.PREFIXES)), st.floats(1e-15, 1e18))
+@given(st.sampled_from(list(files.PREFIXES)), st.floats(1e-15, 1e18))
 def test_printed_quantities_are_the_same_when_read(unit: str, value: float) -> None:
-    assert units.parse(units.show(value, unit), unit) == value
+    assert files.quantity(files.quantity_text(value, unit), unit) == value
 
 
 # Round trips.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.dma.memops import WAIT_32, WRITE_32, WRITE_64, Around, MemOp, behind, in_front, script
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Around, MemOp, behind, in_front, script
 from ficco.hip_kernels.launch import MAX_SIGNALS, ScriptStep
 
 OPS = st.lists(

@@ -18,10 +18,9 @@ from ficco.heuristics import (
     rule,
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
+from ficco.heuristics.decide import held_bytes
 from ficco.heuristics.families import PRODUCTS
-from ficco.heuristics.losses import copy_loss, gemm_loss
-from ficco.heuristics.model import Prediction, choose, lacking
-from ficco.heuristics.where import held_bytes
+from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
 from ficco.machine import (
     Collective,
     Contention,

@@ -22,7 +22,7 @@ from ficco.machine import (
     Provenance,
     Topology,
 )
-from ficco.machine.flat import flat
+from ficco.machine.model import flat
 from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal

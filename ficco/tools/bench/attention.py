@@ -27,8 +27,7 @@ from ficco.accelerator import gpu
 from ficco.compute.attention import Heads, Merge, attention, by_heads, merge
 from ficco.compute.program import Part
 from ficco.hip_kernels.launch import Kernels
-from ficco.problems.attention import AttentionProblem
-from ficco.problems.heads import HeadsProblem
+from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.mask import Rectangle, Segment
 from ficco.problems.sizes import problem_of
 from ficco.runtime.workspace import workspace_of

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.dma.cpu import CpuEngine
-from ficco.dma.hosts import VARIABLE
+from ficco.dma.host import VARIABLE
 from ficco.heuristics import Decision
 from ficco.machine import find
 from ficco.problems.products import OPERATORS

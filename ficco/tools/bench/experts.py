@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 import ficco
 from ficco.heuristics.families import EXPERTS as EXPERTS_FAMILY
-from ficco.ops.expert_rounds import spread as spread_rows
-from ficco.ops.expert_rounds import weighted_sum
+from ficco.ops.experts import spread as spread_rows
+from ficco.ops.experts import weighted_sum
 from ficco.problems.sizes import problem_of
 from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.attention import exchanged

@@ -31,8 +31,7 @@ from torch.distributed import ProcessGroup, Work
 
 from ficco.accelerator import gpu
 from ficco.dma.gloo import gloo_group
-from ficco.dma.host import HostMemory
-from ficco.dma.hosts import Hosts
+from ficco.dma.host import HostMemory, Hosts
 from ficco.errors import InvalidArgument
 from ficco.tools.bench.calls import Runner
 

@@ -31,13 +31,11 @@ import torch
 from ficco.compute.buffers import Buffers, buffers_of
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric
 from ficco.compute.scaled import dequantized
-from ficco.dma.driver import WORD, Batch, Driver, Event
+from ficco.dma.driver import WAIT_32, WORD, WRITE_32, Batch, Driver, Event, MemOp
 from ficco.dma.engine import Capabilities
 from ficco.dma.gpu import GpuEngine, wanted
-from ficco.dma.memops import WAIT_32, WRITE_32, MemOp
 from ficco.dma.memories import Allocate, Words, align
-from ficco.heuristics.arrivals import crossing
-from ficco.heuristics.families import family_of
+from ficco.heuristics.families import crossing, family_of
 from ficco.machine import Machine
 from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem

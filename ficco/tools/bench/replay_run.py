@@ -16,10 +16,9 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Program
-from ficco.dma.choose import engine_name, make_engine
+from ficco.dma import engine_name, make_engine
 from ficco.dma.patience import limit_of
-from ficco.heuristics.arrivals import last_arrival
-from ficco.heuristics.families import family_of
+from ficco.heuristics.families import family_of, last_arrival
 from ficco.machine import Fingerprint, find, nearest, save
 from ficco.ops.operands import Scales, plain_scales
 from ficco.options import current

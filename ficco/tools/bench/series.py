@@ -25,7 +25,7 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.compute.products import multiply
 from ficco.compute.scaled import multiply_scaled
-from ficco.dma.hosts import Hosts, hosts_of
+from ficco.dma.host import Hosts, hosts_of
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import AnyProblem

@@ -16,10 +16,9 @@ from torch.distributed import ProcessGroup
 from ficco.accelerator import gpu
 from ficco.dma.engine import Span, fingerprint
 from ficco.machine import Machine
-from ficco.machine.flat import flat
-from ficco.machine.model import ATTENTION
+from ficco.machine.model import ATTENTION, flat
 from ficco.plan import Plan
-from ficco.runtime.invoke import tracing
+from ficco.runtime.workspace import tracing
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.draw import draw, trace

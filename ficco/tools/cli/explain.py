@@ -191,7 +191,7 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
 def _print(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
 
-    from ficco.heuristics.where import too_large
+    from ficco.heuristics.decide import too_large
 
     print(decision.problem)
     print(f"{decision.schedule}\n  {decision.why}")

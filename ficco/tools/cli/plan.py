@@ -45,8 +45,8 @@ def options(parser: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
+    from ficco.heuristics.decide import too_large
     from ficco.heuristics.families import family_of
-    from ficco.heuristics.where import too_large
     from ficco.plan import render
     from ficco.proof import check
     from ficco.simulate import simulate

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import ficco
-from ficco.dma import ways
-from ficco.dma.choose import engine_name
-from ficco.dma.ways import variable
+from ficco.dma import WAYS as ENGINE_WAYS
+from ficco.dma import engine_name, variable
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.options import current
 from ficco.problems.products import OPERATORS, Problem
@@ -160,7 +159,7 @@ WAYS = {
             for value in values
         ),
     )
-    for engine, choices in ways.WAYS.items()
+    for engine, choices in ENGINE_WAYS.items()
 }
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import ficco
-from ficco.heuristics.where import where
+from ficco.heuristics.decide import where
 from ficco.tools.bench.series import MeasuredCalls, Stopwatch
 from ficco.tools.selftest.rank import NotOffered, Passed, Rank
 from ficco.tools.tune.communication import slowdowns

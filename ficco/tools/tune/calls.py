@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from ficco.heuristics.candidates import SERIALS, candidates
-from ficco.heuristics.rule import ROWS, Observation, fit_thresholds
+from ficco.heuristics.families import RULE_ROWS, Observation, fit_thresholds
 from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
 from ficco.plan import Plan
 from ficco.problems.products import Problem
@@ -105,7 +105,7 @@ def thresholds(site: Site) -> Thresholds:
         problem = Problem("all_gather_matmul", rows, n, k, site.effort.dtype)
         operands = Operands(problem, site.watch.rank, site.watch.device)
         operands.random(0)
-        calls = site.gathers(operands.a_LK, operands.b_KN, ROWS)
+        calls = site.gathers(operands.a_LK, operands.b_KN, RULE_ROWS)
         series = site.time("thresholds", calls, share=1 / len(site.effort.rule))
         observed.append(Observation(problem, _medians(series)))
         site.watch.release()

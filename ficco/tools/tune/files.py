@@ -17,7 +17,7 @@ import yaml
 
 from ficco.errors import ConfigError
 from ficco.machine import Fingerprint, Machine, dumps, known, load
-from ficco.machine.atomic import write
+from ficco.machine.files import write
 
 _LONG = re.compile(r"-?\d+\.?\d*(e[+-]?\d+)?")
 

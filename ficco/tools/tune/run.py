@@ -20,7 +20,7 @@ from rich.console import Console
 
 import ficco
 from ficco.dma.engine import fingerprint
-from ficco.dma.hosts import hosts_of
+from ficco.dma.host import hosts_of
 from ficco.errors import ConfigError
 from ficco.machine import (
     Machine,
