@@ -224,13 +224,6 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
-def used() -> list[int]:
-    """Worlds whose workers have run something since this was last asked, and are still there."""
-    worlds = [world for world, *_ in _pools if world in _used]
-    _used.clear()
-    return worlds
-
-
 def close() -> None:
     """End all workers, gently first."""
     for pool in list(_pools.values()):

@@ -28,7 +28,6 @@ SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
 INNER = ("all_gather_transposed_matmul", "all_to_all_transposed_matmul")
 OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Most that the signals of a small plan take.
 WORDS_BYTES = 1 << 12
 #: Schedules of sums that go from rank to rank, which subjects leave out.
@@ -128,19 +127,6 @@ def device() -> str:
 def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Case:
     rows = rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse")))
     return Case(operator, rows, chance.choice((8, 24)), chance.choice((8, 40)), schedule=schedule)
-
-
-def every_schedule(
-    operator: str, world: int, dtypes: Sequence[str], tiled: bool = False
-) -> list[Case]:
-    """A case of each schedule of the space, its rows, sizes and dtype drawn."""
-    chance = random.Random(f"{operator} {world}")
-    return [
-        drawn(chance, operator, world, schedule).on(
-            dtype=chance.choice(dtypes), transposed=chance.random() < 0.5
-        )
-        for schedule in schedules_of(operator, tiled)
-    ]
 
 
 def _negative(at: Rank) -> None:
