@@ -94,37 +94,6 @@ LAYERS = {
 # Gradients.
 
 
-def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
-    """Those of each rank, and of its experts, equal those of one process that has all tokens."""
-    for iteration in range(2):
-        mine = data(layer, at.rank, iteration).leaves()
-        whole = [one.requires_grad_() for one in weights_of(layer, iteration)]
-        split, losses = ways.get("split", "experts"), []
-        mine_of = own([one.detach() for one in whole], at, split)
-        moved = [one.to(at.device).requires_grad_() for one in mine_of]
-        every = [data(layer, rank, iteration).leaves() for rank in range(at.world)]
-        capacity = None if ways.get("on_overflow") == "again" else ways["capacity"]
-        for rank, theirs in enumerate(every):
-            made = plain(theirs, *whole, capacity)
-            losses.append((made * (torch.arange(made.numel()).view_as(made) % 3 + rank)).sum())
-        sum(losses).backward()
-        given = [one.detach().to(at.device) for one in (mine.tokens, mine.weights)]
-        tokens, weights = (one.requires_grad_() for one in given)
-        found = ficco.experts(
-            tokens, mine.indices.to(at.device), weights, *moved, activation="relu", **ways
-        )
-        factors = torch.arange(found.numel(), device=at.device).view_as(found) % 3 + at.rank
-        (found * factors).sum().backward()
-        up, down = own([one.grad for one in whole], at, split)
-        for name, one, two in (
-            ("tokens", tokens.grad, every[at.rank].tokens.grad),
-            ("weights", weights.grad, every[at.rank].weights.grad),
-            ("up", moved[0].grad, up),
-            ("down", moved[1].grad, down),
-        ):
-            assert torch.equal(one.cpu(), two), f"rank {at.rank}: {name} of {layer} {ways}"
-
-
 def poisoned(at: Rank) -> None:
     """A token that is no number spoils the gradients of its own experts alone."""
     layer = Layer((6,) * at.world, experts=4, gated=True)

@@ -23,6 +23,8 @@ from subjects import (
     Subject,
     Tensors,
     compare,
+    constants_of,
+    exact,
     gradient_of,
     reference,
     root_mean_square,
@@ -37,48 +39,6 @@ from ficco.problems.products import OPERATORS
 
 #: Seconds that a call of the tests of faults waits for a peer.
 PATIENCE_S = 1.0
-
-
-# One call, checked in every element.
-
-
-def exact(
-    at: Rank, subject: Subject, case: Case, iteration: int, group: Any = None, saves: bool = False
-) -> None:
-    """The results of a call and, where operands need them, its gradients."""
-    every, results, grads = reference(subject, case, at.world, iteration)
-    dtype, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
-    about = f"rank {at.rank}, iteration {iteration}, {case}"
-    needs = case.needs or (False,) * len(every[at.rank])
-    leaves = [
-        one.detach().to(at.device, dtype, copy=True).requires_grad_(need)
-        for one, need in zip(every[at.rank], needs, strict=True)
-    ]
-    before = [one.detach().clone() for one in leaves]
-    with ficco.options(save_gathered=saves):
-        given = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
-        found = subject.call(case, *given, group=group)
-    assert len(found) == len(results[at.rank])
-    for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
-        assert (one.dtype, one.device.type) == (made, at.device.type), about
-        compare(one, want.detach(), subject, f"{about}: result {turn}")
-    if any(needs):
-        asked = [one for one in found if one.requires_grad]
-        own = [grad for one, grad in zip(found, grads[at.rank], strict=True) if one.requires_grad]
-        torch.autograd.backward(asked, [grad.to(one) for one, grad in zip(asked, own, strict=True)])
-    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
-    for name, leaf, want in zip(subject.operands, leaves, every[at.rank], strict=True):
-        if not leaf.requires_grad:
-            assert leaf.grad is None, f"{about}: {name} has a gradient"
-            continue
-        assert leaf.grad is not None and want.grad is not None, f"{about}: {name} has none"
-        compare(leaf.grad, want.grad, subject, f"{about}: the gradient of {name}", size)
-    for name, leaf, old in zip(subject.operands, leaves, before, strict=True):
-        assert torch.equal(leaf.detach(), old), f"{about}: the call changed {name}"
-
-
-def constants_of(at: Rank, subject: Subject, case: Case, iteration: int) -> Tensors:
-    return [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
 
 
 def all_exact(at: Rank, name: str, cases: Sequence[Case], hosts: int = 1) -> int:

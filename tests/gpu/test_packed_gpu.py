@@ -3,7 +3,6 @@ four ranks share a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 from cases import replays
 from ranks import Rank, ranks, run, wider
-from test_attention import AttentionCase, attended, differentiated
-from test_packed import MASKS, documents
-from test_ulysses import attended as attended_by_heads
-from test_ulysses import differentiated as differentiated_by_heads
+from test_attention import AttentionCase
+from test_packed import MASKS, documents, trained
 
 import ficco
 from ficco.compute import attention as libraries
@@ -28,20 +25,11 @@ def served() -> Any:
 
 
 def _calls(at: Rank) -> None:
-    iteration, rows = 0, 192
-    for mask in MASKS:
+    for turn, mask in enumerate(MASKS):
         for size in (64, 128):
-            bounds = documents(rows * at.world, iteration, 40)
-            sizes = rows, 4 * at.world, 2, size
-            case = AttentionCase(*sizes, dtype="bfloat16", cu_seqlens=bounds, **mask)
+            facts = {**mask, "cu_seqlens": documents(192 * at.world, turn, 40)}
             with served() as calls:
-                for placement in ("ranks", "head-tail"):
-                    placed = replace(case, placement=placement)
-                    iteration += 1
-                    attended(at, placed, iteration, "growing:tail=2")
-                    differentiated(at, placed, iteration, "hetero-fused-1d")
-                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
-                differentiated_by_heads(at, case, iteration, "serial")
+                trained(at, (192, 1, 4 * at.world, 2, size), facts, "bfloat16", turn + size // 64)
                 assert calls.call_count > 0
 
 
