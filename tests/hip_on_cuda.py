@@ -38,7 +38,7 @@ import test_operators as operators  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases import Case, call, equal, exact, make, verify  # noqa: E402
-from ranks import Rank  # noqa: E402
+from ranks import Rank, leave  # noqa: E402
 from test_all_gather_matmul import KINDS, KNOBS, NAMES, named  # noqa: E402
 
 import ficco  # noqa: E402
@@ -129,9 +129,7 @@ def graphs(at: Rank, replays: int) -> str:
             exact(at, other, first, group)
             exact(at, case, first, group)
         del graphed
-        torch.cuda.synchronize()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     return f"{replays} replays of each of {len(schedules)} schedules exact, eager calls between"
 
 

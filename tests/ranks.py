@@ -16,6 +16,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -203,6 +205,40 @@ def run(
     if not whole and not catch:
         pytest.fail(_report(results), pytrace=False)
     return results
+
+
+@dataclass(frozen=True)
+class Body:
+    """The function of a rank that a test of :func:`on_ranks` calls, found by the test's name."""
+
+    module: str
+    name: str
+
+    def __call__(self, at: Rank, *args: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).body(at, *args)
+
+
+def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of a rank ``at``: all of so many ranks, by default of the test's
+    argument ``world``, return from it. Its other arguments are those of the test, and ``how`` those
+    of :func:`run`."""
+
+    def test_of(body: Callable[..., None]) -> Any:
+        names = [*inspect.signature(body).parameters][1:]
+
+        def test(device: str, **given: Any) -> None:
+            count, args = world or given["world"], (given[name] for name in names)
+            run(count, Body(body.__module__, body.__name__), *args, device=device, **how)
+
+        asked = ["device", *([] if world else ["world"]), *names]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(asked)]
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        return test
+
+    return test_of
 
 
 @contextlib.contextmanager
@@ -414,6 +450,17 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
         return result
     except BaseException as error:
         return failure(error, Escaped)
+
+
+def leave(*groups: Any) -> None:
+    """End groups; on GPUs, once all calls are over."""
+    import ficco
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for group in groups:
+        ficco.close(group)
+        dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from disturbance import Disturbance, disturb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Ended, Program
-from ranks import Rank, ranks, run
+from ranks import Rank, leave, on_ranks, ranks, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ficco
@@ -74,11 +74,6 @@ KINDS = (
 WORDS_BYTES = 1 << 14
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
-
-
 def named(name: str, knobs: str) -> str:
     """The name with the knobs, as far as it takes them."""
     if name == "tiled":
@@ -101,17 +96,14 @@ def test_eight_ranks(device: str) -> None:
     run(8, all_exact, cases, device=device)
 
 
-def _schedule_objects(at: Rank) -> None:
+@on_ranks(2)
+def test_schedule_as_object_and_auto(at: Rank) -> None:
     """Also in calls that may wait for ever."""
     case = equal(at.world, 8, 8, 8)
     with ficco.options(timeout_s=float("inf")):
         exact(at, case.on(schedule="auto"), 0)
         for turn, name in enumerate(KINDS):
             exact(at, case.on(schedule=Schedule.parse(name)), turn)
-
-
-def test_schedule_as_object_and_auto(device: str) -> None:
-    run(2, _schedule_objects, device=device)
 
 
 # How the operands lie in memory.
@@ -221,7 +213,8 @@ def test_capped_memory_is_below_half_of_serial(schedule: str, layout: str, devic
     assert min(free) > serial / 2, "the cap changed nothing"
 
 
-def _caps_in_turn(at: Rank) -> None:
+@on_ranks(3, timeout=100)
+def test_capped_calls_between_others(at: Rank) -> None:
     rng = random.Random(5)
     names = (
         "hetero-fused-1d:pieces=8",
@@ -245,17 +238,7 @@ def _caps_in_turn(at: Rank) -> None:
                 exact(at, case, iteration, group)
 
 
-def test_capped_calls_between_others(device: str) -> None:
-    run(3, _caps_in_turn, device=device, timeout=100)
-
-
 # Groups.
-
-
-def close(groups: Sequence[Any]) -> None:
-    for group in groups:
-        ficco.close(group)
-        dist.destroy_process_group(group)
 
 
 #: Processes of their own for two threads with groups of their own: CUDA waits for the device before
@@ -280,7 +263,7 @@ def _two_groups_at_once(at: Rank, count: int) -> None:
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(on_a_stream if at.device.type == "cuda" else calls, range(2)))
-    close(groups)
+    leave(*groups)
 
 
 @ranks(2, 4)
@@ -289,7 +272,8 @@ def test_two_groups_at_once(world: int, device: str) -> None:
     run(world, _two_groups_at_once, 25, device=device, **own)
 
 
-def _subgroups(at: Rank) -> None:
+@on_ranks(4)
+def test_subgroups(at: Rank) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     three = dist.new_group([0, 1, 3])
     alone = dist.new_group([2])
@@ -303,11 +287,7 @@ def _subgroups(at: Rank) -> None:
         else:
             exact(at, equal(3, 5, 16, 8, schedule=name), iteration, three)
         exact(at, equal(4, 5, 16, 8, schedule=name), iteration)
-    close([mine, alone if at.rank == 2 else three])
-
-
-def test_subgroups(device: str) -> None:
-    run(4, _subgroups, device=device)
+    leave(mine, alone if at.rank == 2 else three)
 
 
 # Real numbers.
@@ -350,7 +330,8 @@ def test_float_error_is_that_of_a_plain_product(device: str) -> None:
     run(3, _float_errors, dtypes_on(device), device=device)
 
 
-def _rounds_once(at: Rank) -> None:
+@on_ranks(2)
+def test_column_pieces_round_once(at: Rank) -> None:
     """Sums that fall on the next number only if they are rounded at the end.
 
     With e the distance between neighbours at 1, 2/e + 1 lies half-way between two numbers and
@@ -372,10 +353,6 @@ def _rounds_once(at: Rank) -> None:
         compare("the product", found, want, f"{kind} {schedule}")
         step_by_step = torch.tensor(large, dtype=kind) + 1 + 1 + 1
         assert step_by_step.item() == large, "this case cannot tell the two apart"
-
-
-def test_column_pieces_round_once(device: str) -> None:
-    run(2, _rounds_once, device=device)
 
 
 # Any of all this.

@@ -15,7 +15,7 @@ import torch
 from cases import own_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, on_ranks, run
 from subjects import SUBJECTS, Case, attended, exact
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -421,7 +421,8 @@ def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
         assert _packed(k, v).data_ptr() == kv.data_ptr() != _packed(v, k).data_ptr()
 
 
-def _capped(at: Rank) -> None:
+@on_ranks(4)
+def test_memory_is_capped(at: Rank) -> None:
     """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
     subject, facts = SUBJECTS["all_gather_attention"], {"causal": True, "placement": "head-tail"}
     case = Case((16,) * at.world, (16, 1, 4, 2, 16), schedule="shard-overlap", facts=facts)
@@ -435,10 +436,6 @@ def _capped(at: Rank) -> None:
             failure = caught(lambda: exact(at, subject, case.on(schedule=schedule), 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
-
-
-def test_memory_is_capped() -> None:
-    run(4, _capped)
 
 
 # Gradients.
@@ -497,7 +494,8 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
 # Behind PyTorch's function.
 
 
-def _behind(at: Rank) -> None:
+@on_ranks(4)
+def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     mesh = init_device_mesh("cpu", (at.world,))
     case = AttentionCase(8, 4, 2, causal=True, placement="head-tail")
     q, k, v = (one.requires_grad_() for one in case.whole(at.world, 3, at.device))
@@ -525,11 +523,8 @@ def _behind(at: Rank) -> None:
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
 
 
-def test_behind_pytorchs_context_parallelism() -> None:
-    run(4, _behind)
-
-
-def _layers_behind(at: Rank) -> None:
+@on_ranks(2)
+def test_layers_behind_it(at: Rank) -> None:
     """Layers of PyTorch's, also where they have a fused kernel, but none that asks for weights; and
     one of ficco's, whose attention is already to the whole sequence."""
     torch.manual_seed(1)
@@ -553,11 +548,8 @@ def _layers_behind(at: Rank) -> None:
     assert weights.shape == (1, 4, 4)
 
 
-def test_layers_behind_it() -> None:
-    run(2, _layers_behind)
-
-
-def _recomputed_behind(at: Rank) -> None:
+@on_ranks(2)
+def test_a_checkpoint_behind_it_is_recomputed_behind_it(at: Rank) -> None:
     """The backward, and with it the recomputation, comes after the block."""
     case = AttentionCase(8, 4, 4, causal=True, placement="ranks")
     wholes = [one.requires_grad_() for one in case.whole(at.world, 3, at.device)]
@@ -580,10 +572,6 @@ def _recomputed_behind(at: Rank) -> None:
         for leaf, want in zip(leaves, wanted, strict=True):
             assert (leaf.grad - want[:, :, mine]).abs().max() < 1e-5
         assert (checkpoint.CheckpointFunction.forward, checkpoint.checkpoint) == functions
-
-
-def test_a_checkpoint_behind_it_is_recomputed_behind_it() -> None:
-    run(2, _recomputed_behind)
 
 
 # Errors, of attention by heads, too.

@@ -12,7 +12,7 @@ from cases import own_group
 from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, on_ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
@@ -94,7 +94,8 @@ LAYERS = {
 # Gradients.
 
 
-def poisoned(at: Rank) -> None:
+@on_ranks(2)
+def test_a_token_that_is_no_number_spoils_its_own_experts_alone(at: Rank) -> None:
     """A token that is no number spoils the gradients of its own experts alone."""
     layer = Layer((6,) * at.world, experts=4, gated=True)
     given = data(layer, at.rank)
@@ -110,10 +111,6 @@ def poisoned(at: Rank) -> None:
         assert y[:-1].isfinite().all() and y[-1].isnan().all()
         for grad in torch.autograd.grad(y[:-1].sum(), (up, down)):
             assert grad[clean].isfinite().all() and grad[clean].any()
-
-
-def test_a_token_that_is_no_number_spoils_its_own_experts_alone() -> None:
-    run(2, poisoned)
 
 
 def smooth(at: Rank, activation: str) -> None:
@@ -206,7 +203,8 @@ def test_calls_of_several_kinds_take_turns() -> None:
     run(2, again)
 
 
-def early(at: Rank) -> None:
+@on_ranks(2)
+def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
     """Ranks may exchange their counts before other calls."""
     layer = Layer((3, 40), experts=4)
     given = data(layer, at.rank)
@@ -221,10 +219,6 @@ def early(at: Rank) -> None:
             for rank in range(2)
         )
         assert routing.capacity == rounded(most) > 8 and not routing.dropped.any()
-
-
-def test_counts_are_exchanged_before_other_calls() -> None:
-    run(2, early)
 
 
 def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:

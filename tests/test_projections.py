@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Failure, Rank, caught, ranks, run
+from cases import own_group
+from ranks import Failure, Rank, caught, on_ranks, ranks, run
 from subjects import SUBJECTS, Case, by_heads, exact, root_mean_square
 from torch.nn import functional
 
@@ -267,7 +267,9 @@ def layered(at: Rank, case: ProjectionCase, iteration: int, schedule: str = "aut
         assert error <= limit, (case, schedule, float(error), float(least))
 
 
-def _layers(at: Rank) -> None:
+@ranks(1, 2, 4)
+@on_ranks(timeout=280)
+def test_layers(at: Rank) -> None:
     iteration = 0
     for own, kv_heads in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3)):
         for dtype in ("float32", "bfloat16"):
@@ -275,11 +277,6 @@ def _layers(at: Rank) -> None:
             case = ProjectionCase(16, heads, kv_heads, 16, 32, batch=batch, dtype=dtype)
             if heads % kv_heads == 0:
                 layered(at, case, iteration := iteration + 1)
-
-
-@ranks(1, 2, 4)
-def test_layers(world: int) -> None:
-    run(world, _layers, timeout=280)
 
 
 # Errors.
@@ -356,12 +353,8 @@ def _unlike(at: Rank) -> list[Any]:
         output(out.view(1, *((2, 16, 4), (4, 16, 2))[at.rank])),
         output(out.view(1 + at.rank, 2, -1, 4)),
     ):
-        group = dist.new_group(list(range(at.world)))
-        with ficco.options(timeout_s=10):
+        with own_group(at) as group, ficco.options(timeout_s=10):
             found.append(caught(partial(call, group)))
-        at.barrier()
-        ficco.close(group)
-        dist.destroy_process_group(group)
     return found
 
 

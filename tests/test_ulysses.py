@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks
 from subjects import BY_HEADS as SCHEDULES
 from subjects import SUBJECTS, Case, exact
 from test_attention import (
@@ -213,7 +213,8 @@ def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
         assert copied == (one is beside or one is sparse)
 
 
-def _capped(at: Rank) -> None:
+@on_ranks(3)
+def test_memory_is_capped(at: Rank) -> None:
     """Caps that calls keep to, and one that is refused."""
     subject, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
     case = Case((16,) * at.world, (16, 3, 6, 3, 16), facts=facts, needs=(True,) * 3)
@@ -224,7 +225,3 @@ def _capped(at: Rank) -> None:
         failure = caught(lambda: exact(at, subject, case, 1))
     assert failure.type == "ValueError", failure
     assert "workspace_bytes: required at least" in failure.text
-
-
-def test_memory_is_capped() -> None:
-    run(3, _capped)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import own_group
 from engines import DOUBLES, ENGINES, Engine
 from ranks import SLOW, Failure, Rank, caught, gave_up, since
 from subjects import (
@@ -294,17 +294,14 @@ def test_graph(engine: Engine, where: int, name: str) -> None:
 
 def absent(at: Rank, name: str, case: Case, victim: int) -> Any:
     """What survivors get from a call that one rank does not make."""
-    subject, group = SUBJECTS[name], dist.new_group(list(range(at.world)))
-    exact(at, subject, case, 0, group)
-    outcome: Any = None
-    if at.rank != victim:
-        with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
-            outcome = caught(lambda: (exact(at, subject, case, 1, group), ficco.synchronize()))
-            again = caught(lambda: exact(at, subject, case, 2, group))
-        assert isinstance(again, Failure) and "ficco.close(group)" in again.text, again
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    subject, outcome = SUBJECTS[name], None
+    with own_group(at) as group:
+        exact(at, subject, case, 0, group)
+        if at.rank != victim:
+            with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+                outcome = caught(lambda: (exact(at, subject, case, 1, group), ficco.synchronize()))
+                again = caught(lambda: exact(at, subject, case, 2, group))
+            assert isinstance(again, Failure) and "ficco.close(group)" in again.text, again
     return outcome
 
 
@@ -320,12 +317,8 @@ def test_absent_rank(engine: Engine, where: int, name: str) -> None:
 
 def disagreeing(at: Rank, name: str, cases: Sequence[Case]) -> Any:
     """What ranks get that ask for different schedules."""
-    group = dist.new_group(list(range(at.world)))
-    outcome = caught(lambda: exact(at, SUBJECTS[name], cases[at.rank % 2], 0, group))
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return outcome
+    with own_group(at) as group:
+        return caught(lambda: exact(at, SUBJECTS[name], cases[at.rank % 2], 0, group))
 
 
 @cells(only=2)

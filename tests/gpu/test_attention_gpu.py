@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks, run
 from subjects import SUBJECTS, exact
 from test_attention import AttentionCase, not_finite
 
@@ -21,7 +21,11 @@ pytestmark = pytest.mark.multigpu
 SIZES = (64, 128, 256)
 
 
-def _many(at: Rank, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["all_gather_attention", "ulysses_attention"])
+@ranks(2, 4)
+@on_ranks(timeout=280)
+def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
     """Calls and gradients, by flash attention or cuDNN, between other calls."""
     subject, chance = SUBJECTS[name], random.Random(name)
     assert CUDNN_ROWS <= 128
@@ -32,13 +36,6 @@ def _many(at: Rank, name: str, dtype: str) -> None:
         exact(at, product, product.case(chance, at.world, "equal", "cuda"), turn)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["all_gather_attention", "ulysses_attention"])
-@ranks(2, 4)
-def test_many_rows_and_wide_heads(world: int, name: str, dtype: str) -> None:
-    run(world, _many, name, dtype, device="cuda", timeout=280)
-
-
 # By flash attention, for which keys at -inf make NaN, and by cuDNN.
 @pytest.mark.parametrize(("what", "rows"), [(torch.nan, 16), (torch.nan, 256), (-torch.inf, 256)])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: int) -> None:
@@ -46,13 +43,10 @@ def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: i
     run(2, not_finite, what, case, device="cuda", timeout=100)
 
 
-def _unmerged(at: Rank) -> None:
+@on_ranks(2)
+def test_a_bench_can_leave_merging_out(at: Rank) -> None:
     q, k, v = torch.randn(3, 1, 8, 256, 64, dtype=torch.bfloat16, device=at.device)
     made = ficco.all_gather_attention(q, k, v, causal=True)
     with nothing_merged():
         assert not torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
     assert torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
-
-
-def test_a_bench_can_leave_merging_out() -> None:
-    run(2, _unmerged, device="cuda")

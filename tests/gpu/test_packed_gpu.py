@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import replays
-from ranks import Rank, ranks, run, wider
+from ranks import Rank, on_ranks, ranks, run, wider
 from test_attention import AttentionCase
 from test_packed import MASKS, documents, trained
 
@@ -24,18 +24,15 @@ def served() -> Any:
     return mock.patch.object(libraries, "flash_of_several", wraps=libraries.flash_of_several)
 
 
-def _calls(at: Rank) -> None:
+@ranks(2, 4)
+@on_ranks(timeout=280)
+def test_results_and_gradients(at: Rank) -> None:
     for turn, mask in enumerate(MASKS):
         for size in (64, 128):
             facts = {**mask, "cu_seqlens": documents(192 * at.world, turn, 40)}
             with served() as calls:
                 trained(at, (192, 1, 4 * at.world, 2, size), facts, "bfloat16", turn + size // 64)
                 assert calls.call_count > 0
-
-
-@ranks(2, 4)
-def test_results_and_gradients(world: int) -> None:
-    run(world, _calls, device="cuda", timeout=280)
 
 
 def _graphs(at: Rank) -> None:
