@@ -410,10 +410,11 @@ class GatheredAttention(Subject):
     placements: tuple[str, ...] = ("ranks", "head-tail")
 
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
-        reads = [] if hosts > 1 else ["growing:pull", "shard-overlap:pull,compute=2", "serial:pull"]
-        rest = "growing:compute=2", "growing:tail=2,compute=2", "hetero-fused-1d:pieces=2"
-        more = "shard-overlap:tail=2", "serial", *([] if hosts > 1 else ["ring"])
-        return ["auto", "growing", *rest, *more, *reads]
+        reads = ["shard-overlap:pull,compute=2", "serial:pull", "hetero-unfused-1d:pieces=3,pull"]
+        rest = "growing:compute=2", "growing:tail=3,compute=2", "hetero-fused-1d:pieces=2"
+        more = "shard-overlap:tail=2", "serial", "shrinking:copy=2"
+        of_one_host = [] if hosts > 1 else ["ring", "growing:pull", *reads]
+        return ["auto", "growing", *rest, *more, *of_one_host]
 
     def heads(self, chance: random.Random, world: int) -> tuple[int, int]:
         return chance.choice(((4, 2), (6, 6), (4, 1)))

@@ -38,21 +38,7 @@ from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
 
-SCHEDULES = (
-    "growing",
-    "growing:pull",
-    "shrinking:copy=2",
-    "shard-overlap",
-    "hetero-fused-1d",
-    "hetero-unfused-1d:pieces=3,pull",
-    "growing:tail=3,compute=2",
-    "growing:compute=2",
-    "shard-overlap:pull,compute=2",
-    "shard-overlap:tail=2",
-    "serial",
-    "serial:pull",
-    "ring",
-)
+_, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, on_ranks, run
+from subjects import SUBJECTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
@@ -21,16 +22,7 @@ from ficco.ops import experts as ops
 from ficco.ops.routing import Routing, rounded
 from ficco.problems import specification
 
-SCHEDULES = (
-    "auto",
-    "serial",
-    "shard-overlap",
-    "growing",
-    "shrinking:compute=2",
-    "hetero-fused-1d:pieces=2",
-    "uniform-unfused-1d:pieces=2,copy=2",
-    "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",
-)
+SCHEDULES = SUBJECTS["experts"].schedules(2)
 
 
 def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
@@ -186,7 +178,8 @@ def test_any_routes(
     run(3, routed, layer, schedule)
 
 
-def again(at: Rank) -> None:
+@on_ranks(2)
+def test_calls_of_several_kinds_take_turns(at: Rank) -> None:
     """Kinds of calls by turns, two of them in flight, find their own rows."""
     layer = Layer((6, 3), experts=4)
     for iteration in range(12):
@@ -197,10 +190,6 @@ def again(at: Rank) -> None:
         a = torch.full((2, 4), float(at.rank + iteration))
         total = ficco.all_gather_matmul(a, torch.eye(4))
         assert total[0, 0] == iteration and total[2, 0] == iteration + 1
-
-
-def test_calls_of_several_kinds_take_turns() -> None:
-    run(2, again)
 
 
 @on_ranks(2)

@@ -279,7 +279,8 @@ def test_nan_infinity_and_overflow_travel_as_in_torch(at: Rank) -> None:
 # What a call may look like.
 
 
-def _forms(at: Rank) -> None:
+@on_ranks(2)
+def test_forms_of_operands(at: Rank) -> None:
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
     given, wanted = made(case, at, 1)
     a, scale = given.a, given.scales["scale_a"]
@@ -299,10 +300,6 @@ def _forms(at: Rank) -> None:
     strided[:, 1] = scale[:, 0]
     given.a, given.scales["scale_a"] = a, strided[:, 1:2]
     compare("with strided scales", call(case, given), wanted, "")
-
-
-def test_forms_of_operands(device: str) -> None:
-    run(2, _forms, device=device)
 
 
 # Bad input: the same on every rank, and the group lives on.

@@ -225,7 +225,9 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def _refused(at: Rank) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused(at: Rank) -> None:
+    """And the group lives on."""
     a = torch.ones(7, 8, device=at.device)
     for operator, arguments, words in REFUSED:
         rest = {name: value for name, value in arguments.items() if name != "k"}
@@ -234,11 +236,6 @@ def _refused(at: Rank) -> None:
         assert getattr(error, "type", "") == "ValueError", (operator, arguments, error)
         assert all(word in error.text for word in words), (words, error.text)
         exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)
-
-
-def test_wrong_arguments_are_refused(device: str) -> None:
-    """And the group lives on."""
-    run(2, _refused, device=device)
 
 
 def _mixed(at: Rank, calls: int, tiled: bool) -> None:
@@ -352,7 +349,8 @@ def test_any_cap_is_exact_or_refused(at: Rank) -> None:
             exact(at, case, 1)
 
 
-def _two_groups(at: Rank) -> None:
+@on_ranks(4)
+def test_several_groups_of_a_mesh(at: Rank) -> None:
     """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -361,10 +359,6 @@ def _two_groups(at: Rank) -> None:
         operator = OPERATORS[iteration % len(OPERATORS)]
         case = Case(operator, rows_for(operator, 2, "ragged"), 24, 24, schedule="growing:pieces=2")
         exact(at, case, iteration, mine[iteration % 2])
-
-
-def test_several_groups_of_a_mesh(device: str) -> None:
-    run(4, _two_groups, device=device)
 
 
 @on_ranks(2)

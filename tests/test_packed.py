@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks
 from subjects import SUBJECTS, Case, exact
 
 from ficco.compute import attention as libraries
@@ -166,7 +166,9 @@ def trained(at: Rank, sizes: tuple[int, ...], facts: dict[str, Any], dtype: str,
     exact(at, by_heads, case.on(schedule=("uniform-fused-1d:pieces=2", "serial")[turn % 2]), turn)
 
 
-def _calls(at: Rank) -> None:
+@ranks(1, 3)
+@on_ranks(timeout=280)
+def test_results_and_gradients(at: Rank) -> None:
     for turn, (mask, dtype) in enumerate(zip(MASKS, ("float64", "bfloat16") * 2, strict=True)):
         facts = {**mask, "cu_seqlens": documents(24 * at.world, turn, 9)}
         with several_served() as double:
@@ -182,11 +184,6 @@ def _calls(at: Rank) -> None:
         case = Case((32,) * at.world, (32, 1, 2 * at.world, at.world, 16), facts=facts)
         exact(at, SUBJECTS["ulysses_attention"], case.on(schedule="serial"), 1)
         assert double.calls == 1
-
-
-@ranks(1, 3)
-def test_results_and_gradients(world: int) -> None:
-    run(world, _calls, timeout=280)
 
 
 def test_where_libraries_serve() -> None:

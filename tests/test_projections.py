@@ -26,11 +26,7 @@ from ficco.schedules import Schedule, plans
 #: Of the same by PyTorch alone. Partial results are rounded once more before they are merged: the
 #: square root of 2 in the mean.
 MOST_ERROR = 1.5
-SCHEDULES = (
-    *("growing", "serial", "hetero-fused-1d:pieces=4", "uniform-fused-1d:pieces=3,copy=2"),
-    *("uniform-fused-2d", "shrinking:compute=2", "hetero-unfused-1d:pieces=2,tail=2"),
-    "hetero-fused-2d:pieces=3+1,tail=2",
-)
+_, *SCHEDULES = SUBJECTS["ulysses_project"].schedules(4)
 OPERATORS = "matmul_all_to_all", "all_to_all_matmul", "all_to_all_transposed_matmul"
 
 
