@@ -219,23 +219,24 @@ class Body:
 
 
 def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function of a rank ``at``: all of so many ranks, by default of the test's
-    argument ``world``, return from it. Its other arguments are those of the test, and ``how`` those
-    of :func:`run`."""
+    """Make a test of a function of a rank ``at``, which has to return on all ranks of a world; by
+    default the world is the test's argument ``world``. Other arguments of the function are those of
+    the test, and ``how`` has arguments of :func:`run`."""
 
     def test_of(body: Callable[..., None]) -> Any:
         names = [*inspect.signature(body).parameters][1:]
 
-        def test(device: str, **given: Any) -> None:
-            count, args = world or given["world"], (given[name] for name in names)
-            run(count, Body(body.__module__, body.__name__), *args, device=device, **how)
+        def test(device: str, **arguments: Any) -> None:
+            count = world or arguments["world"]
+            values = (arguments[name] for name in names)
+            run(count, Body(body.__module__, body.__name__), *values, device=device, **how)
 
-        asked = ["device", *([] if world else ["world"]), *names]
+        every = dict.fromkeys(("device", *(() if world else ("world",)), *names))
         kind = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter(name, kind) for name in dict.fromkeys(asked)]
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in every])
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(body, name))
-        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        vars(test).update(body=body, __signature__=signature)
         return test
 
     return test_of

@@ -84,6 +84,20 @@ def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **how: An
     return torch.compile(function, fullgraph=True, backend=backend, **how)
 
 
+def second_derivatives_are_refused(at: Rank) -> None:
+    """First ones are right where second ones may be asked for."""
+    for operator in OPERATORS:
+        case, a, b = plain(operator, at)
+        made = make(case, at.world)
+        y = OPS[operator].product(a, b, dist.group.WORLD.group_name)
+        g = made.g[at.rank].to(y).requires_grad_()
+        grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
+        same(grad_a, made.grad_a[at.rank], "a")
+        same(grad_b, made.grad_b[at.rank], "b")
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            torch.autograd.grad(grad_a.sum(), b)
+
+
 # torch.compile.
 
 
@@ -576,6 +590,7 @@ def on_a_later_pytorch(program: Callable[[Rank], None], lacks: str) -> Any:
 @pytest.mark.parametrize(
     "program",
     [
+        second_derivatives_are_refused,
         layouts_and_single_gradients_compiled,
         rows_may_change_without_compiling_again,
         on_a_later_pytorch(

@@ -119,10 +119,10 @@ def share(over: str, engine: Engine, where: Any, name: str, parts: int = 3) -> s
 
 @cells()
 def test_forward(engine: Engine, where: int, name: str) -> None:
-    """Every schedule on two ranks of the CPU's engine and of CUDA's, a third of them elsewhere;
-    rows, sizes, dtypes and layouts in turns."""
+    """Every schedule on two ranks of the CPU's engine and of CUDA's, a third of them elsewhere, and
+    of gathers that return the gathered A, too; rows, sizes, dtypes and layouts in turns."""
     schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
-    if where != 2 or engine.name == "hip":
+    if where != 2 or engine.name == "hip" or name.endswith("gathered"):
         schedules = schedules[share("worlds", engine, where, name)]
     cases = drawn(name, engine, where, schedules, KINDS, none)
     assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
