@@ -118,6 +118,13 @@ def since(release: str, lacks: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(older, reason=f"PyTorch {torch.__version__} {lacks}")
 
 
+def missing(tool: object) -> NoReturn:
+    """Skip a test, or fail it in CI, where every tool is installed."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(
+        f"{tool}: tests/toolchain.sh installs it"
+    )
+
+
 def most_gpu_ranks() -> int:
     """Ranks that this machine's GPUs can take."""
     return torch.cuda.device_count() * RANKS_PER_GPU

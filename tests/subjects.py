@@ -405,7 +405,7 @@ class GatheredAttention(Subject):
 
     name = "all_gather_attention"
     operands = "q", "k_shard", "v_shard"
-    roundings = 1.0, 3.0, 8.0
+    roundings = 1.5, 3.0, 8.0
     layouts = ("beside",)
     placements: tuple[str, ...] = ("ranks", "head-tail")
 
