@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import Rank
+from ranks import Rank, leave
 
 import ficco
 from ficco.dma.engine import Span
@@ -181,8 +181,7 @@ def own_group(at: Rank) -> Iterator[Any]:
     group = dist.new_group(list(range(at.world)))
     yield group
     at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
 
 
 def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], None]) -> None:

@@ -71,6 +71,12 @@ def server() -> None:
         ranks.start_server()
 
 
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The type of the devices of ranks; ``gpu/conftest.py`` has another."""
+    return "cpu"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """End in one sentence where no ranks could meet."""

@@ -38,8 +38,8 @@ import test_operators as operators  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases import Case, call, equal, exact, make, verify  # noqa: E402
-from ranks import Rank  # noqa: E402
-from test_all_gather_matmul import KINDS, KNOBS, NAMES, UGLY, named  # noqa: E402
+from ranks import Rank, leave  # noqa: E402
+from test_all_gather_matmul import KINDS, KNOBS, NAMES, named  # noqa: E402
 
 import ficco  # noqa: E402
 from ficco.dma import WAYS  # noqa: E402
@@ -129,9 +129,7 @@ def graphs(at: Rank, replays: int) -> str:
             exact(at, other, first, group)
             exact(at, case, first, group)
         del graphed
-        torch.cuda.synchronize()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     return f"{replays} replays of each of {len(schedules)} schedules exact, eager calls between"
 
 
@@ -154,11 +152,6 @@ def parts(world: int, calls: int) -> dict[str, Part]:
         for i, knobs in enumerate(KNOBS)
     ]
     every += [case.on(rows=(17,) * world, k=23, n=9, gathered=True) for case in every[::-1]]
-    ugly = [
-        Case((rows * 2)[:world], k, n, dtype=DTYPES[i % 3], schedule=name, gathered=True)
-        for i, (rows, k, n) in enumerate(UGLY)
-        for name in KINDS
-    ]
     chance = random.Random(5)
     others = [
         operators.Case(
@@ -176,7 +169,7 @@ def parts(world: int, calls: int) -> dict[str, Part]:
     large = [equal(world, 1024, 2048, 512, dtype="bfloat16", schedule=name) for name in KINDS]
     found = {
         "exact": Part(exactly, (every,), 200),
-        "ugly": Part(exactly, (ugly + large,)),
+        "large": Part(exactly, (large,)),
         "operators": Part(exactly, (others,), 200),
         "jittered": Part(jittered, (calls,), 200),
         "graphs": Part(graphs, (20,), 150),

@@ -19,9 +19,8 @@ from typing import Any
 from unittest import mock
 
 import host_gpu
-import pytest
 import ranks
-from ranks import Rank
+from ranks import Rank, missing
 
 import ficco
 from ficco.errors import BackendError
@@ -37,13 +36,6 @@ WHEELS = HERE.parent / "build" / "hip-python"
 SERIES = ("7", "10")
 #: Where a library and the binding are loaded from, and where the double lies if it is another one.
 LIBRARY, WHEEL, DOUBLE = "FICCO_TEST_HIP_LIBRARY", "FICCO_TEST_HIP_WHEEL", "FICCO_TEST_HIP_DOUBLE"
-
-
-def missing(what: str) -> None:
-    """Skip a test, or fail it in CI, where everything is installed."""
-    (pytest.fail if os.environ.get("CI") else pytest.skip)(
-        f"{what} is not here: tests/toolchain.sh installs it"
-    )
 
 
 @cache

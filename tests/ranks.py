@@ -16,6 +16,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -116,6 +118,13 @@ def since(release: str, lacks: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(older, reason=f"PyTorch {torch.__version__} {lacks}")
 
 
+def missing(tool: object) -> NoReturn:
+    """Skip a test, or fail it in CI, where every tool is installed."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(
+        f"{tool}: tests/toolchain.sh installs it"
+    )
+
+
 def most_gpu_ranks() -> int:
     """Ranks that this machine's GPUs can take."""
     return torch.cuda.device_count() * RANKS_PER_GPU
@@ -205,6 +214,41 @@ def run(
     return results
 
 
+@dataclass(frozen=True)
+class Body:
+    """The function of a rank that a test of :func:`on_ranks` calls, found by the test's name."""
+
+    module: str
+    name: str
+
+    def __call__(self, at: Rank, *args: Any) -> Any:
+        return getattr(importlib.import_module(self.module), self.name).body(at, *args)
+
+
+def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of a rank ``at``, which has to return on all ranks of a world; by
+    default the world is the test's argument ``world``. Other arguments of the function are those of
+    the test, and ``how`` has arguments of :func:`run`."""
+
+    def test_of(body: Callable[..., None]) -> Any:
+        names = [*inspect.signature(body).parameters][1:]
+
+        def test(device: str, **arguments: Any) -> None:
+            count = world or arguments["world"]
+            values = (arguments[name] for name in names)
+            run(count, Body(body.__module__, body.__name__), *values, device=device, **how)
+
+        every = dict.fromkeys(("device", *(() if world else ("world",)), *names))
+        kind = inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in every])
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        vars(test).update(body=body, __signature__=signature)
+        return test
+
+    return test_of
+
+
 @contextlib.contextmanager
 def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
     """In this block ranks on CPUs have an environment, and ``fn(called, at, *args)`` is called in
@@ -222,13 +266,6 @@ def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
 def start_server() -> None:
     """Start the process that ranks are forks of, those of :func:`ficco.tools.launch.launch` too."""
     forkserver.ensure_running()
-
-
-def used() -> list[int]:
-    """Worlds whose workers have run something since this was last asked, and are still there."""
-    worlds = [world for world, *_ in _pools if world in _used]
-    _used.clear()
-    return worlds
 
 
 def close() -> None:
@@ -421,6 +458,17 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
         return result
     except BaseException as error:
         return failure(error, Escaped)
+
+
+def leave(*groups: Any) -> None:
+    """End groups; on GPUs, once all calls are over."""
+    import ficco
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for group in groups:
+        ficco.close(group)
+        dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

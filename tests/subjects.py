@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from ranks import Rank
 from torch.nn import functional
 
 import ficco
@@ -98,15 +99,15 @@ class Subject(ABC):
     Attributes:
         name: of the operator.
         operands: names of its operands.
-        roundings: how many roundings of the dtype a result or a gradient may be off, in the root
-            of the mean square, in narrow and in wide dtypes; none where all sums are exact.
+        roundings: how many roundings of the dtype a result may be off, in the root of the mean
+            square, then a gradient, then either in a wide dtype; none where all sums are exact.
         layouts: how operands can lie beside contiguous.
         differentiable: whether its operands have gradients.
     """
 
     name: str
     operands: tuple[str, ...]
-    roundings: tuple[float, float] | None = None
+    roundings: tuple[float, float, float] | None = None
     layouts: tuple[str, ...] = ()
     differentiable = True
 
@@ -203,7 +204,8 @@ def compare(
         assert not wrong, f"{about}: {count} of {want.numel()} are wrong: {'; '.join(places)}"
     elif want.numel():
         error, scale = root_mean_square(wide - want), max(size, root_mean_square(want))
-        limit = subject.roundings[found.dtype.itemsize > 2] * torch.finfo(found.dtype).eps * scale
+        which = 2 if found.dtype.itemsize > 2 else size > 0
+        limit = subject.roundings[which] * torch.finfo(found.dtype).eps * scale
         assert error <= limit, f"{about}: off by {error}, at most {limit}"
 
 
@@ -377,9 +379,24 @@ MASKS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"causal": True, "window": 5},
     {"causal": True, "window": 0},
+    {"causal": True, "window": 30, "scale": 0.5},
     {"cu_seqlens": 3},
     {"cu_seqlens": 5, "causal": True, "window": 4},
 )
+
+
+def attended(facts: dict[str, Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys each query attends to, of positions [queries, 1] and [1, keys]."""
+    seen = torch.ones(len(queries), keys.shape[1], dtype=torch.bool)
+    if facts.get("causal"):
+        seen &= keys <= queries
+    if (window := facts.get("window")) is not None:
+        seen &= queries - keys <= window
+    if bounds := facts.get("cu_seqlens"):
+        ends = torch.tensor(bounds)
+        documents = (torch.bucketize(one, ends, right=True) for one in (queries, keys))
+        seen &= torch.eq(*documents)
+    return seen
 
 
 class GatheredAttention(Subject):
@@ -388,22 +405,23 @@ class GatheredAttention(Subject):
 
     name = "all_gather_attention"
     operands = "q", "k_shard", "v_shard"
-    roundings = 3.0, 8.0
+    roundings = 1.5, 3.0, 8.0
     layouts = ("beside",)
     placements: tuple[str, ...] = ("ranks", "head-tail")
 
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
-        reads = [] if hosts > 1 else ["growing:pull", "shard-overlap:pull,compute=2", "serial:pull"]
-        rest = "growing:compute=2", "growing:tail=2,compute=2", "hetero-fused-1d:pieces=2"
-        more = "shard-overlap:tail=2", "serial", *([] if hosts > 1 else ["ring"])
-        return ["auto", "growing", *rest, *more, *reads]
+        reads = ["shard-overlap:pull,compute=2", "serial:pull", "hetero-unfused-1d:pieces=3,pull"]
+        rest = "growing:compute=2", "growing:tail=3,compute=2", "hetero-fused-1d:pieces=2"
+        more = "shard-overlap:tail=2", "serial", "shrinking:copy=2"
+        of_one_host = [] if hosts > 1 else ["ring", "growing:pull", *reads]
+        return ["auto", "growing", *rest, *more, *of_one_host]
 
     def heads(self, chance: random.Random, world: int) -> tuple[int, int]:
         return chance.choice(((4, 2), (6, 6), (4, 1)))
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         placement = chance.choice(self.placements)
-        rows = {"equal": 12, "uneven": 10, "few": 2, "none": 0}[kind]
+        rows = {"equal": 12, "uneven": 10, "few": 2, "none": 0, "many": 256}[kind]
         facts = dict(chance.choice(MASKS))
         batch = chance.choice((1, 2))
         if count := facts.pop("cu_seqlens", 0):
@@ -443,15 +461,8 @@ class GatheredAttention(Subject):
         q, k, v = (torch.cat(list(some), 2)[:, :, back] for some in zip(*every, strict=True))
         k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
         i, j = torch.arange(world * rows)[:, None], torch.arange(world * rows)[None]
-        seen = torch.ones(world * rows, world * rows, dtype=torch.bool)
-        if case.facts.get("causal"):
-            seen &= j <= i
-        if (window := case.facts.get("window")) is not None:
-            seen &= i - j <= window
-        if bounds := case.facts.get("cu_seqlens"):
-            ends = torch.tensor(bounds)
-            seen &= torch.bucketize(i, ends, right=True) == torch.bucketize(j, ends, right=True)
-        scores = (q @ k.transpose(-1, -2) * size**-0.5).masked_fill(~seen, -torch.inf)
+        scores = q @ k.transpose(-1, -2) * case.facts.get("scale", size**-0.5)
+        scores = scores.masked_fill(~attended(case.facts, i, j), -torch.inf)
         out = scores.softmax(-1) @ v
         return [[out[:, :, self.positions(case, rank)]] for rank in range(world)]
 
@@ -677,3 +688,42 @@ SUBJECTS: dict[str, Subject] = {
     **{one.name: one for one in (ProjectionIn(), ProjectionOut(), Experts())},
     "experts, by columns": ExpertsByColumns(),
 }
+
+
+def exact(
+    at: Rank, subject: Subject, case: Case, iteration: int, group: Any = None, saves: bool = False
+) -> None:
+    """The results of a call and, where operands need them, its gradients."""
+    every, results, grads = reference(subject, case, at.world, iteration)
+    dtype, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
+    about = f"rank {at.rank}, iteration {iteration}, {case}"
+    needs = case.needs or (False,) * len(every[at.rank])
+    leaves = [
+        one.detach().to(at.device, dtype, copy=True).requires_grad_(need)
+        for one, need in zip(every[at.rank], needs, strict=True)
+    ]
+    before = [one.detach().clone() for one in leaves]
+    with ficco.options(save_gathered=saves):
+        given = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
+        found = subject.call(case, *given, group=group)
+    assert len(found) == len(results[at.rank])
+    for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
+        assert (one.dtype, one.device.type) == (made, at.device.type), about
+        compare(one, want.detach(), subject, f"{about}: result {turn}")
+    if any(needs):
+        asked = [one for one in found if one.requires_grad]
+        own = [grad for one, grad in zip(found, grads[at.rank], strict=True) if one.requires_grad]
+        torch.autograd.backward(asked, [grad.to(one) for one, grad in zip(asked, own, strict=True)])
+    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
+    for name, leaf, want in zip(subject.operands, leaves, every[at.rank], strict=True):
+        if not leaf.requires_grad:
+            assert leaf.grad is None, f"{about}: {name} has a gradient"
+            continue
+        assert leaf.grad is not None and want.grad is not None, f"{about}: {name} has none"
+        compare(leaf.grad, want.grad, subject, f"{about}: the gradient of {name}", size)
+    for name, leaf, old in zip(subject.operands, leaves, before, strict=True):
+        assert torch.equal(leaf.detach(), old), f"{about}: the call changed {name}"
+
+
+def constants_of(at: Rank, subject: Subject, case: Case, iteration: int) -> Tensors:
+    return [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]

@@ -38,7 +38,7 @@ from disturbance import Disturbance, disturb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Ended, Program
-from ranks import Rank, ranks, run, serves_tiled
+from ranks import Rank, leave, on_ranks, ranks, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ficco
@@ -74,21 +74,12 @@ KINDS = (
 WORDS_BYTES = 1 << 14
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
-
-
 def named(name: str, knobs: str) -> str:
     """The name with the knobs, as far as it takes them."""
     if name == "tiled":
         left = (one for one in knobs.split(",") if one != "kernel" and "compute" not in one)
         knobs = ",".join(left)
     return f"{name}:{knobs}" if knobs else name
-
-
-def names_on(device: str) -> tuple[str, ...]:
-    return ALL_NAMES if serves_tiled(device) else tuple(NAMES)
 
 
 def dtypes_on(device: str) -> tuple[str, ...]:
@@ -99,63 +90,20 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 # Schedules, dtypes, sizes.
 
 
-@ranks(2)
-def test_schedules(world: int, device: str) -> None:
-    ways = [named(name, knobs) for name in names_on(device) for knobs in KNOBS][::3]
-    even = equal(world, 24, 40, 16, dtype="bfloat16")
-    shapes = cycle((even, equal(world, 17, 23, 9, gathered=True), even.on(dtype="float16")))
-    cases = [case.on(schedule=name) for name, case in zip(ways, shapes, strict=False)]
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
-
-
-UGLY = [
-    # rows, k, n
-    ((0, 0, 0, 0), 8, 8),  # no rows at all
-    ((1, 1, 1, 1), 8, 8),  # fewer rows than pieces
-    ((3, 3, 3, 3), 5, 7),
-    ((5, 0, 2, 9), 6, 3),  # unequal, one of them empty
-    ((0, 0, 7, 0), 6, 3),
-    ((7, 1, 1, 1), 16, 4),
-    ((4, 4, 4, 4), 0, 5),  # nothing to add up: zeros
-    ((4, 4, 4, 4), 5, 0),
-    ((4, 0, 3, 4), 0, 0),
-    ((4, 4, 4, 4), 1, 1),
-    ((13, 13, 13, 13), 129, 31),
-    ((31, 33, 32, 35), 65, 17),
-    ((2, 3, 0, 1), 1, 9),
-]
-
-
-def test_ugly_sizes(device: str) -> None:
-    """Each size under every third name."""
-    wide = "pieces=4,tail=2,copy=2,compute=2"
-    knobs = cycle((("", "bfloat16"), ("pull", "float32"), (wide, "float16")))
-    names = names_on(device)
-    ways = [(name, size) for turn, size in enumerate(UGLY) for name in names[turn % 3 :: 3]]
-    cases = [
-        Case(rows[:3], k, n, dtype, named(name, some), gathered=not some)
-        for (name, (rows, k, n)), (some, dtype) in zip(ways, knobs, strict=False)
-    ]
-    run(3, all_exact, cases, device=device)
-
-
 def test_eight_ranks(device: str) -> None:
     cases = [equal(8, 9, 24, 8, schedule=name) for name in KINDS[::2]]
     cases += [Case((1, 2, 3, 0, 5, 6, 7, 8), 17, 5, schedule="growing", gathered=True)]
     run(8, all_exact, cases, device=device)
 
 
-def _schedule_objects(at: Rank) -> None:
+@on_ranks(2)
+def test_schedule_as_object_and_auto(at: Rank) -> None:
     """Also in calls that may wait for ever."""
     case = equal(at.world, 8, 8, 8)
     with ficco.options(timeout_s=float("inf")):
         exact(at, case.on(schedule="auto"), 0)
         for turn, name in enumerate(KINDS):
             exact(at, case.on(schedule=Schedule.parse(name)), turn)
-
-
-def test_schedule_as_object_and_auto(device: str) -> None:
-    run(2, _schedule_objects, device=device)
 
 
 # How the operands lie in memory.
@@ -173,71 +121,7 @@ def test_layouts_of_a(device: str) -> None:
     run(3, all_exact, cases, device=device)
 
 
-def test_layouts_of_b(device: str) -> None:
-    shapes = equal(2, 12, 20, 8), Case((5, 8), 11, 6, "bfloat16", a="columns"), equal(2, 3, 1, 1)
-    run(2, all_exact, laid_out("b", B_LAYOUTS, shapes), device=device)
-
-
-def _module_weight(at: Rank) -> None:
-    """The weight of a Linear layer, transposed, as a model would pass it. Grad and inference mode
-    belong to a thread, and a call has several."""
-    case = equal(at.world, 6, 10, 7, schedule="hetero-unfused-1d:compute=2,pull")
-    made = make(at, case, 0)
-    layer = torch.nn.Linear(case.k, case.n, bias=False, device=at.device)
-    with torch.no_grad():
-        layer.weight.copy_(made.b.t())
-        verify(case, call(case, made.a, layer.weight.t()), made, "weight.t()")
-    with torch.inference_mode():
-        verify(case, call(case, made.a.clone(), made.b.clone()), made, "inference mode")
-
-
-def test_linear_weight_and_inference_mode(device: str) -> None:
-    run(2, _module_weight, device=device)
-
-
 # Results are the caller's.
-
-
-def _results_are_owned(at: Rank) -> None:
-    for schedule in KINDS:
-        case = equal(at.world, 10, 12, 8, schedule=schedule, gathered=True)
-        kept = []
-        for iteration in range(6):
-            made = make(at, case, iteration)
-            kept.append((call(case, made.a, made.b), made))
-        for results, made in kept:
-            verify(case, results, made, "after later calls:")
-            for tensor in results:
-                # Writing to a result must not reach what a later call uses.
-                tensor.fill_(77)
-        exact(at, case, 7)
-        exact(at, case, 8)
-
-
-def test_results_stay(device: str) -> None:
-    run(3, _results_are_owned, device=device)
-
-
-def _inputs_reused(at: Rank) -> None:
-    schedules = "serial:pull", "growing", "hetero-unfused-1d:pull,copy=2"
-    for schedule, layout in product(schedules, ("plain", "symmetric", "symmetric-rows")):
-        case = equal(at.world, 10, 12, 8, schedule=schedule, a=layout)
-        made = make(at, case, 0)
-        kept = []
-        for iteration in range(8):
-            want = make(at, case.on(a="plain"), iteration)
-            made.a.copy_(want.a.view(made.a.shape))
-            made.b.copy_(want.b)
-            kept.append((call(case, made.a, made.b), want))
-            # A peer that still read this after the call would read garbage.
-            made.a.fill_(55)
-            made.b.fill_(55)
-        for results, want in kept:
-            verify(case, results, want, "operands overwritten after the call:")
-
-
-def test_operands_may_change_after_the_call(device: str) -> None:
-    run(3, _inputs_reused, device=device)
 
 
 # Sequences of calls.
@@ -329,7 +213,8 @@ def test_capped_memory_is_below_half_of_serial(schedule: str, layout: str, devic
     assert min(free) > serial / 2, "the cap changed nothing"
 
 
-def _caps_in_turn(at: Rank) -> None:
+@on_ranks(3, timeout=100)
+def test_capped_calls_between_others(at: Rank) -> None:
     rng = random.Random(5)
     names = (
         "hetero-fused-1d:pieces=8",
@@ -353,17 +238,7 @@ def _caps_in_turn(at: Rank) -> None:
                 exact(at, case, iteration, group)
 
 
-def test_capped_calls_between_others(device: str) -> None:
-    run(3, _caps_in_turn, device=device, timeout=100)
-
-
 # Groups.
-
-
-def close(groups: Sequence[Any]) -> None:
-    for group in groups:
-        ficco.close(group)
-        dist.destroy_process_group(group)
 
 
 #: Processes of their own for two threads with groups of their own: CUDA waits for the device before
@@ -388,7 +263,7 @@ def _two_groups_at_once(at: Rank, count: int) -> None:
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(on_a_stream if at.device.type == "cuda" else calls, range(2)))
-    close(groups)
+    leave(*groups)
 
 
 @ranks(2, 4)
@@ -397,21 +272,8 @@ def test_two_groups_at_once(world: int, device: str) -> None:
     run(world, _two_groups_at_once, 25, device=device, **own)
 
 
-def _interleaved_groups(at: Rank) -> None:
-    """Two groups of the same ranks, and the whole world, in turn."""
-    groups = [None, *(dist.new_group(list(range(at.world))) for _ in range(2))]
-    for iteration in range(2 * len(KINDS)):
-        for index, group in enumerate(groups):
-            case = equal(at.world, 3 + index, 16, 8, schedule=KINDS[iteration % len(KINDS)])
-            exact(at, case, 100 * iteration + index, group)
-    close(groups[1:])
-
-
-def test_groups_in_turn(device: str) -> None:
-    run(3, _interleaved_groups, device=device)
-
-
-def _subgroups(at: Rank) -> None:
+@on_ranks(4)
+def test_subgroups(at: Rank) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     three = dist.new_group([0, 1, 3])
     alone = dist.new_group([2])
@@ -425,11 +287,7 @@ def _subgroups(at: Rank) -> None:
         else:
             exact(at, equal(3, 5, 16, 8, schedule=name), iteration, three)
         exact(at, equal(4, 5, 16, 8, schedule=name), iteration)
-    close([mine, alone if at.rank == 2 else three])
-
-
-def test_subgroups(device: str) -> None:
-    run(4, _subgroups, device=device)
+    leave(mine, alone if at.rank == 2 else three)
 
 
 # Real numbers.
@@ -472,7 +330,8 @@ def test_float_error_is_that_of_a_plain_product(device: str) -> None:
     run(3, _float_errors, dtypes_on(device), device=device)
 
 
-def _rounds_once(at: Rank) -> None:
+@on_ranks(2)
+def test_column_pieces_round_once(at: Rank) -> None:
     """Sums that fall on the next number only if they are rounded at the end.
 
     With e the distance between neighbours at 1, 2/e + 1 lies half-way between two numbers and
@@ -494,10 +353,6 @@ def _rounds_once(at: Rank) -> None:
         compare("the product", found, want, f"{kind} {schedule}")
         step_by_step = torch.tensor(large, dtype=kind) + 1 + 1 + 1
         assert step_by_step.item() == large, "this case cannot tell the two apart"
-
-
-def test_column_pieces_round_once(device: str) -> None:
-    run(2, _rounds_once, device=device)
 
 
 # Any of all this.
@@ -581,9 +436,13 @@ def _jitter(at: Rank, calls: int) -> int:
             with ficco.options(workspace_bytes=cap):
                 kept.append((case, call(case, a, want.b), want))
             a.fill_(66)
+            want.b.fill_(66)
             last = iteration == calls - 1
             while len(kept) > (0 if last else 4):  # results must outlast later calls
-                verify(*kept.pop(0), f"rank {at.rank}, after call {iteration}:")
+                case, results, made = kept.pop(0)
+                verify(case, results, made, f"rank {at.rank}, after call {iteration}:")
+                for tensor in results:  # which must not reach what a later call uses
+                    tensor.fill_(77)
                 checked += 1
     return checked
 

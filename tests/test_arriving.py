@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, equal, exact, gathered_a, shard_of
-from ranks import Died, Rank, caught, run
+from ranks import Died, Rank, caught, on_ranks, run
 from test_nn import example
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -207,7 +207,8 @@ def _refuses(words: str, call: Callable[[], Any]) -> None:
     assert f"{failure.type}: {failure.text}".startswith(words), failure
 
 
-def _refused(at: Rank) -> None:
+@on_ranks(2)
+def test_wrong_use_is_refused_by_name(at: Rank) -> None:
     case = equal(at.world, 8, 16, 8)
     shard = shard_of(case, at.rank, 1, at.device)
 
@@ -249,10 +250,6 @@ def _refused(at: Rank) -> None:
     _refuses("ValueError: ", lambda: ficco.addresses(3))
     assert "required one from ficco.empty" in caught(lambda: ficco.addresses(shard)).text
     exact(at, case, 3)
-
-
-def test_wrong_use_is_refused_by_name() -> None:
-    run(2, _refused)
 
 
 def _blocks(at: Rank, turns: Sequence[int], timeout_s: float = 20.0, **ways: Any) -> Any:

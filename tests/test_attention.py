@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -15,7 +15,8 @@ import torch
 from cases import own_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, on_ranks, run
+from subjects import SUBJECTS, Case, attended, exact
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,8 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ficco
 import ficco.nn
-from ficco.compute.attention import Heads, Result, attention, backward, merge
-from ficco.compute.program import Part
+from ficco.compute.attention import Heads, Result, attention, backward
 from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
 from ficco.machine import Machine, find
@@ -38,29 +38,7 @@ from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
 
-SCHEDULES = (
-    "growing",
-    "growing:pull",
-    "shrinking:copy=2",
-    "shard-overlap",
-    "hetero-fused-1d",
-    "hetero-unfused-1d:pieces=3,pull",
-    "growing:tail=3,compute=2",
-    "growing:compute=2",
-    "shard-overlap:pull,compute=2",
-    "shard-overlap:tail=2",
-    "serial",
-    "serial:pull",
-    "ring",
-)
-#: Of one library's call on everything. Partial results are rounded once more before they are
-#: merged: the square root of 2 in the mean.
-MOST_ERROR = 1.5
-
-
-#: Of gradients, in roundings of their own size: the result that they are computed from, what each
-#: rank sends, and the sum are rounded. In wider dtypes the library's own sums are no better.
-GRADIENT_ERROR = 3.0, 8.0
+_, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
 
 
 @dataclass(frozen=True)
@@ -107,75 +85,6 @@ class AttentionCase:
             return torch.arange(rank * self.rows, (rank + 1) * self.rows)
         chunks = torch.arange(world * self.rows).view(2 * world, -1)
         return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
-
-    def mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Which keys each query attends to."""
-        i, j = queries[:, None], keys[None]
-        seen = torch.ones(len(queries), len(keys), dtype=torch.bool)
-        if self.causal:
-            seen &= j <= i
-        if self.window is not None:
-            seen &= i - j <= self.window
-        if self.cu_seqlens:
-            bounds = torch.tensor(self.cu_seqlens)
-            document = [torch.bucketize(one, bounds, right=True) for one in (i, j)]
-            seen &= document[0] == document[1]
-        return seen
-
-
-def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """In float64."""
-    q, k, v = (one.double() for one in (q, k, v))
-    k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    found: torch.Tensor = scores.masked_fill(~mask.to(q.device), -torch.inf).softmax(-1) @ v
-    return found
-
-
-def on_the_whole(
-    problem: AttentionProblem, rank: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    """The library's attention to keys and values that are all there, in their order; where a mask
-    makes that several calls, merged in float64."""
-    whole = list(problem.mask.segments([Segment(0, 0, problem.length)]))
-    parts = []
-    for one in problem.mask.rectangles(problem.segments[rank], whole):
-        rows, keys = slice(one.q, one.q_stop), slice(one.k, one.k_stop)
-        heads = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
-        mean, lse = attention(heads, one, problem.scale or problem.size**-0.5)
-        parts.append(Part(one.q, one.q_stop, mean.double(), lse.double()))
-    out = torch.empty_like(q, dtype=torch.float64)
-    merge(out, None, parts)
-    return out.to(q.dtype)
-
-
-def root_mean_square(values: torch.Tensor) -> float:
-    return float(values.square().mean().sqrt())
-
-
-def attended(
-    at: Rank, case: AttentionCase, iteration: int, schedule: str = "auto", group: Any = None
-) -> None:
-    """One call, no further from float64 than the library's attention on everything."""
-    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
-    q, k, v = case.whole(world, iteration, at.device)
-    mine = case.positions(rank, world).to(at.device)
-    shards = [one[:, :, mine] for one in (q, k, v)]
-    if iteration % 2:  # heads beside each other, as projections make them
-        shards = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in shards]
-    out = ficco.all_gather_attention(*shards, **case.asked, schedule=schedule, group=group)
-    assert out.shape == shards[0].shape and out.dtype == q.dtype
-    if not case.rows:
-        return
-    mask = case.mask(mine.cpu(), torch.arange(q.shape[2]))
-    wanted = reference(shards[0], k, v, mask, case.scale)
-    library = on_the_whole(case.problem(world), rank, shards[0], k, v)
-    error, least = (root_mean_square(one.double() - wanted) for one in (out, library))
-    if q.dtype.itemsize > 2:  # weights are as exact as log-sum-exps, of about 10, in this dtype
-        least = max(least, 2 * torch.finfo(q.dtype).eps)
-    assert error <= MOST_ERROR * least, (rank, case, schedule, error, least)
 
 
 # Masks.
@@ -226,36 +135,17 @@ def masked(draw: Any) -> tuple[Mask, list[Segment], list[Segment], int]:
 @settings(max_examples=300, deadline=None)
 def test_rectangles_have_each_pair_once(drawn: Any) -> None:
     mask, queries, keys, length = drawn
-    case = AttentionCase(
-        length, causal=mask.causal, window=mask.window, cu_seqlens=mask.bounds or ()
-    )
+    facts = {"causal": mask.causal, "window": mask.window, "cu_seqlens": mask.bounds}
     at = [
         torch.tensor([p for _, first, n in some for p in range(first, first + n)], dtype=int)
         for some in (queries, keys)
     ]
-    wanted = case.mask(*at)
+    wanted = attended(facts, at[0][:, None], at[1][None])
     found = dense(mask.rectangles(queries, keys), *wanted.shape)
     assert torch.equal(found, wanted.to(found.dtype))
 
 
 # Plans.
-
-
-def cases(world: int, rows: int = 12) -> Iterator[AttentionCase]:
-    length = world * rows
-    bounds = tuple(sorted({0, 3, min(7, length), length // 2, max(length - 20, 0), length}))
-    for placement in PLACEMENTS:
-        for masks in (
-            {},
-            {"causal": True},
-            {"causal": True, "window": 5},
-            {"causal": True, "window": 0},
-            {"causal": True, "window": 3 * rows},
-            {"cu_seqlens": bounds},
-            {"cu_seqlens": bounds, "causal": True},
-            {"cu_seqlens": bounds, "causal": True, "window": 4},
-        ):
-            yield AttentionCase(rows, placement=placement, **masks)
 
 
 @given(
@@ -510,27 +400,6 @@ def test_under_a_causal_mask_the_busiest_port_is_not_kept_waiting(
 # Calls on CPUs.
 
 
-def _calls(at: Rank) -> None:
-    """Calls and gradients of each case, a scale and long windows among them."""
-    dtypes = "float32", "bfloat16", "float64"
-    for turn, case in enumerate(
-        (
-            *list(cases(at.world, 10))[1::3],
-            AttentionCase(7, 6, 6, 8, batch=3, causal=True),
-            AttentionCase(8, 8, 1, 64, batch=2, causal=True, placement="head-tail", scale=0.5),
-            AttentionCase(1, causal=True),
-            AttentionCase(0),
-        )
-    ):
-        asked = replace(case, dtype=dtypes[turn % 3])
-        attended(at, asked, turn, SCHEDULES[turn % len(SCHEDULES)])
-        differentiated(at, asked, turn, SCHEDULES[-turn % len(SCHEDULES)])
-
-
-def test_no_further_from_float64_than_the_library() -> None:
-    run(3, _calls, timeout=200)
-
-
 def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
     for batch in (1, 2):
         kv = torch.empty(8, 2, batch, 2, 16)
@@ -538,61 +407,24 @@ def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
         assert _packed(k, v).data_ptr() == kv.data_ptr() != _packed(v, k).data_ptr()
 
 
-def _capped(at: Rank) -> None:
+@on_ranks(4)
+def test_memory_is_capped(at: Rank) -> None:
     """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
-    case = AttentionCase(16, causal=True, placement="head-tail")
+    subject, facts = SUBJECTS["all_gather_attention"], {"causal": True, "placement": "head-tail"}
+    case = Case((16,) * at.world, (16, 1, 4, 2, 16), schedule="shard-overlap", facts=facts)
     with ficco.options(workspace_bytes=24_000):
         for iteration in range(4):
-            attended(at, case, iteration, "shard-overlap")
+            exact(at, subject, case, iteration)
     with ficco.options(workspace_bytes=60_000):
-        differentiated(at, case, 4, "shard-overlap")
+        exact(at, subject, case.on(needs=(True,) * 3), 4)
     for cap, schedule in ((6_000, "growing"), (4_000, "ring")):
         with ficco.options(workspace_bytes=cap):
-            failure = caught(lambda: attended(at, case, 1, schedule))  # noqa: B023
+            failure = caught(lambda: exact(at, subject, case.on(schedule=schedule), 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
 
 
-def test_memory_is_capped() -> None:
-    run(4, _capped)
-
-
 # Gradients.
-
-
-def differentiated(
-    at: Rank, case: AttentionCase, iteration: int, schedule: str = "auto", group: Any = None
-) -> None:
-    """Gradients of one call against those of the plain formulation in float64."""
-    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
-    whole = case.whole(world, iteration, at.device)
-    (grad,) = case.whole(world, iteration + 1, at.device)[:1]
-    mine = case.positions(rank, world).to(at.device)
-    shards = [one[:, :, mine].requires_grad_() for one in whole]
-    how = {**case.asked, "schedule": schedule, "group": group}
-    ficco.all_gather_attention(*shards, **how).backward(grad[:, :, mine])
-    again = [one.detach().requires_grad_() for one in shards]
-    with ficco.options(save_gathered=True):  # which changes nothing of the results
-        out = ficco.all_gather_attention(*again, **how)
-    out.backward(grad[:, :, mine])
-    if schedule != "auto" and at.device.type == "cpu":  # where libraries' sums have an order
-        for shard, one in zip(shards, again, strict=True):
-            assert shard.grad is not None and one.grad is not None
-            assert torch.equal(shard.grad, one.grad), (rank, case, schedule)
-    wide = [one.double().requires_grad_() for one in whole]
-    every = torch.arange(whole[0].shape[2])
-    plain = reference(*wide, case.mask(every, every), case.scale)
-    plain.backward(grad.double())
-    for name, shard, one in zip("qkv" * 2, shards + again, wide * 2, strict=True):
-        assert shard.grad is not None and one.grad is not None
-        assert shard.grad.dtype == shard.dtype and shard.grad.shape == shard.shape
-        wanted = one.grad[:, :, mine]
-        if wanted.numel():
-            error = root_mean_square(shard.grad.double() - wanted)
-            # Where few keys are seen, what is as large as the gradient of the result cancels.
-            size = max(map(root_mean_square, (one.grad, wanted, grad.double())))
-            limit = GRADIENT_ERROR[shard.dtype.itemsize > 2] * torch.finfo(shard.dtype).eps * size
-            assert error <= limit, (name, rank, case, schedule, error, limit)
 
 
 def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
@@ -603,8 +435,9 @@ def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
     mine = case.positions(at.rank, at.world)
     shards = [one[:, :, mine].contiguous().requires_grad_() for one in whole]
     out = ficco.all_gather_attention(*shards)
-    every = torch.ones(case.rows, case.rows * at.world, dtype=torch.bool)
-    wanted = reference(shards[0].detach(), *whole[1:], every, None)
+    q, k, v = (one.detach().double() for one in (shards[0], *whole[1:]))
+    k, v = (one.repeat_interleave(case.heads // case.kv_heads, 1) for one in (k, v))
+    wanted = (q @ k.transpose(-1, -2) * case.size**-0.5).softmax(-1) @ v
     if what == -torch.inf:
         assert (out - wanted).abs().max() < (1e-5 if out.itemsize > 2 else 2e-2)
         return
@@ -647,7 +480,8 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
 # Behind PyTorch's function.
 
 
-def _behind(at: Rank) -> None:
+@on_ranks(4)
+def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     mesh = init_device_mesh("cpu", (at.world,))
     case = AttentionCase(8, 4, 2, causal=True, placement="head-tail")
     q, k, v = (one.requires_grad_() for one in case.whole(at.world, 3, at.device))
@@ -675,11 +509,8 @@ def _behind(at: Rank) -> None:
     assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
 
 
-def test_behind_pytorchs_context_parallelism() -> None:
-    run(4, _behind)
-
-
-def _layers_behind(at: Rank) -> None:
+@on_ranks(2)
+def test_layers_behind_it(at: Rank) -> None:
     """Layers of PyTorch's, also where they have a fused kernel, but none that asks for weights; and
     one of ficco's, whose attention is already to the whole sequence."""
     torch.manual_seed(1)
@@ -703,11 +534,8 @@ def _layers_behind(at: Rank) -> None:
     assert weights.shape == (1, 4, 4)
 
 
-def test_layers_behind_it() -> None:
-    run(2, _layers_behind)
-
-
-def _recomputed_behind(at: Rank) -> None:
+@on_ranks(2)
+def test_a_checkpoint_behind_it_is_recomputed_behind_it(at: Rank) -> None:
     """The backward, and with it the recomputation, comes after the block."""
     case = AttentionCase(8, 4, 4, causal=True, placement="ranks")
     wholes = [one.requires_grad_() for one in case.whole(at.world, 3, at.device)]
@@ -730,10 +558,6 @@ def _recomputed_behind(at: Rank) -> None:
         for leaf, want in zip(leaves, wanted, strict=True):
             assert (leaf.grad - want[:, :, mine]).abs().max() < 1e-5
         assert (checkpoint.CheckpointFunction.forward, checkpoint.checkpoint) == functions
-
-
-def test_a_checkpoint_behind_it_is_recomputed_behind_it() -> None:
-    run(2, _recomputed_behind)
 
 
 # Errors, of attention by heads, too.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, counted, run
+from ranks import Rank, counted, on_ranks, run
 from test_nn import (
     HAS_FSDP2,
     HIDDEN,
@@ -208,7 +208,8 @@ def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) ->
     layer.weight = nn.Parameter(Doubled(inner(layer.weight.detach())), False)
 
 
-def _own_kernels(at: Rank) -> None:
+@on_ranks(2)
+def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> None:
     """Layers of a group, layers of a mesh, and styles, whose weights were replaced afterwards."""
     mesh, x = mesh_of(at), integers(3, SEQUENCE, HIDDEN, seed=3, most=1)
     for bias in (True, False):
@@ -241,10 +242,6 @@ def _own_kernels(at: Rank) -> None:
                 assert isinstance(model[0].weight.half, DTensor) == (inner is not plain)
                 y = model(part(x, at, 1) if sharded else x)
                 same(y, part(want, at, 1) if sharded else want, f"styles, {layout}, {inner}")
-
-
-def test_weights_with_kernels_of_their_own_are_multiplied_by_them() -> None:
-    run(2, _own_kernels)
 
 
 def _refused(at: Rank) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import gathered_bytes
-from ranks import Rank, run
+from ranks import Rank, on_ranks, run
 from test_all_gather_matmul import named
 
 from ficco.compute.products import library
@@ -145,7 +145,8 @@ def test_every_schedule_is_exact(of: Problem, share: int) -> None:
     assert min(rings) > 5 if share else not any(rings)
 
 
-def spans(at: Rank) -> None:
+@on_ranks(2)
+def test_a_traced_call_says_when_its_steps_ran(at: Rank) -> None:
     """A traced call says when its steps ran, of which a copy takes as long as the link is slow."""
     of = problem([8] * at.world)
     with engine() as made:
@@ -164,10 +165,6 @@ def spans(at: Rank) -> None:
                 assert span.lane == step.lane and 0 <= span.start <= span.stop < 10
                 if step.op == "copy":
                     assert span.stop - span.start >= 0.049
-
-
-def test_a_traced_call_says_when_its_steps_ran() -> None:
-    run(2, spans)
 
 
 def freed(at: Rank) -> list[str]:

@@ -12,7 +12,8 @@ from cases import own_group
 from experts import Data, Layer, data, kept, part, plain, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, on_ranks, run
+from subjects import SUBJECTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ficco
@@ -21,16 +22,7 @@ from ficco.ops import experts as ops
 from ficco.ops.routing import Routing, rounded
 from ficco.problems import specification
 
-SCHEDULES = (
-    "auto",
-    "serial",
-    "shard-overlap",
-    "growing",
-    "shrinking:compute=2",
-    "hetero-fused-1d:pieces=2",
-    "uniform-unfused-1d:pieces=2,copy=2",
-    "uniform-fused-1d:pieces=1+3+3+1,copy=3,compute=2",
-)
+SCHEDULES = SUBJECTS["experts"].schedules(2)
 
 
 def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
@@ -94,38 +86,8 @@ LAYERS = {
 # Gradients.
 
 
-def gradients(at: Rank, layer: Layer, ways: dict[str, Any]) -> None:
-    """Those of each rank, and of its experts, equal those of one process that has all tokens."""
-    for iteration in range(2):
-        mine = data(layer, at.rank, iteration).leaves()
-        whole = [one.requires_grad_() for one in weights_of(layer, iteration)]
-        split, losses = ways.get("split", "experts"), []
-        mine_of = own([one.detach() for one in whole], at, split)
-        moved = [one.to(at.device).requires_grad_() for one in mine_of]
-        every = [data(layer, rank, iteration).leaves() for rank in range(at.world)]
-        capacity = None if ways.get("on_overflow") == "again" else ways["capacity"]
-        for rank, theirs in enumerate(every):
-            made = plain(theirs, *whole, capacity)
-            losses.append((made * (torch.arange(made.numel()).view_as(made) % 3 + rank)).sum())
-        sum(losses).backward()
-        given = [one.detach().to(at.device) for one in (mine.tokens, mine.weights)]
-        tokens, weights = (one.requires_grad_() for one in given)
-        found = ficco.experts(
-            tokens, mine.indices.to(at.device), weights, *moved, activation="relu", **ways
-        )
-        factors = torch.arange(found.numel(), device=at.device).view_as(found) % 3 + at.rank
-        (found * factors).sum().backward()
-        up, down = own([one.grad for one in whole], at, split)
-        for name, one, two in (
-            ("tokens", tokens.grad, every[at.rank].tokens.grad),
-            ("weights", weights.grad, every[at.rank].weights.grad),
-            ("up", moved[0].grad, up),
-            ("down", moved[1].grad, down),
-        ):
-            assert torch.equal(one.cpu(), two), f"rank {at.rank}: {name} of {layer} {ways}"
-
-
-def poisoned(at: Rank) -> None:
+@on_ranks(2)
+def test_a_token_that_is_no_number_spoils_its_own_experts_alone(at: Rank) -> None:
     """A token that is no number spoils the gradients of its own experts alone."""
     layer = Layer((6,) * at.world, experts=4, gated=True)
     given = data(layer, at.rank)
@@ -141,10 +103,6 @@ def poisoned(at: Rank) -> None:
         assert y[:-1].isfinite().all() and y[-1].isnan().all()
         for grad in torch.autograd.grad(y[:-1].sum(), (up, down)):
             assert grad[clean].isfinite().all() and grad[clean].any()
-
-
-def test_a_token_that_is_no_number_spoils_its_own_experts_alone() -> None:
-    run(2, poisoned)
 
 
 def smooth(at: Rank, activation: str) -> None:
@@ -220,7 +178,8 @@ def test_any_routes(
     run(3, routed, layer, schedule)
 
 
-def again(at: Rank) -> None:
+@on_ranks(2)
+def test_calls_of_several_kinds_take_turns(at: Rank) -> None:
     """Kinds of calls by turns, two of them in flight, find their own rows."""
     layer = Layer((6, 3), experts=4)
     for iteration in range(12):
@@ -233,11 +192,8 @@ def again(at: Rank) -> None:
         assert total[0, 0] == iteration and total[2, 0] == iteration + 1
 
 
-def test_calls_of_several_kinds_take_turns() -> None:
-    run(2, again)
-
-
-def early(at: Rank) -> None:
+@on_ranks(2)
+def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
     """Ranks may exchange their counts before other calls."""
     layer = Layer((3, 40), experts=4)
     given = data(layer, at.rank)
@@ -252,10 +208,6 @@ def early(at: Rank) -> None:
             for rank in range(2)
         )
         assert routing.capacity == rounded(most) > 8 and not routing.dropped.any()
-
-
-def test_counts_are_exchanged_before_other_calls() -> None:
-    run(2, early)
 
 
 def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:

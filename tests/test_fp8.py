@@ -22,7 +22,7 @@ import torch
 from cases import compare
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, on_ranks, ranks, run
 from subjects import SUBJECTS, integers, spread
 from test_operators import BLOCKS, SUMS, rows_for
 
@@ -139,11 +139,6 @@ def all_exact(at: Rank, cases: Sequence[ScaledCase]) -> int:
     return len(cases)
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
-
-
 def schedules(operator: str) -> list[str]:
     """The schedules that serve float8: none that adds a product to a sum."""
     return SUBJECTS[f"{operator}, float8"].schedules(2)
@@ -198,7 +193,9 @@ def test_rows_that_wait_or_tell_have_their_factors(device: str, world: int) -> N
     assert run(world, all_exact, cases, device=device) == [len(cases)] * world
 
 
-def _columns(at: Rank) -> None:
+@ranks(3)
+@on_ranks()
+def test_memory_keeps_to_its_cap(at: Rank) -> None:
     """Rings of stages, and calls by columns of b with their part of the factors and the bias."""
     for iteration, (operator, recipe) in enumerate(product(OPERATORS, SERVED)):
         k, n = (256, 544) if recipe == "block" else (144, 272)
@@ -208,15 +205,11 @@ def _columns(at: Rank) -> None:
             exact(at, case.on(bias=True), iteration)
 
 
-@ranks(3)
-def test_memory_keeps_to_its_cap(device: str, world: int) -> None:
-    run(world, _columns, device=device)
-
-
 # One factor for all rows of a rank.
 
 
-def _whole(at: Rank) -> None:
+@on_ranks(4)
+def test_each_shard_has_its_own_factor(at: Rank) -> None:
     """Where ranks scaled their shards differently, one factor for all is wrong without a word."""
     for schedule in ("serial", "serial:collective", "growing", "uniform-fused-1d:pull", "auto"):
         case = ScaledCase("all_gather_matmul", (16,) * at.world, 32, 16, "tensor", schedule)
@@ -230,10 +223,6 @@ def _whole(at: Rank) -> None:
             for rows in (factors.repeat_interleave(16)[:, None], factors[at.rank])
         )
         assert torch.equal(found, right) and not torch.equal(found, wrong), schedule
-
-
-def test_each_shard_has_its_own_factor(device: str) -> None:
-    run(4, _whole, device=device)
 
 
 # Against PyTorch's own product of the whole.
@@ -262,17 +251,15 @@ def _as_whole(at: Rank, operator: str, recipe: str, schedule: str) -> None:
     assert torch.equal(found, (right[mine] if "scatter" in operator else right).bfloat16())
 
 
-def _as_wholes(at: Rank) -> None:
+@on_ranks(2)
+def test_pieces_are_those_of_the_whole(at: Rank) -> None:
     names = "serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"
     for how in product(("all_gather_matmul", *SUMS), ("tensor", "row"), names):
         _as_whole(at, *how)
 
 
-def test_pieces_are_those_of_the_whole() -> None:
-    run(2, _as_wholes)
-
-
-def _special(at: Rank) -> None:
+@on_ranks(2)
+def test_nan_infinity_and_overflow_travel_as_in_torch(at: Rank) -> None:
     """NaN and infinity stay in their rows, and what overflows float16 is infinite."""
     for dtype, value in ((E4M3, float("nan")), (E5M2, float("inf")), (E5M2, float("-inf"))):
         a = torch.ones(8, 16).to(dtype)
@@ -289,14 +276,11 @@ def _special(at: Rank) -> None:
         assert found[0].isinf().all()
 
 
-def test_nan_infinity_and_overflow_travel_as_in_torch() -> None:
-    run(2, _special)
-
-
 # What a call may look like.
 
 
-def _forms(at: Rank) -> None:
+@on_ranks(2)
+def test_forms_of_operands(at: Rank) -> None:
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
     given, wanted = made(case, at, 1)
     a, scale = given.a, given.scales["scale_a"]
@@ -316,10 +300,6 @@ def _forms(at: Rank) -> None:
     strided[:, 1] = scale[:, 0]
     given.a, given.scales["scale_a"] = a, strided[:, 1:2]
     compare("with strided scales", call(case, given), wanted, "")
-
-
-def test_forms_of_operands(device: str) -> None:
-    run(2, _forms, device=device)
 
 
 # Bad input: the same on every rank, and the group lives on.
@@ -440,7 +420,8 @@ def test_ranks_that_scale_otherwise_disagree(device: str) -> None:
         assert text.startswith("RankMismatch") and "by row" in text and "by tensor" in text
 
 
-def _unserved(at: Rank) -> None:
+@on_ranks(2)
+def test_gradients_are_refused(at: Rank) -> None:
     """Gradients, of real and of fake operands; autocast does not drop scales."""
     given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -458,10 +439,6 @@ def _unserved(at: Rank) -> None:
         call()
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
-
-
-def test_gradients_are_refused() -> None:
-    run(2, _unserved)
 
 
 def test_transposed_products_take_no_float8() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Rank, caught, counted, ranks, run
+from ranks import Rank, caught, counted, on_ranks, ranks, run
 from test_nn import as_unsharded, integers, mesh_of, part, plain, refuses, same
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -44,11 +44,6 @@ from ficco.ops.recipes import quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("tensor", "row", "block")
-
-
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
 
 
 # Casting.
@@ -104,7 +99,10 @@ class Gated(nn.Module):
         return self.down(one.clamp(-2, 2) + two.clamp(-2, 2))
 
 
-def _layers(at: Rank, forward: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", SCALINGS)
+@on_ranks(2)
+def test_layers_are_exact(at: Rank, forward: str) -> None:
     where: dict[str, Any] = {"device": at.device, "dtype": torch.bfloat16}
     whole = Gated(*(nn.Linear(*sizes, **where) for sizes in ((160, 288), (160, 288), (288, 160))))
     with torch.no_grad():
@@ -120,19 +118,14 @@ def _layers(at: Rank, forward: str) -> None:
         as_unsharded(at, model, whole, x, grad, partial(part, at=at, dim=0), f"{how}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", SCALINGS)
-def test_layers_are_exact(device: str, forward: str) -> None:
-    run(2, _layers, forward, device=device)
-
-
 #: Of the gradient's columns half are large, and meet zeros of the weight. By a factor for each row
 #: the others vanish, by one for all they are rounded to e5m2, by blocks they stay what they are.
 LARGE, SMALL = 2.0**12, 1.125 * 2.0**-7
 OF_X = {"row": 0.0, "tensor": 2.0**-7 * 128, "block": SMALL * 128, None: SMALL * 128}
 
 
-def _gradients_of(at: Rank) -> None:
+@on_ranks(2)
+def test_gradients_have_a_scaling_of_their_own(at: Rank) -> None:
     """That of x is of the gradient's scaling, whatever that of the forward is."""
     weight, grad = torch.ones(256, 16), torch.full((4, 256), LARGE)
     weight[:128], grad[:, 128:] = 0, SMALL
@@ -150,10 +143,6 @@ def _gradients_of(at: Rank) -> None:
             y = function(leaf)
             y.backward(grad[:1].expand(y.shape))
             same(leaf.grad, torch.full((4, 16), times * OF_X[gradient]), f"{name} of {how}")
-
-
-def test_gradients_have_a_scaling_of_their_own() -> None:
-    run(2, _gradients_of)
 
 
 # What is rounded, and what is not.

@@ -20,7 +20,7 @@ import torch
 from cases import compare
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Rank, caught, ranks, run
+from ranks import Rank, caught, on_ranks, ranks, run
 from test_fp8 import (
     E4M3,
     FNUZ,
@@ -82,11 +82,6 @@ def every_schedule(operator: str, world: int, device: str, some: int) -> list[Sc
     return cases
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 @ranks(1, 2, 3)
 def test_every_schedule_casts_exactly(device: str, operator: str, world: int) -> None:
@@ -94,7 +89,8 @@ def test_every_schedule_casts_exactly(device: str, operator: str, world: int) ->
     assert run(world, cast_exactly, cases, device=device) == [len(cases)] * world
 
 
-def _forms(at: Rank) -> None:
+@on_ranks(2)
+def test_forms_of_what_is_cast(at: Rank) -> None:
     """A as callers have it, a ring of stages, and the family that b says."""
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 256, 16, "block", "growing")
     mine, wanted = unscaled(case, at, 0)
@@ -118,10 +114,6 @@ def _forms(at: Rank) -> None:
     if at.device.type == "cpu":
         case = case.on(dtypes=(FNUZ, FNUZ))
         compare("of fnuz", *(unscaled(case, at, 2)[1], call(case, unscaled(case, at, 2)[0])), "")
-
-
-def test_forms_of_what_is_cast(device: str) -> None:
-    run(2, _forms, device=device)
 
 
 def _rounds(at: Rank) -> None:
@@ -342,7 +334,8 @@ REFUSED: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
 )
 
 
-def _refused(at: Rank) -> None:
+@on_ranks(2)
+def test_what_cannot_be_cast_is_refused(at: Rank) -> None:
     """The group lives on."""
     exactly = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
     exact(at, exactly, 0)
@@ -353,10 +346,6 @@ def _refused(at: Rank) -> None:
         error = caught(lambda a=a, b=b, given=given: ficco.all_gather_matmul(a, b, **given))
         assert error.type == kind and all(word in error.text for word in words), error
         exact(at, exactly, turn)
-
-
-def test_what_cannot_be_cast_is_refused() -> None:
-    run(2, _refused)
 
 
 def test_on_a_double_of_hip() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,7 @@ import subjects
 import torch
 import torch.distributed as dist
 from disturbance import Disturbance, disturb
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Failure, Rank, caught, leave, on_ranks, run
 from subjects import SUBJECTS, integers, reference
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -41,11 +41,6 @@ OPERATORS = (
 )
 GATHERING = OPERATORS[:2]
 BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
-
-
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
 
 
 @dataclass(frozen=True)
@@ -152,13 +147,22 @@ def same(found: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
     assert not len(wrong), f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}"
 
 
-def of_each(at: Rank, check: Callable[..., None]) -> None:
-    for operator in OPERATORS:
-        case = case_of(operator, at.world, 4, 6, 8)
-        check(at, case, make(case, at.world))
+def of_each(check: Callable[..., None]) -> Callable[[Rank], None]:
+    """A check of every operator."""
+
+    @wraps(check)
+    def every(at: Rank) -> None:
+        for operator in OPERATORS:
+            case = case_of(operator, at.world, 4, 6, 8)
+            check(at, case, make(case, at.world))
+
+    del every.__wrapped__  # type: ignore[attr-defined]
+    return every
 
 
-def _random_error(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(3)
+@of_each
+def test_gradients_of_random_data(at: Rank, case: Case, made: Made) -> None:
     """Errors of gradients on random data are at most what rounding allows: that of sums of float32
     products, and of a narrow dtype one rounding of a partial sum for each rank."""
     subject, rng = SUBJECTS[case.operator], torch.Generator().manual_seed(3)
@@ -181,10 +185,6 @@ def _random_error(at: Rank, case: Case, made: Made) -> None:
     for leaf, want, size in zip((a, b), grads(torch.clone), grads(torch.abs), strict=True):
         error = (leaf.grad.cpu().double() - want).abs()
         assert (error <= (unit + narrow) * size).all(), (case, kind)
-
-
-def test_gradients_of_random_data(device: str) -> None:
-    run(3, of_each, _random_error, device=device)
 
 
 # What is called, and what is kept.
@@ -287,7 +287,9 @@ def test_gradient_through_the_gathered_a(save: bool, device: str) -> None:
 # How gradients come in, and how they lie.
 
 
-def _odd_gradients(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_gradients_in_any_layout(at: Rank, case: Case, made: Made) -> None:
     """One that repeats an element, a transposed one, and one with the negative bit."""
     mine = made.g[at.rank].float()
     negative = torch._neg_view(-mine)  # as (-1j * z).conj().imag and the like are
@@ -299,11 +301,9 @@ def _odd_gradients(at: Rank, case: Case, made: Made) -> None:
         assert all(map(torch.equal, *pairs)), (case, g.stride())
 
 
-def test_gradients_in_any_layout(device: str) -> None:
-    run(2, of_each, _odd_gradients, device=device)
-
-
-def _views(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_gradients_of_views(at: Rank, case: Case, made: Made) -> None:
     plain = [x.detach() for x in operands(case, made, at)]
     wide = [x.new_full((2 * len(x), x.shape[1] + 5), 77) for x in plain]
     for views in (
@@ -323,10 +323,6 @@ def _views(at: Rank, case: Case, made: Made) -> None:
         by_columns = (1, len(b))
         lies = by_columns if b.stride() == by_columns else (case.n, 1)
         assert grad_b.stride() == alone.stride() == lies
-
-
-def test_gradients_of_views(device: str) -> None:
-    run(2, of_each, _views, device=device)
 
 
 # Derivatives that are not served.
@@ -403,7 +399,9 @@ def _changed_operand(at: Rank) -> None:
 # Options, and ranks that disagree.
 
 
-def _options_in_backward(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_options_of_the_forward_are_those_of_the_backward(at: Rank, case: Case, made: Made) -> None:
     """Also in another thread."""
     a, b = operands(case, made, at)
     with ficco.options(timeout_s=31.5, replay=False) as inside:
@@ -422,11 +420,9 @@ def _options_in_backward(at: Rank, case: Case, made: Made) -> None:
     same(a.grad, 2 * made.grad_a[at.rank], "a")
 
 
-def test_options_of_the_forward_are_those_of_the_backward(device: str) -> None:
-    run(2, of_each, _options_in_backward, device=device)
-
-
-def _ranks_that_differ(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_ranks_that_need_other_gradients_learn_it(at: Rank, case: Case, made: Made) -> None:
     for needs in [("ab", "b"), ("ab", "a"), ("b", "a"), ("ab", "")]:
         group = dist.new_group(list(range(at.world)))
         a, b = operands(case.on(needs=needs[at.rank]), made, at)
@@ -450,7 +446,8 @@ def _ranks_that_differ(at: Rank, case: Case, made: Made) -> None:
 # Calls beside and inside others.
 
 
-def _checkpointed(at: Rank) -> None:
+@on_ranks(3)
+def test_operators_in_a_checkpointed_block(at: Rank) -> None:
     """Forwards that run again inside a backward, between the calls of other backwards."""
     first = case_of("all_gather_matmul", at.world, 4, 6, 8)
     second = Case("matmul_reduce_scatter", first.rows, 8, 6)
@@ -466,11 +463,9 @@ def _checkpointed(at: Rank) -> None:
         assert torch.equal(plain, again) and plain.abs().sum() > 0
 
 
-def test_operators_in_a_checkpointed_block(device: str) -> None:
-    run(3, _checkpointed, device=device)
-
-
-def _inside(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_a_call_inside_a_backward(at: Rank, case: Case, made: Made) -> None:
     index = OPERATORS.index(case.operator)
 
     @torch.enable_grad()
@@ -488,11 +483,8 @@ def _inside(at: Rank, case: Case, made: Made) -> None:
     same(b.grad, made.grad_b[at.rank], "b")
 
 
-def test_a_call_inside_a_backward(device: str) -> None:
-    run(2, of_each, _inside, device=device)
-
-
-def _mesh(at: Rank) -> None:
+@on_ranks(4)
+def test_tensor_parallel_inside_data_parallel(at: Rank) -> None:
     """Tensor parallel inside data parallel: the ranks of a row share a layer, those of a column
     have other data."""
     mesh = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=("dp", "tp"))
@@ -508,11 +500,8 @@ def _mesh(at: Rank) -> None:
     ficco.close(tp.get_group())
 
 
-def test_tensor_parallel_inside_data_parallel(device: str) -> None:
-    run(4, _mesh, device=device)
-
-
-def _groups_in_threads(at: Rank) -> None:
+@on_ranks(2)
+def test_backwards_of_two_groups_at_once(at: Rank) -> None:
     """One group for each thread: calls of a group keep their order, those of threads do not."""
     groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
 
@@ -523,20 +512,11 @@ def _groups_in_threads(at: Rank) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
-    for group in groups:
-        ficco.close(group)
-        dist.destroy_process_group(group)
+    leave(*groups)
 
 
-def test_backwards_of_two_groups_at_once() -> None:
-    run(2, _groups_in_threads)
-
-
-def test_jittered_backwards() -> None:
-    run(3, _jitter)
-
-
-def _jitter(at: Rank) -> None:
+@on_ranks(3)
+def test_jittered_backwards(at: Rank) -> None:
     with disturb(Disturbance(delay_s=0.003, seed=3)):
         for iteration, operator in enumerate(OPERATORS * 2):
             exact(at, case_of(operator, at.world, 4, 6, 8), iteration)
@@ -545,7 +525,9 @@ def _jitter(at: Rank) -> None:
 # Autocast.
 
 
-def _autocast(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_gradients_under_autocast(at: Rank, case: Case, made: Made) -> None:
     """Operands are cast as those of torch.mm are; gradients come back in the operands' dtypes."""
     kind = at.device.type
     narrow = partial(torch.autocast, kind, dtype=torch.bfloat16)
@@ -570,7 +552,9 @@ def _autocast(at: Rank, case: Case, made: Made) -> None:
             assert product(wide, *operands(wide, made, at)).dtype == torch.float64
 
 
-def _backward_under_autocast(at: Rank, case: Case, made: Made) -> None:
+@on_ranks(2)
+@of_each
+def test_backwards_inside_autocast(at: Rank, case: Case, made: Made) -> None:
     """A backward inside a block of autocast, against PyTorch's advice, loses nothing."""
     results = []
     for enabled in (False, True):
@@ -583,15 +567,6 @@ def _backward_under_autocast(at: Rank, case: Case, made: Made) -> None:
         results.append((a.grad, b.grad))
     for plain, inside in zip(*results, strict=True):
         assert torch.equal(plain, inside)
-
-
-def test_backwards_inside_autocast(device: str) -> None:
-    run(2, of_each, _backward_under_autocast, device=device)
-
-
-@ranks(2)
-def test_gradients_under_autocast(world: int, device: str) -> None:
-    run(world, of_each, _autocast, device=device)
 
 
 def _frozen_layers(at: Rank) -> None:
@@ -614,7 +589,3 @@ def test_only_what_is_needed_is_called(check: Callable[[Rank], None]) -> None:
 @pytest.mark.parametrize("check", [_second_derivatives, _broken_dual, _changed_operand])
 def test_second_derivatives_are_refused(check: Callable[[Rank], None]) -> None:
     run(2, check)
-
-
-def test_ranks_that_need_other_gradients_learn_it() -> None:
-    run(2, of_each, _ranks_that_differ)

@@ -43,8 +43,8 @@ from cases import (
     traced,
     verify,
 )
-from hip_ranks import SERIES, asking, calls, clean, compiling, double, missing, run
-from ranks import Died, Failure, Rank, caught, gave_up
+from hip_ranks import SERIES, asking, calls, clean, compiling, double, run
+from ranks import Died, Failure, Rank, caught, gave_up, missing
 from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named
 
 import ficco

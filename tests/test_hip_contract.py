@@ -15,7 +15,6 @@ from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_any_call_behind_any_other,
     test_capped_calls_between_others,
-    test_groups_in_turn,
     test_subgroups,
     test_workspace_grows_and_is_reused,
 )

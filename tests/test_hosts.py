@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Failure, Rank, caught, gave_up, run
+from ranks import Failure, Rank, caught, gave_up, on_ranks, run
 from subjects import SUBJECTS, block, compare
 
 import ficco
@@ -157,12 +157,6 @@ def network(steps: Sequence[Step]) -> list[int]:
 # Calls.
 
 
-def _connects(at: Rank) -> None:
-    for operator in ("matmul_reduce_scatter", "all_gather_transposed_matmul"):
-        with host_of(at, 2), ficco.options(timeout_s=10):
-            exact(at, operator, 0, "auto", rows=(0, 0, 11, 0))
-
-
 def _of_some(at: Rank, members: Sequence[int]) -> Any:
     """Calls of two groups with the same ranks, and of all ranks, by turns."""
     groups, outcome = [dist.new_group(list(members)) for _ in range(2)], None
@@ -174,8 +168,11 @@ def _of_some(at: Rank, members: Sequence[int]) -> Any:
     return outcome
 
 
-def test_ranks_connect_although_some_have_nothing_to_send() -> None:
-    run(4, _connects)
+@on_ranks(4)
+def test_ranks_connect_although_some_have_nothing_to_send(at: Rank) -> None:
+    for operator in ("matmul_reduce_scatter", "all_gather_transposed_matmul"):
+        with host_of(at, 2), ficco.options(timeout_s=10):
+            exact(at, operator, 0, "auto", rows=(0, 0, 11, 0))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import ranks
 import thread_driver
 import torch
 from cases import all_exact, call, equal, exact, make, verify
-from ranks import Rank, caught, gave_up
+from ranks import Rank, caught, gave_up, on_ranks
 from test_hosts import (
     PIECES,
     assert_all_learn,
@@ -69,7 +69,9 @@ def jitter(seed: int) -> Iterator[None]:
 # Calls.
 
 
-def _in_flight(at: Rank, most: int) -> None:
+@pytest.mark.parametrize("most", [0, 4])
+@on_ranks(4)
+def test_calls_in_flight(at: Rank, most: int) -> None:
     """Calls that are enqueued before anybody waits for them. With ``most`` streams take so many
     things at a time, and let their caller wait for more; what goes between hosts must not need it.
     """
@@ -88,11 +90,6 @@ def _in_flight(at: Rank, most: int) -> None:
         ficco.synchronize()
         for case, results, made in under_way:
             verify(case, results, made)
-
-
-@pytest.mark.parametrize("most", [0, 4])
-def test_calls_in_flight(most: int) -> None:
-    ranks.run(4, _in_flight, most)
 
 
 def _allocates(at: Rank) -> list[bool]:

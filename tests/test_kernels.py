@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from programs import Program
+from ranks import missing
 
 from ficco import warn
 from ficco.errors import BackendError
@@ -34,13 +35,6 @@ from ficco.hip_kernels.launch import Kernels, Script, ScriptStep, Signals
 ON_HOST = Path(__file__).parent / "kernels_on_host"
 SOURCE = build.HERE / "kernels.cpp"
 HALVES = (torch.bfloat16, torch.float16)
-
-
-def missing(what: object) -> NoReturn:
-    """Skip the test, or fail in CI."""
-    (pytest.fail if os.environ.get("CI") else pytest.skip)(
-        f"{what}: tests/toolchain.sh installs it"
-    )
 
 
 def compiler(finder: Callable[[], Compiler]) -> Compiler:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels import missing
+from ranks import missing
 
 from ficco.compute.program import Call
 from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Around, Lanes, MemOp

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import Program
-from ranks import Failure, Rank, caught, counted, run, since
+from ranks import Failure, Rank, caught, counted, leave, on_ranks, run, since
 from test_gradients import GATHERING, OPERATORS, Case, case_of, make, noted, operands, same, uneven
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -449,8 +449,7 @@ def _ranges(at: Rank, how: str) -> tuple[list[str], list[str]]:
         profiled = how in ("profiler", "steps")
         with profile if profiled else nullcontext():
             step()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     events = sorted(profile.events() if profiled else (), key=lambda event: event.time_range.start)
     names = [event.name for event in events]
     return [name for name in names if name.startswith("ficco: ") or " on " in name], told
@@ -527,7 +526,9 @@ def what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
         assert failure.type == "NotImplementedError" and "torch.compile" in failure.text
 
 
-def pytorchs_fused_operators_run_ficco(at: Rank) -> None:
+@since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
+@on_ranks(2, fresh=True)
+def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     """PyTorch's fused operators, as its own collectives and products compute them."""
     import torch.distributed._symmetric_memory as stock
 
@@ -580,11 +581,6 @@ def pytorchs_fused_operators_run_ficco(at: Rank) -> None:
         kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()
         (active,) = [line for line in kernels if line.startswith("CUDA:")]
         assert "ficco/ops/operators.py" in active, active
-
-
-@since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
-def test_pytorchs_fused_operators_run_ficco() -> None:
-    run(2, pytorchs_fused_operators_run_ficco, fresh=True)
 
 
 def on_a_later_pytorch(program: Callable[[Rank], None], lacks: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from programs import Program
-from ranks import Failure, Rank, caught, run, since
+from ranks import Failure, Rank, caught, on_ranks, since
 from torch.autograd import forward_ad
 
 import ficco
@@ -64,11 +64,6 @@ def _kinds() -> dict[str, Kind]:
     }
 
 
-def _modes(at: Rank) -> None:
-    for name, kind in _kinds().items():
-        _modes_of(at, name, *kind)
-
-
 def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed: bool) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(at.rank), device="cpu")
     wanted = function(x)
@@ -113,11 +108,15 @@ def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed
     assert torch.equal(function(x), wanted), f"{name}: the group does not go on"
 
 
-def test_modes() -> None:
-    run(2, _modes)
+@on_ranks(2)
+def test_modes(at: Rank) -> None:
+    for name, kind in _kinds().items():
+        _modes_of(at, name, *kind)
 
 
-def _overridden(at: Rank) -> None:
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@on_ranks(2, fresh=True)
+def test_replaced_products_are_refused(at: Rank) -> None:
     """Calls while a kernel is replaced; kinds of calls from before it are refused, too."""
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     wanted, layer = ficco.all_gather_matmul(a, b), ficco.nn.ColumnParallelLinear(8, 4)
@@ -137,12 +136,8 @@ def _overridden(at: Rank) -> None:
         assert torch.equal(ficco.all_gather_matmul(a, b), wanted)
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_replaced_products_are_refused() -> None:
-    run(2, _overridden, fresh=True)
-
-
-def _mapped(at: Rank) -> None:
+@on_ranks(2)
+def test_vmap_is_refused_in_words(at: Rank) -> None:
     """``vmap`` over layers and functions that no operator of ``torch.library`` serves."""
     row = ficco.nn.RowParallelLinear(8 * at.world, 4)
     x, weight = torch.ones(3, 4, 8), torch.ones(4, 8)
@@ -156,10 +151,6 @@ def _mapped(at: Rank) -> None:
         failure = caught(lambda function=function: torch.func.vmap(function)(x))
         assert failure.type == "NotImplementedError", failure
         assert "torch.func.vmap is not served here" in failure.text, failure
-
-
-def test_vmap_is_refused_in_words() -> None:
-    run(2, _mapped)
 
 
 @since("2.13", "has no fake sum over ranks")

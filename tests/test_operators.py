@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import compare, own_group
 from disturbance import Disturbance, disturb
-from ranks import Rank, caught, ranks, run, serves_tiled
+from ranks import Rank, caught, on_ranks, ranks, run, serves_tiled
 from subjects import KNOBS, SUBJECTS, TILED  # noqa: F401  which others take from here
 
 import ficco
@@ -28,7 +28,6 @@ SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
 INNER = ("all_gather_transposed_matmul", "all_to_all_transposed_matmul")
 OPERATORS = tuple(dict.fromkeys((*SUMS, *BLOCKS, *INNER)))
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 #: Most that the signals of a small plan take.
 WORDS_BYTES = 1 << 12
 #: Schedules of sums that go from rank to rank, which subjects leave out.
@@ -120,30 +119,13 @@ def schedules_of(operator: str, tiled: bool = False) -> list[str]:
     return found + (RINGS if operator in SUMS else [])
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cpu"
-
-
 def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Case:
     rows = rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse")))
     return Case(operator, rows, chance.choice((8, 24)), chance.choice((8, 40)), schedule=schedule)
 
 
-def every_schedule(
-    operator: str, world: int, dtypes: Sequence[str], tiled: bool = False
-) -> list[Case]:
-    """A case of each schedule of the space, its rows, sizes and dtype drawn."""
-    chance = random.Random(f"{operator} {world}")
-    return [
-        drawn(chance, operator, world, schedule).on(
-            dtype=chance.choice(dtypes), transposed=chance.random() < 0.5
-        )
-        for schedule in schedules_of(operator, tiled)
-    ]
-
-
-def _negative(at: Rank) -> None:
+@on_ranks(2)
+def test_operands_with_the_negative_bit(at: Rank) -> None:
     """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
     for operator, (k, cap) in product(OPERATORS, ((6, None), (1, None), (6, 1 << 13))):
         rows = rows_for(operator, at.world, "ragged")
@@ -156,11 +138,8 @@ def _negative(at: Rank) -> None:
         compare("the result", found, wanted(case, at.rank, 0, at.device), f"{case}, {cap}")
 
 
-def test_operands_with_the_negative_bit(device: str) -> None:
-    run(2, _negative, device=device)
-
-
-def _repeats(at: Rank) -> None:
+@on_ranks(2)
+def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
     """Calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
     for operator, schedule in (
@@ -172,10 +151,6 @@ def _repeats(at: Rank) -> None:
         given = [torch.randn(shape, device=at.device).bfloat16() for shape in shapes]
         first = call(case, *given)
         assert all(torch.equal(first, call(case, *given)) for _ in range(12)), case
-
-
-def test_sums_repeat_to_the_last_bit(device: str) -> None:
-    run(2, _repeats, device=device)
 
 
 def _all_reduced(at: Rank) -> list[torch.Tensor]:
@@ -250,7 +225,9 @@ REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def _refused(at: Rank) -> None:
+@on_ranks(2)
+def test_wrong_arguments_are_refused(at: Rank) -> None:
+    """And the group lives on."""
     a = torch.ones(7, 8, device=at.device)
     for operator, arguments, words in REFUSED:
         rest = {name: value for name, value in arguments.items() if name != "k"}
@@ -259,11 +236,6 @@ def _refused(at: Rank) -> None:
         assert getattr(error, "type", "") == "ValueError", (operator, arguments, error)
         assert all(word in error.text for word in words), (words, error.text)
         exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)
-
-
-def test_wrong_arguments_are_refused(device: str) -> None:
-    """And the group lives on."""
-    run(2, _refused, device=device)
 
 
 def _mixed(at: Rank, calls: int, tiled: bool) -> None:
@@ -291,7 +263,8 @@ def test_operators_in_any_order(device: str, world: int) -> None:
 CAPS = (1 << 20, 1 << 15, 1 << 14)
 
 
-def _capped(at: Rank) -> None:
+@on_ranks(3)
+def test_memory_keeps_to_its_cap(at: Rank) -> None:
     """Bytes held after calls with ever less memory, each of them exact."""
     for operator, schedule in (
         ("matmul_reduce_scatter", "growing:tail=2,pull"),
@@ -314,11 +287,8 @@ def _capped(at: Rank) -> None:
         assert held[0] >= held[1] > held[2], (case, held)
 
 
-def test_memory_keeps_to_its_cap(device: str) -> None:
-    run(3, _capped, device=device)
-
-
-def _rows(at: Rank) -> None:
+@on_ranks(2)
+def test_rows_that_can_be_read_once(at: Rank) -> None:
     """Rows that can be read once, in a call that goes by columns; rows that cannot be read refuse
     their call, and nothing else."""
     with ficco.options(workspace_bytes=3000):
@@ -333,11 +303,8 @@ def _rows(at: Rank) -> None:
             ficco.matmul_reduce_scatter(a, b, rows=(1 // 0 for _ in range(2)))
 
 
-def test_rows_that_can_be_read_once() -> None:
-    run(2, _rows)
-
-
-def _auto_under_a_cap(at: Rank) -> None:
+@on_ranks(3)
+def test_auto_keeps_to_any_cap(at: Rank) -> None:
     """With nothing else set a call keeps to any cap, and so does its backward."""
     for operator in (*OPERATORS, "all_gather_matmul"):
         case = Case(operator, rows_for(operator, at.world, "equal"), 64, 40)
@@ -356,11 +323,8 @@ def _auto_under_a_cap(at: Rank) -> None:
     ficco.close()
 
 
-def test_auto_keeps_to_any_cap() -> None:
-    run(3, _auto_under_a_cap)
-
-
-def _capped_anyhow(at: Rank) -> None:
+@on_ranks(2)
+def test_any_cap_is_exact_or_refused(at: Rank) -> None:
     """Exact with a cap of any size, or refused: what is then said to be required does, and no byte
     less."""
     for operator, n in product((*OPERATORS, "all_gather_matmul"), (250, 5)):
@@ -385,11 +349,8 @@ def _capped_anyhow(at: Rank) -> None:
             exact(at, case, 1)
 
 
-def test_any_cap_is_exact_or_refused() -> None:
-    run(2, _capped_anyhow)
-
-
-def _two_groups(at: Rank) -> None:
+@on_ranks(4)
+def test_several_groups_of_a_mesh(at: Rank) -> None:
     """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -400,16 +361,9 @@ def _two_groups(at: Rank) -> None:
         exact(at, case, iteration, mine[iteration % 2])
 
 
-def test_several_groups_of_a_mesh(device: str) -> None:
-    run(4, _two_groups, device=device)
-
-
-def _disagree(at: Rank) -> None:
+@on_ranks(2)
+def test_ranks_that_call_other_operators_are_told(at: Rank) -> None:
     with own_group(at) as group, pytest.raises(ficco.RankMismatch) as caught:
         call = getattr(ficco, SUMS[at.rank % 2])
         call(torch.ones(12, 8), torch.ones(8, 6), schedule="growing", group=group)
     assert all(operator in str(caught.value) for operator in SUMS)
-
-
-def test_ranks_that_call_other_operators_are_told() -> None:
-    run(2, _disagree)

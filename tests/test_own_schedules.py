@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, call, exact, make
-from ranks import Failure, Rank, caught, ranks, run
+from ranks import Failure, Rank, caught, leave, ranks, run
 
 import ficco
 from ficco.heuristics import candidates, decide
@@ -84,8 +84,7 @@ def _halves(at: Rank) -> list[Any]:
     with ficco.options(timeout_s=5):
         found.append(refused(wrong, register=at.rank > 0))
     forget()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -13,10 +12,8 @@ from unittest import mock
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, ranks, run
-from test_attention import AttentionCase, attended, differentiated
-from test_ulysses import attended as attended_by_heads
-from test_ulysses import differentiated as differentiated_by_heads
+from ranks import Rank, on_ranks, ranks
+from subjects import SUBJECTS, Case, exact
 
 from ficco.compute import attention as libraries
 from ficco.compute.attention import Heads, Result
@@ -158,35 +155,35 @@ def several_served() -> Iterator[Varlen]:
         yield double
 
 
-def _calls(at: Rank) -> None:
-    iteration, rows = 0, 24
-    for mask, dtype in zip(MASKS, ("float64", "bfloat16") * 2, strict=True):
-        bounds = documents(rows * at.world, iteration, 9)
-        case = AttentionCase(rows, 4 * at.world, 2, 16, dtype=dtype, cu_seqlens=bounds, **mask)
-        with several_served() as double:
-            for placement in ("ranks", "head-tail"):
-                placed = replace(case, placement=placement)
-                iteration += 1
-                attended(at, placed, iteration, "growing:tail=2")
-                differentiated(at, placed, iteration, "hetero-fused-1d")
-            attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
-            differentiated_by_heads(at, case, iteration, "serial")
-            assert double.calls > 0
-    # Several rectangles of two sequences: one call for each. Documents of a group of heads: one.
-    bounds = tuple(range(0, 32 * at.world + 1, 4))
-    with several_served() as double:
-        case = AttentionCase(rows, 4, 2, 16, batch=2, causal=True, window=5, placement="head-tail")
-        attended(at, case, iteration, "growing")
-        differentiated(at, case, iteration, "growing")
-        assert double.calls == 0
-        case = AttentionCase(32, 2 * at.world, at.world, 16, causal=True, cu_seqlens=bounds)
-        attended_by_heads(at, case, 1, "serial")
-        assert double.calls == 1
+def trained(at: Rank, sizes: tuple[int, ...], facts: dict[str, Any], dtype: str, turn: int) -> None:
+    """A call of each kind of attention and its gradients; ``sizes``: rows of a rank, batch, heads
+    of queries and of keys, and elements of a head."""
+    case = Case((sizes[0],) * at.world, sizes, dtype, facts=facts, needs=(True,) * 3)
+    gathered, by_heads = (SUBJECTS[f"{one}_attention"] for one in ("all_gather", "ulysses"))
+    for placement, schedule in (("ranks", "growing:tail=2"), ("head-tail", "hetero-fused-1d")):
+        placed = case.on(facts={**facts, "placement": placement}, schedule=schedule)
+        exact(at, gathered, placed, turn)
+    exact(at, by_heads, case.on(schedule=("uniform-fused-1d:pieces=2", "serial")[turn % 2]), turn)
 
 
 @ranks(1, 3)
-def test_results_and_gradients(world: int) -> None:
-    run(world, _calls, timeout=280)
+@on_ranks(timeout=280)
+def test_results_and_gradients(at: Rank) -> None:
+    for turn, (mask, dtype) in enumerate(zip(MASKS, ("float64", "bfloat16") * 2, strict=True)):
+        facts = {**mask, "cu_seqlens": documents(24 * at.world, turn, 9)}
+        with several_served() as double:
+            trained(at, (24, 1, 4 * at.world, 2, 16), facts, dtype, turn)
+            assert double.calls > 0
+    # Several rectangles of two sequences: one call for each. Documents of a group of heads: one.
+    with several_served() as double:
+        facts = {"causal": True, "window": 5, "placement": "head-tail"}
+        case = Case((24,) * at.world, (24, 2, 4, 2, 16), facts=facts, needs=(True,) * 3)
+        exact(at, SUBJECTS["all_gather_attention"], case, 0)
+        assert double.calls == 0
+        facts = {"causal": True, "cu_seqlens": tuple(range(0, 32 * at.world + 1, 4))}
+        case = Case((32,) * at.world, (32, 1, 2 * at.world, at.world, 16), facts=facts)
+        exact(at, SUBJECTS["ulysses_attention"], case.on(schedule="serial"), 1)
+        assert double.calls == 1
 
 
 def test_where_libraries_serve() -> None:

@@ -22,11 +22,10 @@ import thread_driver
 import torch
 import torch.distributed as dist
 from cases import all_exact, equal, exact, gathered_a, shard_of
-from ranks import Rank
+from ranks import Rank, leave, on_ranks
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_any_call_behind_any_other,
     test_capped_calls_between_others,
-    test_groups_in_turn,
     test_two_groups_at_once,
     test_workspace_grows_and_is_reused,
 )
@@ -59,8 +58,7 @@ def _not_described(at: Rank) -> list[str]:
         warnings.simplefilter("always")
         for n in (8, 16, 16):
             ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), group=group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return [str(one.message) for one in seen]
 
 
@@ -88,7 +86,8 @@ def test_signals_by_copies() -> None:
         assert post == "4-byte copy to the peer's memory (asked for)"
 
 
-def _blocks(at: Rank) -> None:
+@on_ranks(3)
+def test_blocks_of_the_caller(at: Rank) -> None:
     """The caller polls the words, as its kernels would."""
     case = equal(3, 16, 16, 8)
     words: set[int] = set()
@@ -114,10 +113,6 @@ def _blocks(at: Rank) -> None:
         at.barrier()
         assert not at_rest.any()
     assert len(words) > 1  # calls take two slots by turns
-
-
-def test_blocks_of_the_caller() -> None:
-    ranks.run(3, _blocks)
 
 
 def test_mismatch_when_warm() -> None:

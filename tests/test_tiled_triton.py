@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from interpreted import HostProducts, parts_first
-from test_kernels import missing, places
+from ranks import missing
+from test_kernels import places
 from test_worklist import COSTS, spans
 
 from ficco.compute.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking

@@ -3,7 +3,6 @@ gradients, errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks
 from subjects import BY_HEADS as SCHEDULES
+from subjects import SUBJECTS, Case, exact
 from test_attention import (
-    MOST_ERROR,
     AttentionCase,
     Change,
-    reference,
     refuted,
-    root_mean_square,
 )
 
 import ficco
-from ficco.compute.attention import Heads, Result, attention, backward
 from ficco.heuristics import decide
 from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
@@ -39,35 +35,8 @@ from ficco.simulate import simulate
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
 
-def asked(case: AttentionCase) -> dict[str, Any]:
-    return {name: value for name, value in case.asked.items() if name != "placement"}
-
-
 def problem_of(case: AttentionCase, world: int, backward: bool, saves: str) -> HeadsProblem:
     return HeadsProblem(case.problem(world), backward, saves)
-
-
-def cases(world: int, rows: int = 6) -> Iterator[AttentionCase]:
-    """Heads that ranks share in all ways, with masks of all kinds."""
-    length = world * rows
-    bounds = tuple(sorted({0, 3, min(7, length), length // 2, length}))
-    masks: tuple[dict[str, Any], ...] = (
-        {},
-        {"causal": True},
-        {"causal": True, "window": 3},
-        {"causal": True, "window": 0},
-        {"cu_seqlens": bounds},
-        {"cu_seqlens": bounds, "causal": True},
-        {"cu_seqlens": bounds, "causal": True, "window": 2},
-    )
-    #: As many heads of keys as of queries, several, some or none for each rank, and one for parts
-    #: of two ranks.
-    shared = (1, 1), (2, 2), (4, 2), (6, 3), (6, 1), (3, 1), (4, 4)
-    for mask, (heads, each) in zip(masks, shared, strict=True):
-        heads *= world
-        for kv_heads in {heads, heads // each, max(1, heads // (2 * each)), 1}:
-            if heads % kv_heads == 0:
-                yield AttentionCase(rows, heads, kv_heads, 8, **mask)
 
 
 # Plans.
@@ -235,43 +204,6 @@ def test_choice() -> None:
 # Calls on CPUs.
 
 
-def by_library(
-    problem: HeadsProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The library's attention and log-sum-exp on everything."""
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    scale = problem.attention.scale or q.shape[-1] ** -0.5
-    for one in problem.rectangles:
-        rows = slice(one.q, one.q_stop)
-        heads = Heads(q[:, :, rows], k[:, :, rows], v[:, :, rows])
-        out[:, :, rows], lse[:, :, rows] = attention(heads, one, scale)
-    return out, lse
-
-
-def attended(
-    at: Rank, case: AttentionCase, iteration: int, schedule: str = "auto", group: Any = None
-) -> None:
-    """One call: exactly what the library makes on everything on CPUs, whose attention of a head
-    does not depend on other heads; and no further from float64 than that."""
-    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
-    whole = case.whole(world, iteration, at.device)
-    mine = slice(rank * case.rows, (rank + 1) * case.rows)
-    shards = [one[:, :, mine] for one in whole]
-    if iteration % 2:  # heads beside each other, as projections make them
-        shards = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in shards]
-    out = ficco.ulysses_attention(*shards, **asked(case), schedule=schedule, group=group)
-    assert out.shape == shards[0].shape and out.dtype == shards[0].dtype
-    library = by_library(problem_of(case, world, False, ""), *whole)[0][:, :, mine]
-    if at.device.type == "cpu":
-        assert torch.equal(out, library), (rank, case, schedule)
-    if case.rows:
-        every = torch.arange(whole[0].shape[2])
-        wanted = reference(*whole, case.mask(every, every), case.scale)[:, :, mine]
-        error, least = (root_mean_square(one.double() - wanted) for one in (out, library))
-        assert error <= MOST_ERROR * max(least, torch.finfo(out.dtype).eps / 4), (case, error)
-
-
 def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
     plain, beside = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, 4, 16).transpose(1, 2)
     several = torch.zeros(4, 8, 2, 16).permute(2, 0, 1, 3)
@@ -281,65 +213,15 @@ def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
         assert copied == (one is beside or one is sparse)
 
 
-def differentiated(
-    at: Rank,
-    case: AttentionCase,
-    iteration: int,
-    schedule: str = "auto",
-    saves: bool = False,
-) -> None:
-    """Gradients of one call: on CPUs exactly what the library makes on everything, except for heads
-    of keys that several calls have a part of; and close to float64."""
-    rank, world = at.rank, at.world
-    whole = case.whole(world, iteration, at.device)
-    (grad,) = case.whole(world, iteration + 1, at.device)[:1]
-    mine = slice(rank * case.rows, (rank + 1) * case.rows)
-    shards = [one[:, :, mine].clone().requires_grad_() for one in whole]
-    with ficco.options(save_gathered=saves):
-        out = ficco.ulysses_attention(*shards, **asked(case), schedule=schedule)
-    out.backward(grad[:, :, mine])
-    problem = problem_of(case, world, True, "heads")
-    result, lse = by_library(problem, *whole)
-    library = [torch.empty_like(one) for one in whole]
-    for one in problem.rectangles:
-        rows = slice(one.q, one.q_stop)
-        heads = Heads(*(each[:, :, rows] for each in whole))
-        of = Result(*(each[:, :, rows] for each in (result, lse, grad)))
-        made = backward(heads, of, one, case.scale or case.size**-0.5)
-        for each, gradient in zip(library, made, strict=True):
-            each[:, :, rows] = gradient
-    wide = [one.double().requires_grad_() for one in whole]
-    every = torch.arange(whole[0].shape[2])
-    reference(*wide, case.mask(every, every), case.scale).backward(grad.double())
-    divided = problem.heads % problem.shared > 0  # between ranks
-    for name, shard, one, plain in zip("qkv", shards, library, wide, strict=True):
-        assert shard.grad is not None and plain.grad is not None
-        assert shard.grad.dtype == shard.dtype and shard.grad.shape == shard.shape
-        if at.device.type == "cpu" and (name == "q" or not divided):
-            assert torch.equal(shard.grad, one[:, :, mine]), (name, case, schedule)
-        if case.rows:
-            error, least = (
-                root_mean_square((some.double() - plain.grad)[:, :, mine])
-                for some in (one, torch.zeros_like(one))
-            )
-            found = root_mean_square(shard.grad.double() - plain.grad[:, :, mine])
-            # Parts are rounded before they are summed in float32: each by half an ulp at most.
-            limit = max(MOST_ERROR * error, torch.finfo(shard.dtype).eps * least)
-            assert found <= limit, (name, rank, case, schedule, found, limit)
-
-
-def _capped(at: Rank) -> None:
+@on_ranks(3)
+def test_memory_is_capped(at: Rank) -> None:
     """Caps that calls keep to, and one that is refused."""
-    case = AttentionCase(16, 6, 3, batch=3, causal=True, scale=0.5)
+    subject, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
+    case = Case((16,) * at.world, (16, 3, 6, 3, 16), facts=facts, needs=(True,) * 3)
     with ficco.options(workspace_bytes=180_000):
         for turn, schedule in enumerate((*SCHEDULES, "auto")):
-            attended(at, case, turn, schedule)
-            differentiated(at, case, turn, schedule, turn % 2 > 0)
+            exact(at, subject, case.on(schedule=schedule), turn, saves=turn % 2 > 0)
     with ficco.options(workspace_bytes=6_000):
-        failure = caught(lambda: attended(at, case, 1))
+        failure = caught(lambda: exact(at, subject, case, 1))
     assert failure.type == "ValueError", failure
     assert "workspace_bytes: required at least" in failure.text
-
-
-def test_what_the_library_makes_on_the_whole_under_a_cap() -> None:
-    run(3, _capped)

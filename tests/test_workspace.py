@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, equal, exact
-from ranks import Failure, Rank, caught, run
-from test_faults import everyone, leave
+from ranks import Failure, Rank, caught, leave, run
+from test_faults import everyone
 
 import ficco
 from ficco.compute.program import Program, Slot

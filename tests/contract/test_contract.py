@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from cases import own_group
 from engines import DOUBLES, ENGINES, Engine
 from ranks import SLOW, Failure, Rank, caught, gave_up, since
 from subjects import (
@@ -23,6 +23,8 @@ from subjects import (
     Subject,
     Tensors,
     compare,
+    constants_of,
+    exact,
     gradient_of,
     reference,
     root_mean_square,
@@ -37,48 +39,6 @@ from ficco.problems.products import OPERATORS
 
 #: Seconds that a call of the tests of faults waits for a peer.
 PATIENCE_S = 1.0
-
-
-# One call, checked in every element.
-
-
-def exact(
-    at: Rank, subject: Subject, case: Case, iteration: int, group: Any = None, saves: bool = False
-) -> None:
-    """The results of a call and, where operands need them, its gradients."""
-    every, results, grads = reference(subject, case, at.world, iteration)
-    dtype, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
-    about = f"rank {at.rank}, iteration {iteration}, {case}"
-    needs = case.needs or (False,) * len(every[at.rank])
-    leaves = [
-        one.detach().to(at.device, dtype, copy=True).requires_grad_(need)
-        for one, need in zip(every[at.rank], needs, strict=True)
-    ]
-    before = [one.detach().clone() for one in leaves]
-    with ficco.options(save_gathered=saves):
-        given = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
-        found = subject.call(case, *given, group=group)
-    assert len(found) == len(results[at.rank])
-    for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
-        assert (one.dtype, one.device.type) == (made, at.device.type), about
-        compare(one, want.detach(), subject, f"{about}: result {turn}")
-    if any(needs):
-        asked = [one for one in found if one.requires_grad]
-        own = [grad for one, grad in zip(found, grads[at.rank], strict=True) if one.requires_grad]
-        torch.autograd.backward(asked, [grad.to(one) for one, grad in zip(asked, own, strict=True)])
-    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
-    for name, leaf, want in zip(subject.operands, leaves, every[at.rank], strict=True):
-        if not leaf.requires_grad:
-            assert leaf.grad is None, f"{about}: {name} has a gradient"
-            continue
-        assert leaf.grad is not None and want.grad is not None, f"{about}: {name} has none"
-        compare(leaf.grad, want.grad, subject, f"{about}: the gradient of {name}", size)
-    for name, leaf, old in zip(subject.operands, leaves, before, strict=True):
-        assert torch.equal(leaf.detach(), old), f"{about}: the call changed {name}"
-
-
-def constants_of(at: Rank, subject: Subject, case: Case, iteration: int) -> Tensors:
-    return [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
 
 
 def all_exact(at: Rank, name: str, cases: Sequence[Case], hosts: int = 1) -> int:
@@ -159,10 +119,10 @@ def share(over: str, engine: Engine, where: Any, name: str, parts: int = 3) -> s
 
 @cells()
 def test_forward(engine: Engine, where: int, name: str) -> None:
-    """Every schedule on two ranks of the CPU's engine and of CUDA's, a third of them elsewhere;
-    rows, sizes, dtypes and layouts in turns."""
+    """Every schedule on two ranks of the CPU's engine and of CUDA's, a third of them elsewhere, and
+    of gathers that return the gathered A, too; rows, sizes, dtypes and layouts in turns."""
     schedules = SUBJECTS[name].schedules(where, tiled=engine.tiled)
-    if where != 2 or engine.name == "hip":
+    if where != 2 or engine.name == "hip" or name.endswith("gathered"):
         schedules = schedules[share("worlds", engine, where, name)]
     cases = drawn(name, engine, where, schedules, KINDS, none)
     assert engine.run(where, all_exact, name, cases) == [len(cases)] * where
@@ -334,17 +294,14 @@ def test_graph(engine: Engine, where: int, name: str) -> None:
 
 def absent(at: Rank, name: str, case: Case, victim: int) -> Any:
     """What survivors get from a call that one rank does not make."""
-    subject, group = SUBJECTS[name], dist.new_group(list(range(at.world)))
-    exact(at, subject, case, 0, group)
-    outcome: Any = None
-    if at.rank != victim:
-        with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
-            outcome = caught(lambda: (exact(at, subject, case, 1, group), ficco.synchronize()))
-            again = caught(lambda: exact(at, subject, case, 2, group))
-        assert isinstance(again, Failure) and "ficco.close(group)" in again.text, again
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    subject, outcome = SUBJECTS[name], None
+    with own_group(at) as group:
+        exact(at, subject, case, 0, group)
+        if at.rank != victim:
+            with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
+                outcome = caught(lambda: (exact(at, subject, case, 1, group), ficco.synchronize()))
+                again = caught(lambda: exact(at, subject, case, 2, group))
+            assert isinstance(again, Failure) and "ficco.close(group)" in again.text, again
     return outcome
 
 
@@ -360,12 +317,8 @@ def test_absent_rank(engine: Engine, where: int, name: str) -> None:
 
 def disagreeing(at: Rank, name: str, cases: Sequence[Case]) -> Any:
     """What ranks get that ask for different schedules."""
-    group = dist.new_group(list(range(at.world)))
-    outcome = caught(lambda: exact(at, SUBJECTS[name], cases[at.rank % 2], 0, group))
-    at.barrier()
-    ficco.close(group)
-    dist.destroy_process_group(group)
-    return outcome
+    with own_group(at) as group:
+        return caught(lambda: exact(at, SUBJECTS[name], cases[at.rank % 2], 0, group))
 
 
 @cells(only=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks, run
 
 from ficco.dma.host import hosts_of
 from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
@@ -260,7 +260,8 @@ def on_two_hosts(at: Rank) -> Board:
     return Board(group, 20.0, hosts=hosts_of(group, 20.0, "operator"))
 
 
-def agrees_once_its_call_is_published(at: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_agrees_once_its_call_is_published(at: Rank) -> None:
     """Rank 1 posts after its thread has last published, and sees the call of rank 0."""
     mine: Any = on_two_hosts(at)
     reading, posted, released = threading.Event(), threading.Event(), threading.Event()
@@ -288,10 +289,6 @@ def agrees_once_its_call_is_published(at: Rank) -> None:
         threading.Timer(0.3, released.set).start()
     agree(mine, 1)
     assert at.rank == 0 or released.is_set()
-
-
-def test_a_rank_agrees_once_its_call_is_published() -> None:
-    run(2, agrees_once_its_call_is_published, fresh=True)
 
 
 def calls_the_roll(at: Rank, victim: int, leaver: int) -> list[list[int]]:

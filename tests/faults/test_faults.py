@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, equal, exact, make
 from disturbance import Disturbance, disturb
-from ranks import Died, Failure, Rank, caught, gave_up
+from ranks import Died, Failure, Rank, caught, gave_up, leave
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
@@ -62,11 +62,6 @@ def everyone(at: Rank, *cases: Case) -> Any:
     for iteration, case in enumerate(cases):
         exact(at, case, iteration, group)
     return group
-
-
-def leave(group: Any) -> None:
-    ficco.close(group)
-    dist.destroy_process_group(group)
 
 
 def timed(fn: Callable[[], Any]) -> tuple[Any, float]:

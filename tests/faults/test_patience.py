@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Rank, gave_up, run
-from test_faults import everyone, leave, timed
+from ranks import Rank, gave_up, leave, run
+from test_faults import everyone, timed
 
 import ficco
 from ficco.dma import patience

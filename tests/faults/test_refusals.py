@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import own_group
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, leave, on_ranks, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -114,7 +114,14 @@ def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
     }
 
 
-def _one_refuses(at: Rank, warm: bool) -> None:
+def _numbered(group: Any) -> int:
+    """Calls that this rank has made in a group, those that it has refused included."""
+    return sum(workspace.calls for workspace in workspaces(group))
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
+@on_ranks(2)
+def test_a_call_that_one_rank_refuses(at: Rank, warm: bool) -> None:
     """One rank refuses a call that its peers make, told once, however many entries the refusal has
     come through."""
     group = dist.new_group(list(range(at.world)))
@@ -147,17 +154,8 @@ def _one_refuses(at: Rank, warm: bool) -> None:
     dist.destroy_process_group(group)
 
 
-def _numbered(group: Any) -> int:
-    """Calls that this rank has made in a group, those that it has refused included."""
-    return sum(workspace.calls for workspace in workspaces(group))
-
-
-@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
-def test_a_call_that_one_rank_refuses(warm: bool) -> None:
-    run(2, _one_refuses, warm)
-
-
-def _told_to_nobody(at: Rank) -> None:
+@on_ranks(2)
+def test_a_refusal_that_nobody_can_or_has_to_be_told(at: Rank) -> None:
     """Refusals of which no rank can be told, without a workspace, or none has to be, of fake
     tensors: they are raised at once, and the group is usable."""
     x, b = torch.ones(4, 8), torch.ones(8, 3)
@@ -173,10 +171,6 @@ def _told_to_nobody(at: Rank) -> None:
                 fake = mode.from_tensor(x)
                 assert caught(lambda: product(fake, fake)).type == "ValueError"
         assert (product(x, b) == 8).all() and _numbered(group) - before == 1
-
-
-def test_a_refusal_that_nobody_can_or_has_to_be_told() -> None:
-    run(2, _told_to_nobody)
 
 
 # Threads in one group.
@@ -213,8 +207,7 @@ def _threads(at: Rank, warm: bool) -> Any:
             one.join()
     at.barrier()
     right = bool((product() == 8).all())
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return [one.text if isinstance(one, Failure) else "" for one in outcomes], right
 
 

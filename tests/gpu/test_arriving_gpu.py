@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, equal, exact, gathered_a, shard_of
-from ranks import Failure, Rank, ranks, run, wider
+from ranks import Failure, Rank, leave, on_ranks, ranks, run, wider
 from test_arriving import WAYS
-from test_gpu import PATIENCE_S, assert_in_time, everyone, failed, leave, settle
+from test_gpu import PATIENCE_S, assert_in_time, everyone, failed, settle
 from test_nn import example
 
 import ficco
@@ -42,7 +42,9 @@ def copied(at: Rank, case: Case, iteration: int, group: Any = None, **ways: Any)
     assert torch.equal(found, whole), f"rank {at.rank}, {case}, {ways}"
 
 
-def _waits_of_streams(at: Rank) -> None:
+@ranks(1, 2, 4)
+@on_ranks()
+def test_streams_wait_for_pieces(at: Rank) -> None:
     iteration = 0
     for ways in WAYS:
         for case in (
@@ -57,11 +59,8 @@ def _waits_of_streams(at: Rank) -> None:
 
 
 @ranks(1, 2, 4)
-def test_streams_wait_for_pieces(world: int) -> None:
-    run(world, _waits_of_streams, device="cuda")
-
-
-def _kernels(at: Rank) -> None:
+@on_ranks()
+def test_kernels_wait_push_and_tell(at: Rank) -> None:
     import arriving_kernels
 
     matmul, experts = example("arriving_matmul"), example("arriving_experts")
@@ -78,11 +77,6 @@ def _kernels(at: Rank) -> None:
     for ways in WAYS:
         assert torch.equal(matmul.gathered_matmul(shard, b, few, rows=rows, **ways), want), ways
     arriving_kernels.ring(at.rank, at.world, at.device)
-
-
-@ranks(1, 2, 4)
-def test_kernels_wait_push_and_tell(world: int) -> None:
-    run(world, _kernels, device="cuda")
 
 
 def _many(at: Rank, calls: int) -> None:

@@ -1,18 +1,15 @@
 """Attention of a sequence that ranks share, on GPUs: masks and sizes of heads that libraries serve
-in different ways, no further from float64 than the library, results and gradients. With
+in different ways, results and gradients. With
 ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import random
 
 import pytest
-import test_attention
-import test_ulysses
 import torch
-from cases import equal, exact
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks, run
+from subjects import SUBJECTS, exact
 from test_attention import AttentionCase, not_finite
 
 import ficco
@@ -21,46 +18,22 @@ from ficco.tools.bench.attention import nothing_merged
 
 pytestmark = pytest.mark.multigpu
 
-GATHERED = (
-    "auto",
-    "growing",
-    "growing:pull",
-    "shard-overlap",
-    "hetero-fused-1d:pieces=2",
-    "growing:compute=2",
-    "growing:tail=2,compute=2",
-    "serial",
-)
-BY_HEADS = (*test_ulysses.SCHEDULES, "auto")
 SIZES = (64, 128, 256)
 
 
-def _gathered(at: Rank, dtype: str, gradients: bool) -> None:
-    called = test_attention.differentiated if gradients else test_attention.attended
-    rows = 96 if gradients or dtype == "float16" else 2 * CUDNN_ROWS  # by flash attention or cuDNN
-    for iteration, case in enumerate(test_attention.cases(at.world, rows)):
-        size, schedule = SIZES[iteration % 3], GATHERED[iteration % len(GATHERED)]
-        called(at, replace(case, heads=8, kv_heads=2, size=size, dtype=dtype), iteration, schedule)
-        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)  # between others
-
-
-def _by_heads(at: Rank, dtype: str, gradients: bool) -> None:
-    called = test_ulysses.differentiated if gradients else test_ulysses.attended
-    for iteration, case in enumerate(test_ulysses.cases(at.world, 96)):
-        size, schedule = SIZES[iteration % 3], BY_HEADS[iteration % len(BY_HEADS)]
-        called(at, replace(case, size=size, dtype=dtype), iteration, schedule)
-        exact(at, equal(at.world, 64, 32, 16, dtype="bfloat16"), iteration)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "gradients"), [("bfloat16", False), ("float16", False), ("bfloat16", True)]
-)
-@pytest.mark.parametrize("calls", [_gathered, _by_heads])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["all_gather_attention", "ulysses_attention"])
 @ranks(2, 4)
-def test_no_further_from_float64_than_the_library(
-    world: int, calls: Callable[..., None], dtype: str, gradients: bool
-) -> None:
-    run(world, calls, dtype, gradients, device="cuda", timeout=280)
+@on_ranks(timeout=280)
+def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
+    """Calls and gradients, by flash attention or cuDNN, between other calls."""
+    subject, chance = SUBJECTS[name], random.Random(name)
+    assert CUDNN_ROWS <= 128
+    for turn, schedule in enumerate(subject.schedules(at.world) * 2):
+        case = subject.case(chance, at.world, "many", "cuda").on(schedule=schedule, dtype=dtype)
+        exact(at, subject, case.on(sizes=(*case.sizes[:4], SIZES[turn % 3])), turn)
+        product = SUBJECTS["matmul_all_reduce"]
+        exact(at, product, product.case(chance, at.world, "equal", "cuda"), turn)
 
 
 # By flash attention, for which keys at -inf make NaN, and by cuDNN.
@@ -70,13 +43,10 @@ def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: i
     run(2, not_finite, what, case, device="cuda", timeout=100)
 
 
-def _unmerged(at: Rank) -> None:
+@on_ranks(2)
+def test_a_bench_can_leave_merging_out(at: Rank) -> None:
     q, k, v = torch.randn(3, 1, 8, 256, 64, dtype=torch.bfloat16, device=at.device)
     made = ficco.all_gather_attention(q, k, v, causal=True)
     with nothing_merged():
         assert not torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
     assert torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
-
-
-def test_a_bench_can_leave_merging_out() -> None:
-    run(2, _unmerged, device="cuda")

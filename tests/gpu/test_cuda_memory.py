@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, run
-from test_kernels import missing
+from ranks import Rank, missing, run
 
 from ficco.dma.host import Hosts, Near
 from ficco.dma.memories import SharedMapped

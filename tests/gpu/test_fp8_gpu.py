@@ -42,11 +42,6 @@ from ficco.runtime.workspace import SLOTS
 pytestmark = pytest.mark.multigpu
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cuda"
-
-
 # What the library takes, on one GPU.
 
 

@@ -29,8 +29,10 @@ from ranks import (
     backend_on_gpus,
     caught,
     gave_up,
+    leave,
     need_own_gpus,
     on_hopper,
+    on_ranks,
     ranks,
     run,
     wider,
@@ -86,21 +88,9 @@ def on_hopper_only(*parameters: Any) -> list[Any]:
     return [pytest.param(one, marks=hopper) for one in parameters]
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cuda"
-
-
 def everyone(at: Rank) -> Any:
     """A group of all ranks with nothing of ficco's in it yet."""
     return dist.new_group(list(range(at.world)))
-
-
-def leave(*groups: Any) -> None:
-    torch.cuda.synchronize()
-    for group in groups:
-        ficco.close(group)
-        dist.destroy_process_group(group)
 
 
 def settle(at: Rank) -> None:
@@ -466,7 +456,9 @@ def test_gathers_in_one_graph(world: int, schedules: Sequence[str]) -> None:
     run(world, first_in_a_graph, alike("all_gather_matmul", world, names), device="cuda")
 
 
-def _tiled_on_every_stream(at: Rank) -> None:
+@hopper
+@on_ranks(2)
+def test_tiled_calls_captured_on_every_stream(at: Rank) -> None:
     """First calls, whose lists go to the device while a caller captures, on each of the streams
     that PyTorch hands out by turns."""
     group, case = everyone(at), equal(at.world, 64, 64, 48, dtype="bfloat16", schedule="tiled")
@@ -475,11 +467,6 @@ def _tiled_on_every_stream(at: Rank) -> None:
         one = case.on(rows=(64 + 8 * i,) * at.world)
         Graphed(at, one, group, torch.cuda.Stream()).exact(i, 1)
     leave(group)
-
-
-@hopper
-def test_tiled_calls_captured_on_every_stream() -> None:
-    run(2, _tiled_on_every_stream, device="cuda")
 
 
 def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
@@ -558,7 +545,12 @@ def test_memory_is_freed_beside_recorded_calls(world: int) -> None:
     run(world, _growth_beside_recordings, device="cuda", **EAGER)
 
 
-def _reused_memory(at: Rank, schedule: str, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+@pytest.mark.parametrize(
+    "schedule", ["growing", "serial:pull", "hetero-unfused-1d:copy=2,compute=2"]
+)
+@on_ranks(2)
+def test_operands_freed_right_after_the_call(at: Rank, schedule: str, layout: str) -> None:
     """The caching allocator hands an operand's memory out again right behind the call."""
     case = equal(at.world, 256, 512, 256, dtype="bfloat16", schedule=schedule, a=layout)
     exact(at, case, 0)
@@ -579,14 +571,6 @@ def _reused_memory(at: Rank, schedule: str, layout: str) -> None:
     torch.cuda.synchronize()
     for iteration, (results, made) in enumerate(zip(found, wanted, strict=True)):
         verify(case, results, made, f"rank {at.rank}, iteration {iteration}:")
-
-
-@pytest.mark.parametrize("layout", ["plain", "transposed"])
-@pytest.mark.parametrize(
-    "schedule", ["growing", "serial:pull", "hetero-unfused-1d:copy=2,compute=2"]
-)
-def test_operands_freed_right_after_the_call(schedule: str, layout: str) -> None:
-    run(2, _reused_memory, schedule, layout, device="cuda")
 
 
 # Jitter.
@@ -774,7 +758,8 @@ def _exact_twice(at: Rank, group: Any, world: int) -> None:
         exact(at, equal(world, rows, 64, 64, dtype="bfloat16"), iteration, group)
 
 
-def _rendezvous_counted_apart(at: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_rendezvous_of_pytorch_in_other_groups(at: Rank) -> None:
     """PyTorch counts its rendezvous per process: here rank 0 has more of them than its peers."""
     group, alone = everyone(at), [dist.new_group([rank]) for rank in range(at.world)]
     if at.rank == 0:
@@ -790,16 +775,13 @@ def _rendezvous_counted_apart(at: Rank) -> None:
     ficco.close(group)
 
 
-def test_rendezvous_of_pytorch_in_other_groups() -> None:
-    run(2, _rendezvous_counted_apart, device="cuda", fresh=True)
-
-
 def memory_of(group: Any) -> str:
     (workspace,) = workspaces(group)
     return str(workspace.engine.means.memory)
 
 
-def _rendezvous_after_some_ranks(at: Rank) -> None:
+@on_ranks(4, fresh=True)
+def test_rendezvous_of_pytorch_after_ficco_in_some_ranks(at: Rank) -> None:
     """ficco runs in some ranks of the job only. PyTorch's rendezvous of all of them come after."""
     world = dist.group.WORLD
     for turn, some in enumerate(([0, 1], [0, 2], [1, 2, 3], [3])):
@@ -815,10 +797,6 @@ def _rendezvous_after_some_ranks(at: Rank) -> None:
             leave(group)
         settle(at)
     ficco.close()
-
-
-def test_rendezvous_of_pytorch_after_ficco_in_some_ranks() -> None:
-    run(4, _rendezvous_after_some_ranks, device="cuda", fresh=True)
 
 
 # Faults.
@@ -978,7 +956,12 @@ def test_rank_that_never_calls(schedule: str, handles: bool) -> None:
     assert_in_time(found)
 
 
-def _late(at: Rank, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")],
+)
+@on_ranks(2)
+def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
     """A host that runs far ahead of its peers' is no fault: time counts from the call's begin."""
     group = everyone(at)
     case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
@@ -994,14 +977,6 @@ def _late(at: Rank, schedule: str) -> None:
     for results, one in zip(found, made, strict=True):
         verify(case, results, one, f"rank {at.rank}:")
     leave(group)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")],
-)
-def test_host_that_runs_ahead_is_no_fault(schedule: str) -> None:
-    run(2, _late, schedule, device="cuda")
 
 
 def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
@@ -1070,7 +1045,8 @@ def _handles_everywhere() -> Iterator[list[int]]:
         yield live
 
 
-def _held(at: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_a_tensor_outlives_its_group(at: Rank) -> None:
     """A tensor that the caller still has when the group is closed, and what the device holds."""
     group, other, size = everyone(at), everyone(at), 1 << 29
     with _handles_everywhere() as live:
@@ -1095,10 +1071,6 @@ def _held(at: Rank) -> None:
         settle(at)
         assert free - torch.cuda.mem_get_info()[0] < size
         settle(at)
-
-
-def test_a_tensor_outlives_its_group() -> None:
-    run(2, _held, device="cuda", fresh=True)
 
 
 def _by_handles(at: Rank, ends: bool, work: Callable[..., Any], *args: Any) -> Any:
@@ -1189,7 +1161,8 @@ def test_exit(how: str, codes: tuple[tuple[int, ...], ...], tmp_path: Path) -> N
     assert not left or how == "in-flight"
 
 
-def _adds(at: Rank) -> None:
+@on_ranks(1)
+def test_the_library_adds_what_lies_elsewhere(at: Rank) -> None:
     lt, stream = CublasLt(), torch.cuda.current_stream().cuda_stream
     room = torch.empty(WORKSPACE, dtype=torch.uint8, device=at.device)
     for dtype in (torch.bfloat16, torch.float16):
@@ -1204,7 +1177,3 @@ def _adds(at: Rank) -> None:
                 assert lt.multiply(c, a, b, out[:, :n], room, stream)
                 assert torch.equal(out[:, :n].double(), c.double() + a.double() @ b.double())
                 assert (out[:, n:] == 7).all()
-
-
-def test_the_library_adds_what_lies_elsewhere() -> None:
-    run(1, _adds, device="cuda")

@@ -26,11 +26,6 @@ from ficco.problems.products import OPERATORS
 pytestmark = pytest.mark.multigpu
 
 
-@pytest.fixture(scope="module")
-def device() -> str:
-    return "cuda"
-
-
 def _jitter(at: Rank, save: bool, calls: int) -> int:
     """Forwards and backwards in flight on one group."""
     kinds = []

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import call, equal, exact, make, replays, verify
-from ranks import Failure, Rank, backend_on_gpus, caught, need_own_gpus, run
+from ranks import Failure, Rank, backend_on_gpus, caught, leave, need_own_gpus, run
 from subjects import SUBJECTS, Case, reference
 from test_gpu import (
     GRAPHED,
@@ -206,8 +206,7 @@ def _exact_in(at: Rank, group: Any) -> int:
     big = equal(at.world, 4096, 1024, 64, dtype="bfloat16", schedule="hetero-fused-1d:pieces=4")
     for iteration in range(3):
         exact(at, big, iteration, group)
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return count
 
 

@@ -3,18 +3,15 @@ four ranks share a GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from cases import replays
-from ranks import Rank, ranks, run, wider
-from test_attention import AttentionCase, attended, differentiated
-from test_packed import MASKS, documents
-from test_ulysses import attended as attended_by_heads
-from test_ulysses import differentiated as differentiated_by_heads
+from ranks import Rank, on_ranks, ranks, run, wider
+from test_attention import AttentionCase
+from test_packed import MASKS, documents, trained
 
 import ficco
 from ficco.compute import attention as libraries
@@ -27,27 +24,15 @@ def served() -> Any:
     return mock.patch.object(libraries, "flash_of_several", wraps=libraries.flash_of_several)
 
 
-def _calls(at: Rank) -> None:
-    iteration, rows = 0, 192
-    for mask in MASKS:
-        for size in (64, 128):
-            bounds = documents(rows * at.world, iteration, 40)
-            sizes = rows, 4 * at.world, 2, size
-            case = AttentionCase(*sizes, dtype="bfloat16", cu_seqlens=bounds, **mask)
-            with served() as calls:
-                for placement in ("ranks", "head-tail"):
-                    placed = replace(case, placement=placement)
-                    iteration += 1
-                    attended(at, placed, iteration, "growing:tail=2")
-                    differentiated(at, placed, iteration, "hetero-fused-1d")
-                attended_by_heads(at, case, iteration, "uniform-fused-1d:pieces=2")
-                differentiated_by_heads(at, case, iteration, "serial")
-                assert calls.call_count > 0
-
-
 @ranks(2, 4)
-def test_results_and_gradients(world: int) -> None:
-    run(world, _calls, device="cuda", timeout=280)
+@on_ranks(timeout=280)
+def test_results_and_gradients(at: Rank) -> None:
+    for turn, mask in enumerate(MASKS):
+        for size in (64, 128):
+            facts = {**mask, "cu_seqlens": documents(192 * at.world, turn, 40)}
+            with served() as calls:
+                trained(at, (192, 1, 4 * at.world, 2, size), facts, "bfloat16", turn + size // 64)
+                assert calls.call_count > 0
 
 
 def _graphs(at: Rank) -> None:

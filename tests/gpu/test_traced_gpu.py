@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks
 from test_traced import WAYS, expert_layer, experts, projections, same, trained
 
 import ficco
@@ -22,7 +22,9 @@ def _around(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     return ficco.ulysses_output(q + k + v, last)
 
 
-def _projected(at: Rank) -> None:
+@ranks(1, 2, 4)
+@on_ranks(timeout=90)
+def test_projections(at: Rank) -> None:
     torch._dynamo.reset()
     first, second = (projections(at, kv_heads=4) for _ in range(2))
     with torch.no_grad():
@@ -32,20 +34,12 @@ def _projected(at: Rank) -> None:
     same(trained(compiled, second), trained(_around, first))
 
 
-@ranks(1, 2, 4)
-def test_projections(world: int) -> None:
-    run(world, _projected, device="cuda", timeout=90)
-
-
-def _experts(at: Rank, way: dict[str, Any]) -> None:
+@ranks(1, 2)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@on_ranks(timeout=90)
+def test_experts(at: Rank, way: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
     compiled = torch.compile(layer, fullgraph=True)
     same(trained(compiled, second, 4), trained(layer, first, 4))
     torch.cuda.synchronize()
-
-
-@ranks(1, 2)
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_experts(world: int, way: dict[str, Any]) -> None:
-    run(world, _experts, way, device="cuda", timeout=90)

@@ -533,30 +533,6 @@ def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
     assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == SLEEP_MOST_S
 
 
-def test_tiled_is_compared_with_products_of_the_library() -> None:
-    sizes = {"m": 8, "n": 4, "k": 2, "dtype": "bfloat16", "world": 4, "mode": "queued"}
-    made = {
-        "gemm": (0.1, 0.08), "copies": (0.05, 0.09), "ideal": (0.1, 0.09), "serial": (0.2, 0.2),
-        "growing": (0.16, 0.15), "tiled": (0.125, 0.18), "tiled:pieces=2": (0.13, 0.16),
-        "auto": (0.125, 0.15),
-    }  # fmt: skip
-    rows = [
-        {"operator": OPERATOR, "case": case, **sizes, "candidate": name, "status": "ok"}
-        | {"kind": "ficco" if number > 2 else "gemm", "ms": times[shape]}
-        | {"share": made["ideal"][shape] / times[shape], "note": "is tiled (model)"}
-        for number, (name, times) in enumerate(made.items())
-        for shape, case in enumerate(("long", "short"))
-    ]
-    text = report.report(BENCH.frame(rows), {}, "name", [])
-    long = "0.100 | 0.200 | 0.50 | growing | 0.160 | 0.62 | tiled | 0.125 | 0.80"
-    assert f"| long: 8, 4, 2 | {long} | tiled | 0.125 | 0.80 | 1.28 |\n" in text
-    short = "0.090 | 0.200 | 0.45 | growing | 0.150 | 0.60 | tiled:pieces=2 | 0.160 | 0.56"
-    assert f"| short: 8, 4, 2 | {short} | tiled | 0.150 | 0.60 | 0.94 |\n" in text
-    assert "1 shapes whose GEMM takes at least 90 us: serial: of ideal 0.500, " in text
-    assert "tiled x library 1.280." in text
-    assert "tiles wait" not in report.report(BENCH.frame(rows[:6]), {}, "name", [])
-
-
 # The whole, on the CPU engine.
 
 

@@ -16,13 +16,12 @@ import pytest
 from docs.make import readme, regret
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
-from ficco.machine import digest, find
+from ficco.machine import find
 from ficco.problems.products import Problem
 from ficco.tools.bench import report, stats
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, append, records
-from ficco.tools.bench.stats import balance, lines, modes
-from ficco.version import version
+from ficco.tools.bench.stats import lines, modes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -147,54 +146,12 @@ def _of_two() -> pd.DataFrame:
     return pd.concat([_rows(), summed], ignore_index=True)
 
 
-def test_operators_have_tables_of_their_own(tmp_path: Path) -> None:
-    rows = _of_two()
-    _equal(BENCH.read(append(tmp_path / "two.csv", rows)), rows)
-    found = lines(rows, "queued")
-    assert len(found) == 4
-    text = readme.whole_table([(rows, {"device": "a device", "ranks": 4}, "x.md")])
-    assert text.count("| `all_gather_matmul` |") == 2 == text.count("| `matmul_reduce_scatter` |")
-    share = found["best", "share"]["matmul_reduce_scatter", "g1"]
-    assert f"| `matmul_reduce_scatter` | queued | 2 | {share:.2f} (" in text
-    text = report.report(rows, {}, "name", [])
-    assert "## all_gather_matmul, queued: " in text and "## matmul_reduce_scatter, idle: " in text
-    assert "the memory traffic of the sum is not in the ideal" in text
-    assert "no larger than serial's on 2 of 2 shapes; at most it is 0.900 times" in text
-    assert "the memory traffic" not in report.report(_rows(), {}, "name", [])
-    assert "Accuracy" not in report.report(_rows(), {}, "name", [])
-    names = [path.name for path in report.draw(rows, tmp_path / "name", "title")]
-    assert names[2] == "name_matmul_reduce_scatter_share.png" and len(names) == 4
-
-
 def test_an_operator_none_of_whose_shapes_was_measured_is_named() -> None:
     rows = _of_two()
     second = rows["operator"] != rows["operator"][0]
     rows.loc[second, ["status", "note"]] = "skipped", "out of time"
     text = report.report(rows, {}, "name", [])
     assert "skipped: out of time" in text.split("## Not measured")[1]
-
-
-def test_lines_take_the_best_of_each_shape() -> None:
-    rows = _rows()
-    assert modes(rows) == ["queued", "idle"]
-    found = lines(rows, "queued")
-    assert list(found.index) == [(OPERATOR, "64x32x16"), (OPERATOR, "g1")]
-    for role, candidate in (
-        ("best", "hetero-fused-1d:pieces=4"),
-        ("best_1d", "hetero-fused-1d:pieces=4"),
-        ("best_2d", "uniform-fused-2d"),
-        ("serial", "serial"),
-        ("pytorch", "pytorch-fused"),
-        ("pieces", "ficco-rccl"),
-        ("overlap", "shard-overlap"),
-    ):
-        assert list(found[role, "candidate"]) == [candidate] * 2, role
-    assert found["auto"].isna().all(axis=None)
-    assert list(balance(found)) == [2.5, 2.5]
-    assert stats.geomean(found["best", "share"]) == pytest.approx(1 / 1.1)
-    alone = rows[(rows["kind"] != "ficco") | (rows["candidate"] == "shard-overlap")]
-    alone = alone.replace({"candidate": {"shard-overlap": "auto"}})
-    assert list(lines(alone, "queued")["best", "candidate"]) == ["auto"] * 2  # nothing else is
 
 
 def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
@@ -233,45 +190,6 @@ def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"geometric mean │ +│ +0.91 │ +1.27 │ +1.14 │", text)
 
 
-def test_a_report_and_pictures_come_from_the_rows_alone(tmp_path: Path) -> None:
-    rows = _rows()
-    pictures = report.draw(rows, tmp_path / "name", "title")
-    assert [path.name for path in pictures] == ["name_share.png", "name_speedup.png"]
-    assert all(path.stat().st_size > 10_000 for path in pictures)
-    about = {"device": "a device", "ranks": 4, "date": "2026-01-02 03:04 UTC", "command": "c"}
-    text = report.report(rows, about, "name", pictures)
-    assert "| 64, 32, 16 | 1.000 | 0.500 | 0.400 | 1.400 | 1.250 | 1.100 |" in text
-    assert "pytorch-native on 64x32x16, g1: skipped" in text
-    assert "| **geometric mean** |" in text and "name_share.png" in text
-
-
-def _with_auto() -> pd.DataFrame:
-    """What ``auto`` takes is 1.25 times as fast as serial, the best 1.27 times."""
-    auto = _rows().query("candidate == 'shard-overlap'")
-    figures = {"share": 0.875, "speedup": 1.25, "vs_pytorch": 1.125}
-    return pd.concat([_rows(), auto.assign(candidate="auto", ms=1.12, **figures)])
-
-
-def test_what_auto_reaches_stands_beside_the_best() -> None:
-    about = {"device": "a device", "ranks": 4, "date": "2026-11-22 01:02 UTC"}
-    place = "[4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | queued | 2"
-    best = f"| {place} | 0.91 (0.91) | 1.27 (1.27) | 1.14 (1.14) |"
-    assert f"{best}  |  |  |" in readme.whole_table([(_rows(), about, "docs/x.md")])
-    text = readme.whole_table([(_with_auto(), about, "docs/x.md")])
-    assert f"{best} 0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12) |" in text
-    for heading in ("*queued*: the host runs ahead", "*idle*: the GPU waits"):
-        assert heading in text
-    reached = "0.88 (0.88) | 1.25 (1.25) | 1.12 (1.12)"
-    line = f"| [4 x a device, 2026-11-22](docs/x.md) | `all_gather_matmul` | 2 | {reached}"
-    text = readme.auto_table([(_with_auto(), about, "docs/x.md"), (_rows(), about, "docs/y.md")])
-    assert f"{line} | {reached} |" in text and "y.md" not in text  # where auto was not timed
-    alone = _with_auto().query("mode == 'queued'")
-    assert f"{line} |  |  |  |" in readme.auto_table([(alone, about, "docs/x.md")])
-    text = report.report(_with_auto(), {}, "name", [])
-    assert "| overlap | auto: ms | x serial | x PyTorch |" in text
-    assert "| 0.50 | 1.120 | 1.25 | 1.12 |" in text
-
-
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
@@ -284,23 +202,6 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     page.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
         readme.put_between(page, "results", text)
-
-
-def test_several_benches_go_into_one_readme(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("<!-- results:begin -->\nold\n<!-- results:end -->\n")
-    append(tmp_path / "one.csv", _with_auto())
-    append(tmp_path / "two.csv", _of_two())
-    files = [str(tmp_path / name) for name in ("one.csv", "two.csv")]
-    command = [*files, "--file", str(page)]
-    readme.main(command)
-    text = page.read_text()
-    assert text.count("| `all_gather_matmul` |") == 1 and "(two.md)" not in text
-    readme.main([*command, "--table", "all"])
-    text = page.read_text()
-    assert text.count("| `all_gather_matmul` |") == 2 + 2
-    assert text.count("*queued*: the host runs") == 1 == text.count("| measured on |")
-    assert "(one.md)" in text and "(two.md)" in text and "old" not in text
 
 
 # What auto loses.
@@ -322,23 +223,6 @@ def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
     found = [one for _, one in regret.regrets(rows, machine) if one is not None]
     assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
     assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
-
-
-def test_a_regret_says_what_decided_and_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decisions are of today, its times are not."""
-    machine = find("h200-4", None)
-    assert machine is not None
-    rows = _read("measured-h200-4", "8192x3584x4096")
-    monkeypatch.setattr(regret, "commit", lambda: "0123456789ab")
-    text = regret.report(rows, machine, "name", "2026-11-22 06:49 UTC")
-    top = text.split("## ")[0]
-    assert "**Recomputed, not measured:**" in top
-    assert f"ficco {version()}, commit 0123456789ab, decided anew" in top
-    assert f"`h200-4` (digest {digest(machine):010x})" in top
-    assert "[`name.csv`](name.csv), measured 2026-11-22 06:49 UTC." in top
-    assert "[the report](name.md)" in top
-    monkeypatch.setattr(regret, "commit", lambda: "")  # outside of a checkout
-    assert f"ficco {version()} decided anew" in regret.report(rows, machine, "name")
 
 
 def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, leave, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
@@ -540,8 +540,7 @@ def _calls(at: Rank, *asked: tuple[list[str | None], str]) -> list[object]:
     for machines, schedule in asked:
         group = dist.new_group(backend="gloo")
         found.append(caught(partial(call, machines[at.rank], schedule, group)))
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     return found
 
 
@@ -554,8 +553,7 @@ def _taken(at: Rank, machines: list[str]) -> list[str]:
             ficco.all_gather_matmul(a, b, group=group)
     (workspace,) = workspaces(group)
     taken = [bound.plan.schedule for bound in workspace.programs.values()]
-    ficco.close(group)
-    dist.destroy_process_group(group)
+    leave(group)
     return taken
 
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Failure, Rank, caught, run
+from ranks import Failure, Rank, caught, leave, run
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -195,8 +195,7 @@ def _no_group(at: Rank) -> list[Any]:
         found.append(caught(_call(_a(), _b(), group=group)))
     else:
         assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
-        ficco.close(group)
-        dist.destroy_process_group(group)
+        leave(group)
     for engine, used in product((None, "cpu"), (False, True)):
         group = dist.new_group([0, 1])
         with ficco.options(engine=engine):
