@@ -58,6 +58,13 @@ CODE = re.compile(r"```.*?```|(?:^    [^\n]*\n)+|`[^`\n]+`", re.MULTILINE | re.D
 VARIABLE = re.compile(r"FICCO_[A-Z_]*[A-Z]")
 #: Lines that README.md may have, and its links to other hosts.
 README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
+#: Pages for users. Each begins with a program, which a test runs, and has at most so many lines.
+USER_PAGES = [
+    DOCS / f"{name}.md"
+    for name in "start operators modules compile attention experts fp8 arriving hosts limits "
+    "troubleshooting migration tuning own-schedules glossary".split()
+]
+USER_LINES = 120
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
 #: Kinds of result files, each of which is written again byte for byte.
@@ -183,6 +190,12 @@ def names(page: Path) -> Iterator[str]:
 # Forms.
 
 
+def program(page: Path) -> str:
+    """The Python program at the top of a page, before its first section; empty if it has none."""
+    top = page.read_text().split("\n## ")[0]
+    return "".join(re.findall(r"```python\n(.*?)```", top, re.DOTALL)[:1])
+
+
 def forms() -> Iterator[str]:
     """Pages are Markdown as a Git host shows it, short where a user begins."""
     for page in PAGES:
@@ -195,6 +208,9 @@ def forms() -> Iterator[str]:
         yield f"README.md links {others}"
     if re.findall(r"```python.*?```", text, re.DOTALL)[0] not in (DOCS / "start.md").read_text():
         yield "docs/start.md lacks the example of README.md"
+    for page in USER_PAGES:
+        if not program(page) or len(page.read_text().splitlines()) > USER_LINES:
+            yield f"{page}: required a program at the top and at most {USER_LINES} lines"
     for name in ("amd.md", "amd-setup.md", "choosing.md"):
         top = (DOCS / name).read_text().split("\n## ")[0]
         if re.findall(r"^(\d+)\. ", top, re.MULTILINE) != [str(i) for i in range(1, 11)]:
