@@ -319,7 +319,7 @@ def machine(name: str) -> Machine:
 def tables() -> Iterator[str]:
     """Tables that are not what their script writes today."""
     for name, text in (("fields", machine_fields.text()), ("shipped", machine_fields.shipped())):
-        yield from _between("machine-file.md", name, text, "machine_fields")
+        yield from _between("api/machine-file.md", name, text, "machine_fields")
     for name, text in reproduced.tables().items():
         yield from _between("paper.md", name, text, "reproduced")
     (benches,) = re.findall(r"^BENCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -349,7 +349,7 @@ def sources() -> Iterator[str]:
             # Two ranks share no port, and one mover has no product to be in front of.
             left = {key for key, one in who.items() if one != "by hand"} - keys
             for key in sorted(by_hand | (left - {"sharing", "in_front"})):
-                yield f"docs/machine-file.md is wrong about who gives {block}.{key}"
+                yield f"docs/api/machine-file.md is wrong about who gives {block}.{key}"
 
 
 def result_files() -> Iterator[tuple[Path, Schema]]:
@@ -380,8 +380,8 @@ def results() -> Iterator[str]:
                 yield f"{path.with_suffix('.md')} is not the report of its rows"
         paper.write_report(machine("mi300x-8"), Path(folder, "page.md"), "a command")
         simulated = Path("simulated", "mi300x-8.csv")
-        if Path(folder, simulated).read_bytes() != (DOCS / simulated).read_bytes():
-            yield "docs/simulated/mi300x-8.csv is old: python -m docs.make.paper"
+        if Path(folder, simulated).read_bytes() != (RESULTS / simulated).read_bytes():
+            yield "docs/results/simulated/mi300x-8.csv is old: python -m docs.make.paper"
     for page in RESULTS.iterdir():
         if page.suffix in (".md", ".json") and (path := ABSOLUTE.search(page.read_text())):
             yield f"{page} names {path[0]}, of the machine that wrote it"
@@ -404,8 +404,8 @@ def over_hosts() -> Iterator[str]:
     figures = f"{two.serial * 1e3:.2f} | {two.auto * 1e3:.2f} | {two.gemm * 1e3:.2f}"
     gains = f"{two.serial / two.auto:.2f} | {one.auto / two.auto:.2f}"
     row = f"| {model.name} | 8192 | 16 on 2 | {figures} | {gains} |"
-    if row not in (DOCS / "hosts-simulated.md").read_text():
-        yield "docs/hosts-simulated.md is old: python -m docs.make.hosts_layers"
+    if row not in (RESULTS / "hosts-simulated.md").read_text():
+        yield "docs/results/hosts-simulated.md is old: python -m docs.make.hosts_layers"
 
 
 def problems() -> Iterator[str]:
