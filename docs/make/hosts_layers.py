@@ -109,9 +109,10 @@ HEAD += ["auto x serial", "x 8 ranks", "taken"]
 TEXT = """# Layers over several hosts, simulated
 
 **Nothing on this page was measured.** Times are simulated from plans and from
-[h100-8](../../configs/h100-8.yaml) and [mi300x-8](../../configs/mi300x-8.yaml), whose network, a card
-of 400 Gb/s for each GPU, is an assumption. Made by `{command}`. [Several hosts](../hosts.md) with
-GPUs have not been tried yet.
+[h100-8](../../configs/h100-8.yaml) and [mi300x-8](../../configs/mi300x-8.yaml), whose network,
+a card of 400 Gb/s for each GPU, is an assumption. Made by
+`{command}`. [Several hosts](../hosts.md)
+with GPUs have not been tried yet.
 
 The four products of a layer's forward with sequence parallelism (queries, keys and values;
 output; gate and up; down), host ahead, bfloat16. *Serial* is the better of the library's
