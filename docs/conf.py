@@ -54,11 +54,11 @@ for each in tile.__all__:
     function = undecorate(getattr(tile, each))
     setattr(tile, each, getattr(function, "fn", function))
 
-#: What annotations of machines say of files: signatures do without.
+#: Annotations of machine files, which signatures leave out.
 SCHEMA = re.compile(
     r"~?typing\.Annotated\[(.+?), ~?ficco\.machine\.model\.\w+\((?:[^()]|\([^()]*\))*\)\]"
 )
-#: What a browser would fetch to show a page.
+#: Tags by which a page loads files of other hosts.
 FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*"
 )
@@ -78,9 +78,9 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
 
-def without_schemas(app: Sphinx, *found: Any) -> tuple[str | None, str | None]:
-    """A signature without what annotations say of files."""
-    signature, returned = found[-2:]
+def without_schemas(app: Sphinx, *signatures: Any) -> tuple[str | None, str | None]:
+    """A signature without annotations of machine files."""
+    signature, returned = signatures[-2:]
     return SCHEMA.sub(r"\1", signature) if signature else signature, returned
 
 

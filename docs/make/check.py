@@ -58,12 +58,13 @@ CODE = re.compile(r"```.*?```|(?:^    [^\n]*\n)+|`[^`\n]+`", re.MULTILINE | re.D
 VARIABLE = re.compile(r"FICCO_[A-Z_]*[A-Z]")
 #: Lines that README.md may have, and its links to other hosts.
 README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
-#: Pages for users. Each begins with a program, which a test runs, and has at most so many lines.
+#: Pages for users. Each begins with a program, which a test runs.
 USER_PAGES = [
     DOCS / f"{name}.md"
     for name in "start operators modules compile attention experts fp8 arriving hosts limits "
     "troubleshooting migration tuning own-schedules glossary".split()
 ]
+#: Lines that such a page may have.
 USER_LINES = 120
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
