@@ -54,11 +54,11 @@ for each in tile.__all__:
     function = undecorate(getattr(tile, each))
     setattr(tile, each, getattr(function, "fn", function))
 
-#: What annotations of machines say of files: signatures do without.
+#: Annotations of machine files, which signatures leave out.
 SCHEMA = re.compile(
     r"~?typing\.Annotated\[(.+?), ~?ficco\.machine\.model\.\w+\((?:[^()]|\([^()]*\))*\)\]"
 )
-#: What a browser would fetch to show a page.
+#: Tags by which a page loads files of other hosts.
 FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*"
 )
@@ -68,7 +68,7 @@ PAGE = re.compile(r"^- \[([^]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
     """Make tables of contents of the lists of pages: those of index.md by section, and, on a page
-    README.md, all pages of its folder."""
+    README.md, all pages of its folder. Leave results and the log of changes out of the search."""
     if name == root_doc:
         for title, body in SECTION.findall(source[0]):
             entries = "\n".join(f"{text} <{page}>" for text, page in PAGE.findall(body))
@@ -76,11 +76,13 @@ def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
                 source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
     elif name.endswith("/README"):
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+    if name.startswith(("docs/results/", "CHANGELOG")):
+        source[0] = f"---\nnosearch: true\n---\n{source[0]}"
 
 
-def without_schemas(app: Sphinx, *found: Any) -> tuple[str | None, str | None]:
-    """A signature without what annotations say of files."""
-    signature, returned = found[-2:]
+def without_schemas(app: Sphinx, *signatures: Any) -> tuple[str | None, str | None]:
+    """A signature without annotations of machine files."""
+    signature, returned = signatures[-2:]
     return SCHEMA.sub(r"\1", signature) if signature else signature, returned
 
 

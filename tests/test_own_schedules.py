@@ -26,7 +26,7 @@ from ficco.simulate import predict
 from ficco.tools import cli
 
 PAGE = Path(__file__).parent.parent / "docs" / "own-schedules.md"
-HALVES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0]
+HALVES = re.findall(r"```python\n(.*?)dist\.init", PAGE.read_text(), re.S)[0]
 PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
 
 
@@ -108,7 +108,7 @@ def test_a_registered_name_stands_where_names_do() -> None:
     own.register("two-halves")(defined())
     schedule = Schedule.parse("two-halves")
     assert str(schedule) == "two-halves" and Schedule.parse(str(schedule)) == schedule
-    assert "copy1    |         | 0.1>1" in render(plan(PROBLEM, schedule, 0))
+    assert "copy0    | acquire | 0.0>1 | 0.1>1" in render(plan(PROBLEM, schedule, 0))
     machine = find("h200-4", None)
     assert machine and predict(PROBLEM, schedule, machine) > 0
     decision = decide(PROBLEM, "two-halves", machine=machine)

@@ -58,6 +58,14 @@ CODE = re.compile(r"```.*?```|(?:^    [^\n]*\n)+|`[^`\n]+`", re.MULTILINE | re.D
 VARIABLE = re.compile(r"FICCO_[A-Z_]*[A-Z]")
 #: Lines that README.md may have, and its links to other hosts.
 README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
+#: Pages for users. Each begins with a program, which a test runs.
+USER_PAGES = [
+    DOCS / f"{name}.md"
+    for name in "start operators modules compile attention experts fp8 arriving hosts limits "
+    "troubleshooting migration tuning own-schedules glossary".split()
+]
+#: Lines that such a page may have.
+USER_LINES = 120
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
 #: Kinds of result files, each of which is written again byte for byte.
@@ -183,6 +191,12 @@ def names(page: Path) -> Iterator[str]:
 # Forms.
 
 
+def program(page: Path) -> str:
+    """The Python program at the top of a page, before its first section; empty if it has none."""
+    top = page.read_text().split("\n## ")[0]
+    return "".join(re.findall(r"```python\n(.*?)```", top, re.DOTALL)[:1])
+
+
 def forms() -> Iterator[str]:
     """Pages are Markdown as a Git host shows it, short where a user begins."""
     for page in PAGES:
@@ -195,6 +209,9 @@ def forms() -> Iterator[str]:
         yield f"README.md links {others}"
     if re.findall(r"```python.*?```", text, re.DOTALL)[0] not in (DOCS / "start.md").read_text():
         yield "docs/start.md lacks the example of README.md"
+    for page in USER_PAGES:
+        if not program(page) or len(page.read_text().splitlines()) > USER_LINES:
+            yield f"{page}: required a program at the top and at most {USER_LINES} lines"
     for name in ("amd.md", "amd-setup.md", "choosing.md"):
         top = (DOCS / name).read_text().split("\n## ")[0]
         if re.findall(r"^(\d+)\. ", top, re.MULTILINE) != [str(i) for i in range(1, 11)]:
@@ -303,7 +320,7 @@ def machine(name: str) -> Machine:
 def tables() -> Iterator[str]:
     """Tables that are not what their script writes today."""
     for name, text in (("fields", machine_fields.text()), ("shipped", machine_fields.shipped())):
-        yield from _between("machine-file.md", name, text, "machine_fields")
+        yield from _between("api/machine-file.md", name, text, "machine_fields")
     for name, text in reproduced.tables().items():
         yield from _between("paper.md", name, text, "reproduced")
     (benches,) = re.findall(r"^BENCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -333,7 +350,7 @@ def sources() -> Iterator[str]:
             # Two ranks share no port, and one mover has no product to be in front of.
             left = {key for key, one in who.items() if one != "by hand"} - keys
             for key in sorted(by_hand | (left - {"sharing", "in_front"})):
-                yield f"docs/machine-file.md is wrong about who gives {block}.{key}"
+                yield f"docs/api/machine-file.md is wrong about who gives {block}.{key}"
 
 
 def result_files() -> Iterator[tuple[Path, Schema]]:
@@ -364,8 +381,8 @@ def results() -> Iterator[str]:
                 yield f"{path.with_suffix('.md')} is not the report of its rows"
         paper.write_report(machine("mi300x-8"), Path(folder, "page.md"), "a command")
         simulated = Path("simulated", "mi300x-8.csv")
-        if Path(folder, simulated).read_bytes() != (DOCS / simulated).read_bytes():
-            yield "docs/simulated/mi300x-8.csv is old: python -m docs.make.paper"
+        if Path(folder, simulated).read_bytes() != (RESULTS / simulated).read_bytes():
+            yield "docs/results/simulated/mi300x-8.csv is old: python -m docs.make.paper"
     for page in RESULTS.iterdir():
         if page.suffix in (".md", ".json") and (path := ABSOLUTE.search(page.read_text())):
             yield f"{page} names {path[0]}, of the machine that wrote it"
@@ -388,8 +405,8 @@ def over_hosts() -> Iterator[str]:
     figures = f"{two.serial * 1e3:.2f} | {two.auto * 1e3:.2f} | {two.gemm * 1e3:.2f}"
     gains = f"{two.serial / two.auto:.2f} | {one.auto / two.auto:.2f}"
     row = f"| {model.name} | 8192 | 16 on 2 | {figures} | {gains} |"
-    if row not in (DOCS / "hosts-simulated.md").read_text():
-        yield "docs/hosts-simulated.md is old: python -m docs.make.hosts_layers"
+    if row not in (RESULTS / "hosts-simulated.md").read_text():
+        yield "docs/results/hosts-simulated.md is old: python -m docs.make.hosts_layers"
 
 
 def problems() -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Simulate layers of large models with tensor parallelism over several hosts.
 
-python -m docs.make.hosts_layers [docs/hosts-simulated.md]
+python -m docs.make.hosts_layers [docs/results/hosts-simulated.md]
 """
 
 from __future__ import annotations
@@ -109,9 +109,10 @@ HEAD += ["auto x serial", "x 8 ranks", "taken"]
 TEXT = """# Layers over several hosts, simulated
 
 **Nothing on this page was measured.** Times are simulated from plans and from
-[h100-8](../configs/h100-8.yaml) and [mi300x-8](../configs/mi300x-8.yaml), whose network, a card
-of 400 Gb/s for each GPU, is an assumption. Made by `{command}`. [Several hosts](hosts.md) with
-GPUs have not been tried yet.
+[h100-8](../../configs/h100-8.yaml) and [mi300x-8](../../configs/mi300x-8.yaml), whose network,
+a card of 400 Gb/s for each GPU, is an assumption. Made by
+`{command}`. [Several hosts](../hosts.md)
+with GPUs have not been tried yet.
 
 The four products of a layer's forward with sequence parallelism (queries, keys and values;
 output; gate and up; down), host ahead, bfloat16. *Serial* is the better of the library's
@@ -159,7 +160,7 @@ def _lost(machines: list[Machine]) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/hosts-simulated.md")
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/hosts-simulated.md")
     path.write_text(page(f"python -m docs.make.hosts_layers {path}"))
     print(f"wrote {path}")
 

@@ -1,6 +1,6 @@
 """Write tables of all keys of a machine file, from its dataclasses, into a page.
 
-python -m docs.make.machine_fields [docs/machine-file.md]
+python -m docs.make.machine_fields [docs/api/machine-file.md]
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _source(block: Any) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    page = Path(words[0] if words else "docs/machine-file.md")
+    page = Path(words[0] if words else "docs/api/machine-file.md")
     put_between(page, "fields", text())
     put_between(page, "shipped", shipped())
     print(f"wrote {page}")

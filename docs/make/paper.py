@@ -1,6 +1,6 @@
 """The FiCCO paper's claims compared with a simulation of its scenarios: a page, a CSV, a picture.
 
-python -m docs.make.paper [docs/mi300x-simulated.md]
+python -m docs.make.paper [docs/results/mi300x-simulated.md]
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def page(lines: Sequence[Line], machine: Machine, command: str, table: Path, pic
     parts = [
         f"# The paper's scenarios on {machine.name}, simulated",
         f"**Nothing on this page was measured.** Times are simulated from plans and from "
-        f"[a description of the machine](../configs/{machine.name}.yaml), {one.world} ranks, mode "
-        f"{one.mode}; claims are those of *Design Space Exploration of DMA based Finer-Grain "
+        f"[a description of the machine](../../configs/{machine.name}.yaml), {one.world} ranks, "
+        f"mode {one.mode}; claims are those of *Design Space Exploration of DMA based Finer-Grain "
         f"Compute Communication Overlap* (FiCCO). Made by `{command}`; all figures are in "
         f"[{table.name}]({folder}/{table.name}).",
         f"![speed-ups]({folder}/{picture.name})",
@@ -335,4 +335,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/mi300x-simulated.md"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/mi300x-simulated.md"))

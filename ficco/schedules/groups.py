@@ -89,8 +89,8 @@ def peers_from_halfway(rank: int, world: int) -> list[int]:
     """Peers where a mask lets ranks exchange more one way than the other, so that they get out of
     step and several send to one at a time. Of each range of :func:`siblings` the peer half way
     round comes first, then those below it, and round to those above. Under a causal mask the last
-    rows come sooner so than by :func:`peers_in_order`, as simulated (docs/attention.md); that is
-    the order if the number of ranks is no power of two.
+    rows come sooner so than by :func:`peers_in_order`, as simulated (docs/results/attention.md);
+    that is the order if the number of ranks is no power of two.
 
     >>> peers_from_halfway(0, 8), peers_from_halfway(5, 8), peers_from_halfway(1, 3)
     ([1, 3, 2, 6, 5, 4, 7], [4, 6, 7, 3, 2, 1, 0], [0, 2])

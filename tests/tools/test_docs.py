@@ -6,8 +6,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_all_gather_matmul import end_of, start_ranks
 
 from docs.make import check, language
+
+
+@pytest.mark.parametrize("page", check.USER_PAGES, ids=lambda page: page.stem)
+def test_the_program_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = f"import torch\ntorch.set_num_threads(1)\n{check.program(page)}"  # ranks share cores
+    ended = end_of(start_ranks(tmp_path, script, 2), 120)
+    assert not any(one.code for one in ended), ended
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_language(name: str, text: str, places: list[int], tmp_path: Path) -> No
 
 #: For a check, a text of a page that it must miss once it is changed.
 CHANGED = (
-    ("tables", "machine-file.md", "| `name` |"),
+    ("tables", "choosing.md", "| g1 |"),
     ("forms", "amd.md", "\n7. "),
 )
 
