@@ -35,8 +35,8 @@ from test_third_vendor import _on_threads
 
 import ficco
 from ficco.dma.engine import Engine, Missing
-from ficco.dma.gloo import GlooLinks
 from ficco.dma.gpu_network import NcclNetwork
+from ficco.dma.messages import GlooLinks
 from ficco.errors import BackendError, SignalTimeout
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
