@@ -29,8 +29,8 @@ from subjects import SUBJECTS, block, compare
 import ficco
 from ficco.dma import host
 from ficco.dma.cpu import CpuEngine
-from ficco.dma.gloo import PeerExchange
 from ficco.dma.host import whereabouts
+from ficco.dma.messages import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.families import IN_COLUMNS, IN_ROWS

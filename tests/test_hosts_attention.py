@@ -21,7 +21,7 @@ from subjects import BY_HEADS, SUBJECTS
 from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, described
 
 import ficco
-from ficco.dma.gloo import GlooLinks
+from ficco.dma.messages import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
 from ficco.plan import render

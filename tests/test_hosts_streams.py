@@ -34,9 +34,9 @@ from test_hosts import (
 from test_third_vendor import _on_threads
 
 import ficco
-from ficco.dma.engine import Missing
-from ficco.dma.gloo import GlooLinks
+from ficco.dma.engine import Engine, Missing
 from ficco.dma.gpu_network import NcclNetwork
+from ficco.dma.messages import GlooLinks
 from ficco.errors import BackendError, SignalTimeout
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
@@ -201,7 +201,8 @@ def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
     network, word = NcclNetwork.__new__(NcclNetwork), ctypes.c_uint32(0)
     network._at = ctypes.addressof(word)
     hosts = SimpleNamespace(named=lambda rank: "" if rank is None else f"host-{rank}")
-    network._engine = SimpleNamespace(hosts=hosts)
+    network._engine = engine = SimpleNamespace(hosts=hosts)
+    engine.timed_out = partial(Engine.timed_out, engine)
     gone = RuntimeError("NCCL error: ncclRemoteError: it is gone")
     for operator, schedule, peer, words in (
         ("all_gather_matmul", "growing", 3, "The process of rank 3 on host host-3 has ended"),

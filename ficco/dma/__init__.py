@@ -10,7 +10,6 @@ module                   subject
 =======================  ===========================================================================
 engine                   the interface
 cpu                      the CPU engine: threads as lanes, collectives, transfers between hosts
-gloo                     messages between hosts by a separate gloo group
 host                     hosts of a group, and host memory that ranks share, with semaphores
 patience                 timeouts of waits for peers, and the warnings before the timeout
 gpu                      the GPU engine
@@ -21,7 +20,7 @@ hip_api                  HIP's calls, in both series of the binding
 memories                 GPU memory that ranks share, the signal words in it, waits for the device
 watch                    progress of calls for the watchdog, by words or events; frees stuck ones
 lane_ops                 operations of a call on a lane, how neighbours are merged, their recordings
-messages                 messages of a network step: regions, or the rows of them that a call has
+messages                 messages of a network step, and their exchange by a separate gloo group
 tiles                    a product whose tiles wait, as one launch
 collectives              the exchange by the group's own library
 =======================  ===========================================================================

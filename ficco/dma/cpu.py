@@ -39,9 +39,17 @@ from ficco.compute.ragged_blocks import filled, move_op
 from ficco.dma import collectives
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.engine import Capabilities, Engine, Missing, Span
-from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.host import SEMAPHORE_STRIDE, Hosts, Meeting, dead, semaphores
-from ficco.dma.messages import bytes_of, joined, joint_room, messages, parts_of, take_apart
+from ficco.dma.messages import (
+    GlooLinks,
+    PeerExchange,
+    bytes_of,
+    joined,
+    joint_room,
+    messages,
+    parts_of,
+    take_apart,
+)
 from ficco.dma.patience import Patience
 from ficco.errors import BackendError, SignalTimeout
 from ficco.plan import Applied, Attending, Product, Reduction, Signal, Transfer

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ficco.compute.program import (
-    Call,
-    Op,
-    Program,
-    Slot,
-    Symmetric,
-    in_turn,
-)
+from ficco.compute.program import Call, Op, Program, Slot, Symmetric, in_turn
 from ficco.dma import collectives
 from ficco.dma.host import Hosts
 from ficco.dma.patience import DEFAULT_S

@@ -75,14 +75,7 @@ from ficco.dma.memories import (
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
 from ficco.errors import BackendError
-from ficco.hip_kernels.launch import (
-    COMBINES,
-    MAX_PARTS,
-    PEER_BLOCKS,
-    Kernels,
-    Signals,
-    gates,
-)
+from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED

@@ -28,10 +28,11 @@ from ficco.compute.program import Call, Op, Program
 from ficco.dma.collectives import LONGEST_S
 from ficco.dma.driver import WAIT_32, WORD, WRITE_32, MemOp, StreamEngine, drained
 from ficco.dma.engine import Missing
-from ficco.dma.gloo import GlooLinks, PeerExchange
 from ficco.dma.lane_ops import MakeBatch
 from ficco.dma.memories import align
 from ficco.dma.messages import (
+    GlooLinks,
+    PeerExchange,
     bytes_of,
     joined,
     joint_room,

@@ -21,12 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ficco.integrations import client
-from ficco.nn import (
-    ColumnParallelLinear,
-    ColwiseParallel,
-    RowParallelLinear,
-    RowwiseParallel,
-)
+from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
 from ficco.nn.styles import share_inputs
 from ficco.warn import warn_once
 

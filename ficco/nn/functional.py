@@ -31,12 +31,7 @@ from ficco.ops.entry import (
     under_autocast,
     watched,
 )
-from ficco.ops.gradients import (
-    GATHERS,
-    OperatorCall,
-    SavedTensors,
-    backward,
-)
+from ficco.ops.gradients import GATHERS, OperatorCall, SavedTensors, backward
 from ficco.ops.operands import frozen, process_group
 from ficco.ops.operators import matmul_all_reduce
 from ficco.ops.recipes import Float8Recipe, recipe_of

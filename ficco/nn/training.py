@@ -114,7 +114,7 @@ def _by_ranks(module: nn.Module) -> dict[ProcessGroup | DeviceMesh | None, list[
     """Return trained parameters by the group that shards them, the mesh of DTensors, or None."""
     by_ranks: dict[Any, list[nn.Parameter]] = {}
     seen: set[nn.Parameter] = set()
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _LAYERS)}
+    layers = {name: child for name, child in module.named_modules() if isinstance(child, _LAYERS)}
     for name, layer in layers.items():
         for inner, param in layer.named_parameters():
             if param in seen:

@@ -15,12 +15,7 @@ from ficco.compute.program import Call
 from ficco.errors import FiccoError
 from ficco.ops.call import keep_to_cap, row_major
 from ficco.ops.entry import refuse_sharded, tells_refusals, watched
-from ficco.ops.operands import (
-    check_dtype,
-    frozen,
-    process_group,
-    rows_by_rank,
-)
+from ficco.ops.operands import check_dtype, frozen, process_group, rows_by_rank
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
 from ficco.runtime.workspace import (

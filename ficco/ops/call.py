@@ -20,14 +20,7 @@ from ficco.dma.engine import Engine
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
-from ficco.ops.operands import (
-    LEFT,
-    Scales,
-    flat,
-    frozen,
-    plain_scales,
-    problem_of_operands,
-)
+from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
 from ficco.options import Options
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem

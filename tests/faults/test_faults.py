@@ -31,6 +31,7 @@ import ficco
 from ficco.compute import products
 from ficco.dma import collectives
 from ficco.dma.cpu import collect
+from ficco.dma.engine import Engine
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
@@ -154,6 +155,7 @@ def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
     engine: Any = SimpleNamespace(
         interrupt=lambda: None, group=None, hosts=SimpleNamespace(named=lambda rank: "")
     )
+    engine.timed_out = partial(Engine.timed_out, engine)
     state = SimpleNamespace(check=lambda: None, timeout_s=LONG_S)
 
     def lost() -> Any:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from ficco.accelerator import gpu
-from ficco.dma.gloo import gloo_group
 from ficco.dma.host import HostMemory, Hosts
+from ficco.dma.messages import gloo_group
 from ficco.errors import InvalidArgument
 from ficco.tools.bench.calls import Runner
 
