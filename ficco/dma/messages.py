@@ -14,7 +14,7 @@ import torch
 from ficco.compute.buffers import buffers_of
 from ficco.compute.program import Call, Program
 from ficco.compute.ragged_blocks import EMPTY, filled, moves
-from ficco.plan import Plan, Region, Transfer
+from ficco.plan import Crossing, Plan, Region, Transfer
 
 
 class Message(NamedTuple):
@@ -29,8 +29,8 @@ class Message(NamedTuple):
 
 def messages(plan: Plan, step: int) -> list[Message]:
     """The messages of a network step, except those that are always empty."""
-    nonempty = []
-    for move in plan.steps[step].moves:
+    nonempty, crossing = [], plan.steps[step].work
+    for move in crossing.moves if isinstance(crossing, Crossing) else ():
         outward = move.src.rank == plan.rank
         mine, peer = (move.src, move.dst.rank) if outward else (move.dst, move.src.rank)
         if move.elements:

@@ -60,7 +60,6 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Places in the same files of what a redesign is to leave once.
     "calls of begin": 3,
     "autograd functions": 2,
-    "copy steps": 2,
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
@@ -80,7 +79,6 @@ CAPABILITIES = {
 PLACES = {
     "calls of begin": r"\bworkspace\.begin\(",
     "autograd functions": r"autograd\.Function\)",
-    "copy steps": r'Step(\(\s*|, \()"copy"',
     "isinstance of problems": r"isinstance\([^()]*\b(\w*Problem|Gathering|KeyGather|ExpertLayer)\b",
     "classes of decisions": r"class \w*Decision\b",
 }
