@@ -51,7 +51,7 @@ The model:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,8 +105,8 @@ DRIFT = 0.03
 #: A step with its start and stop.
 TimedStep = tuple[Step, float, float]
 
-#: Types of work that the GPU serves at the rate of products.
-MULTIPLIES = Products, Attendings, Applied
+#: Types of work that the GPU serves at the rate of products, and at the rate of its memory.
+MULTIPLIES, MOVES = (Products, Attendings, Applied), (Transfer, Reduction)
 
 #: Kinds of events: a step begins, a step ends, a copy engine is free, the GPU serves a sum.
 _BEGIN, _END, _ENGINE, _SERVE = range(4)
@@ -234,22 +234,22 @@ class _SimulatedRank:
             if (step.waits or step.after) and not one_launch:
                 now += host.signal
             available = now
-            match step.work:
-                case Transfer() as move if not move.local:
-                    available = now = now + host.copy + self._looks_up(step)
-                case Transfer() | Reduction() if index not in self.placed:
-                    available = now = now + host.matmul + self._looks_up(step)
-                case Products(products) if not one_launch:
-                    now += LIVE * host.call * (index in self.tiled)
-                    now += self._looks_up(step)
-                    available = now + host.matmul  # the first product: the host goes on during it
-                    now += host.matmul * (1 if step.part else len(products))
-                case Attendings(attends):
-                    available = now + host.matmul
-                    now += host.matmul * len(attends)
-                case Applied():
-                    available = now + host.matmul
-                    now += host.matmul
+            work = step.work
+            if isinstance(work, Transfer) and work.src.rank != work.dst.rank:
+                available = now = now + host.copy + self._looks_up(step)
+            elif isinstance(work, MOVES) and index not in self.placed:
+                available = now = now + host.matmul + self._looks_up(step)
+            elif isinstance(work, Products) and not one_launch:
+                now += LIVE * host.call * (index in self.tiled)
+                now += self._looks_up(step)
+                available = now + host.matmul  # the first product: the host goes on during it
+                now += host.matmul * (1 if step.part else len(work.products))
+            elif isinstance(work, Attendings):
+                available = now + host.matmul
+                now += host.matmul * len(work.attends)
+            elif isinstance(work, Applied):
+                available = now + host.matmul
+                now += host.matmul
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
@@ -296,9 +296,8 @@ def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
         yield parts
 
 
-def _reads_peers(step: Step) -> bool:
-    """Whether a step sums parts in the memory of peers."""
-    work = step.work
+def _reads_peers(work: Transfer | Reduction) -> bool:
+    """Whether work sums parts in the memory of peers."""
     return isinstance(work, Reduction) and any(p.rank != work.out.rank for p in work.parts)
 
 
@@ -341,22 +340,24 @@ class Simulation:
 
     def _read_machine(self, steps: Sequence[Step]) -> None:
         """Read the machine's blocks. Blocks that the steps do not need may be missing."""
+        of = defaultdict[type, list[Any]](list)  # work by type
         for step in steps:
-            if step.op not in OPS:
+            if type(step.work) not in of and step.op not in OPS:
                 raise unknown(step, "the simulator")
-            if isinstance(step.work, Products) and step.work.callers:
-                raise NotImplementedError(
-                    f"{self.name}: the simulator cannot tell how long step {step.label!r} takes, "
-                    "which is the caller's"
-                )
-        machine, kinds = self.machine, {type(step.work) for step in steps}
-        reads_peers = any(map(_reads_peers, steps))
-        moves = [move for step in steps if (move := step.copy)]
+            of[type(step.work)].append(step.work)
+        callers = [s.label for s in steps if isinstance(s.work, Products) and s.work.callers]
+        if callers:
+            raise NotImplementedError(
+                f"{self.name}: the simulator cannot tell how long step {callers[0]!r} takes, which "
+                "is the caller's"
+            )
+        machine = self.machine
+        reads_peers = any(map(_reads_peers, of[Reduction]))
+        moves = [move for move in of[Transfer] if not move.local]
         copies = [move for move in moves if move.mover != MOVER]
-        crosses = Crossing in kinds or len(copies) < len(moves)
+        crosses = bool(of[Crossing]) or len(copies) < len(moves)
         by_kernel = reads_peers or any(move.mover == "kernel" for move in copies)
-        multiplies = not kinds.isdisjoint(MULTIPLIES)
-        places = any(isinstance(step.work, Transfer) and step.work.local for step in steps)
+        multiplies = any(of[kind] for kind in MULTIPLIES)
         self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
         self.scaled = any(one.factors for one in self.problem.specification.contractions)
@@ -365,7 +366,8 @@ class Simulation:
         self.experts = machine.experts or self.gemm
         if self.gemm:
             self.attention = machine.attends(self.gemm)
-        self.memory: Memory = self._block("memory", places or Reduction in kinds)
+        places = len(of[Transfer]) > len(moves)
+        self.memory: Memory = self._block("memory", places or bool(of[Reduction]))
         for name in {step.label for step in steps if isinstance(step.work, LibraryMove)}:
             if getattr(machine, COLLECTIVES[name]) is None:
                 self._block("all_gather", True)
@@ -520,34 +522,32 @@ class Simulation:
         index = lane.steps[lane.position]
         step = rank.plan.steps[index]
         work, lane.start = step.work, self.now
-        match work:
-            case Products() | Attendings() | Applied():
-                self._serve(lane, rank, step)
-            case Transfer() if work.src.rank != work.dst.rank:
-                if work.mover == MOVER:
-                    self._begin_crossing(lane, rank, (work,))
-                elif rank.engines and rank.in_flight == rank.engines:
-                    rank.queue.append(lane)
-                else:
-                    self._begin_copy(lane, rank, work)
-            case Crossing(moves):
-                self._begin_crossing(lane, rank, moves)
-            case Transfer() | Reduction() if index not in rank.placed and self._move_seconds(work):
-                reads = _reads_peers(step)
-                latency = self.copies.seen(lane.computes) if reads else self.memory.latency
-                self._push(self.now + latency, _SERVE, lane)
-            case LibraryMove(sent):
-                self.at_collective.append(lane)
-                if len(self.at_collective) < len(self.ranks):  # it begins when all have reached it
-                    return
-                row_bytes = sent.cols * self.itemsize[sent.buffer]
+        if isinstance(work, Transfer) and work.src.rank != work.dst.rank:
+            if work.mover == MOVER:
+                self._begin_crossing(lane, rank, (work,))
+            elif rank.engines and rank.in_flight == rank.engines:
+                rank.queue.append(lane)
+            else:
+                self._begin_copy(lane, rank, work)
+        elif isinstance(work, MULTIPLIES):
+            self._serve(lane, rank, step)
+        elif isinstance(work, MOVES) and index not in rank.placed and self._move_seconds(work):
+            reads = _reads_peers(work)
+            latency = self.copies.seen(lane.computes) if reads else self.memory.latency
+            self._push(self.now + latency, _SERVE, lane)
+        elif isinstance(work, Crossing):
+            self._begin_crossing(lane, rank, work.moves)
+        elif isinstance(work, LibraryMove):
+            self.at_collective.append(lane)
+            if len(self.at_collective) == len(self.ranks):  # it begins when all have reached it
+                row_bytes = work.src.cols * self.itemsize[work.src.buffer]
                 nbytes = _exchanged_bytes(self.problem, row_bytes)
                 end = self.now + self.machine.exchange(step.label, nbytes, self.problem.hosts)
                 for one in self.at_collective:
                     self._push(end, _END, one)
                 self.at_collective = []
-            case _:  # nothing to do: signals only, nothing to move, or moved by a launch of copies
-                self._finish(lane, self.now, self.now)
+        else:  # nothing to do: signals only, nothing to move, or moved by a launch of copies
+            self._finish(lane, self.now, self.now)
 
     def _end(self, lane: _SimulatedLane) -> None:
         rank = self.ranks[lane.rank]
@@ -584,22 +584,23 @@ class Simulation:
 
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         """Serve a step's products, or its copies within the rank, on the GPU."""
-        multiplies = True
-        match step.work:
-            case Products(products) if step.part:
-                whole = filled = self._part_seconds(lane, rank, step, products, rank.tick(self.now))
-            case Products(products):
-                whole, filled = self._product_seconds(products, rank.plan)
-            case Attendings(attends):
-                calls = chain.from_iterable(one.calls for one in attends)
-                itemsize = self.itemsize[attends[0].q.buffer]
-                whole, filled = self._attention_seconds(calls, itemsize)
-            case Applied() as applied:
-                itemsize = self.itemsize[applied.inputs[0].buffer]
-                whole, filled = self._attention_seconds(applied.calls, itemsize)
-            case Transfer() | Reduction() as moved:
-                multiplies, whole = False, self._move_seconds(moved)
-                filled = whole
+        work = step.work
+        multiplies = isinstance(work, MULTIPLIES)
+        if isinstance(work, Products) and step.part:
+            products = work.products
+            whole = filled = self._part_seconds(lane, rank, step, products, rank.tick(self.now))
+        elif isinstance(work, Products):
+            whole, filled = self._product_seconds(work.products, rank.plan)
+        elif isinstance(work, Attendings):
+            calls = chain.from_iterable(one.calls for one in work.attends)
+            itemsize = self.itemsize[work.attends[0].q.buffer]
+            whole, filled = self._attention_seconds(calls, itemsize)
+        elif isinstance(work, Applied):
+            itemsize = self.itemsize[work.inputs[0].buffer]
+            whole, filled = self._attention_seconds(work.calls, itemsize)
+        else:
+            assert isinstance(work, MOVES)
+            whole = filled = self._move_seconds(work)
         if not whole:
             self._finish(lane, self.now, self.now)
             return
@@ -816,7 +817,7 @@ class Simulation:
         free = self.now
         index = lane.steps[lane.position]
         steps = rank.plan.steps
-        if isinstance(steps[index].work, Crossing) or _by_network(steps[index].work):
+        if _by_network(work := steps[index].work) or isinstance(work, Crossing):
             seen = self.now + self.network.latency
             following = lane.steps[lane.position + 1 : lane.position + 2]
             together = any(_by_network(steps[one].work) for one in following)
