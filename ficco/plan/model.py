@@ -135,11 +135,6 @@ class Transfer(NamedTuple):
         return self.src.rank == self.dst.rank
 
     @property
-    def writes(self) -> tuple[Region, ...]:
-        """Regions that the work writes; of a batch, those of the first copy or product."""
-        return (self.dst, self.factors) if self.factors else (self.dst,)
-
-    @property
     def elements(self) -> int:
         """Number of moved elements."""
         return self.batch * self.src.elements
@@ -158,10 +153,6 @@ class Crossing(NamedTuple):
 
     moves: tuple[Transfer, ...]
 
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return tuple(move.dst for move in self.moves)
-
 
 class LibraryMove(NamedTuple):
     """Work of a step: the library's collective for the whole exchange (``"collective"``), between
@@ -169,10 +160,6 @@ class LibraryMove(NamedTuple):
 
     src: Region
     dst: Region
-
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return (self.dst,)
 
 
 class Product(NamedTuple):
@@ -223,10 +210,6 @@ class Products(NamedTuple):
     products: tuple[Product, ...]
     callers: bool = False
 
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return tuple([product.out for product in self.products])
-
 
 class Reduction(NamedTuple):
     """Work of a step: ``out = sum of parts`` (``"reduce"``), added in float32 in their order and
@@ -238,10 +221,6 @@ class Reduction(NamedTuple):
     parts: tuple[Region, ...]
     terms: tuple[int, ...]
     out: Region
-
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return (self.out,)
 
 
 class Attending(NamedTuple):
@@ -271,10 +250,6 @@ class Attendings(NamedTuple):
 
     attends: tuple[Attending, ...]
 
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return tuple(region for one in self.attends for region in (one.out, one.back) if region)
-
     def meets(self, first: int, last: int) -> bool:
         """Whether queries [first, last) attend in this step."""
         return any(one.out.row < last and first < one.out.row_stop for one in self.attends)
@@ -299,10 +274,6 @@ class Applied(NamedTuple):
     outs: tuple[Region, ...]
     flops: float = 0.0
     calls: tuple[LibraryCall, ...] = ()
-
-    @property
-    def writes(self) -> tuple[Region, ...]:
-        return self.outs
 
 
 #: Work of a step; None for a step of signals only (``"sync"``).

@@ -12,8 +12,19 @@ from ficco.plan import Applied, Attending, Attendings, LibraryMove, Product, Pro
 from ficco.plan.model import Reduction, Region, Transfer
 from ficco.plan.network import MOVER
 from ficco.problems.specification import Attention, Contraction, Exchange
-from ficco.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
-from ficco.proof.rules import PlanError, Who, demand
+from ficco.proof.columns import (
+    Accesses,
+    Bools,
+    Ints,
+    PlanError,
+    Regions,
+    Who,
+    bools,
+    demand,
+    ints,
+    repeated,
+    unzipped,
+)
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 

@@ -14,8 +14,7 @@ from ficco.plan.model import OPS, Attendings, LibraryMove, Plan, Products, Step,
 from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.problems.specification import Buffer
-from ficco.proof.columns import Ints, ints, unzipped
-from ficco.proof.rules import PlanError, Who
+from ficco.proof.columns import Ints, PlanError, Who, ints, unzipped
 
 
 class Steps:

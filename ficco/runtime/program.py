@@ -60,10 +60,9 @@ def _operations(
             yield engine.copies(program, run)
         case None:
             pass
-        case Transfer() | Reduction() as work if not any(one.elements for one in work.writes):
-            pass
         case Transfer() as move:
-            yield (engine.place if move.local else engine.copy)(program, index, move)
+            if move.src.elements or move.factors:
+                yield (engine.place if move.local else engine.copy)(program, index, move)
         case Crossing():
             yield engine.network(program, index)
         case LibraryMove():
@@ -80,7 +79,8 @@ def _operations(
         case Applied() as applied:
             yield engine.apply(program, index, applied)
         case Reduction() as reduction:
-            yield engine.reduce(program, index, reduction)
+            if reduction.out.elements:
+                yield engine.reduce(program, index, reduction)
         case _:
             raise unknown(step, f"the {engine.name} engine")
     if trace:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan import Applied, Attendings, Plan, Product, Products, Reduction, Region, Signal, Step
+from ficco.plan.model import Payload, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
@@ -209,8 +210,7 @@ class Builder:
     ) -> Plan:
         """The Plan of the steps so far. Of the local buffers it lists those that are used."""
         problem, asked = self.problem, self.problem.specification
-        works = [step.work for step in self.steps if step.work is not None]
-        written = {region.buffer for work in works for region in work.writes}
+        written = {one.buffer for step in self.steps for one in _written(step.work) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,
@@ -221,6 +221,19 @@ class Builder:
             words=words.count if problem.world > 1 else 0,
             stages=stages,
         )
+
+
+def _written(work: Payload) -> Iterable[Region | None]:
+    """Regions that work writes; of a batch the first."""
+    if isinstance(work, Products):
+        return [product.out for product in work.products]
+    if isinstance(work, Attendings):
+        return [region for one in work.attends for region in (one.out, one.back)]
+    if isinstance(work, Transfer):
+        return work.dst, work.factors
+    if isinstance(work, Reduction):
+        return (work.out,)
+    return work.outs if isinstance(work, Applied) else ()
 
 
 def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:

@@ -122,10 +122,12 @@ def _uses(step: Step) -> Iterator[tuple[str, Region]]:
             yield from (("read", src), ("write", dst))
         case Products(products):
             yield from chain.from_iterable(map(_product_uses, products))
-        case Reduction() | Applied() as work:
-            reads = work.parts if isinstance(work, Reduction) else work.inputs
-            yield from (("read", region) for region in reads)
-            yield from (("write", region) for region in work.writes)
+        case Reduction(parts, _, out):
+            yield from (("read", part) for part in parts)
+            yield "write", out
+        case Applied() as applied:
+            yield from (("read", region) for region in applied.inputs)
+            yield from (("write", region) for region in applied.outs)
         case Attendings(attends):
             for one in attends:
                 yield from (("read", region) for region in (one.q, one.kv))

@@ -66,7 +66,7 @@ from ficco.plan import (
 from ficco.plan.collector import MANY, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
-from ficco.proof.execution import execute
+from ficco.proof.order import execute
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 from ficco.schedules import NAMED, Schedule, plans, refusal
