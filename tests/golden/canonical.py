@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from ficco.plan import Applied, Attendings, Crossing, LibraryMove, Plan, Products, Reduction
-from ficco.plan.model import Region, Signal, Step, Transfer
+from ficco.plan.model import Applied, LibraryMove, Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.specification import Buffer
 
 #: Names in the text of classes that have another name by now.
@@ -95,18 +94,15 @@ def fields_text(value: Any) -> str:
 
 def work_fields(step: Step) -> list[str]:
     """The text of the operation of a step, and of the fields of its work."""
-    fields: dict[str, Any] = {"op": step.op}
-    match step.work:
-        case Transfer() as move:
-            fields |= {"transfer": move} | ({"mover": move.mover} if move.mover != "dma" else {})
-        case LibraryMove(src, dst):
-            fields["transfer"] = Transfer(src, dst)
-        case Crossing() | Products() | Attendings() as work:
-            fields |= {work._fields[0]: work[0]} if work[0] else {}
-        case Reduction() as work:
-            fields["reduction"] = work
-        case Applied() as work:
-            fields["applied"] = work
+    work: Any = step.work
+    name = {Transfer: "transfer", Reduction: "reduction", Applied: "applied"}.get(type(work))
+    fields = {"op": step.op} | ({name: work} if name else {})
+    if isinstance(work, LibraryMove):
+        fields["transfer"] = Transfer(*work)
+    elif work is not None and not name and work[0]:  # moves, products or attends
+        fields[work._fields[0]] = work[0]
+    if isinstance(work, Transfer) and work.mover != "dma":
+        fields["mover"] = work.mover
     return [f"{name}={text_of(content)}" for name, content in fields.items()]
 
 
