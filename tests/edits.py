@@ -127,12 +127,12 @@ def replaced(value: Any, fields: dict[str, Any]) -> Any:
 
 
 def changed(step: Step, **fields: Any) -> Step:
-    """A step with other fields, or its transfer, reduction or first product with theirs."""
+    """A step with other fields, or its work or first product with theirs."""
     own = {name: fields.pop(name) for name in Step._fields if name in fields}
-    if fields and step.products:
-        own["products"] = (replaced(step.products[0], fields), *step.products[1:])
-    elif fields:
-        own["transfer" if step.transfer else "reduction"] = fields
+    if fields.keys() - {*getattr(step.work, "_fields", ())} and step.products:
+        fields = {"products": (replaced(step.products[0], fields), *step.products[1:])}
+    if fields:
+        own["work"] = fields
     return replaced(step, own)  # type: ignore[no-any-return]
 
 
@@ -148,7 +148,7 @@ def change(suits: Suits, **fields: Any) -> Edit:
 
 def idle(suits: Suits) -> Edit:
     """Let the first step that suits do nothing, in its place."""
-    return change(suits, op="sync", transfer=None, products=(), reduction=None)
+    return change(suits, work=None)
 
 
 def move(source: Suits, target: Suits, *fields: str) -> Edit:
@@ -170,7 +170,10 @@ def swap(suits: Suits, part: str) -> Edit:
     def edit(steps: list[Step]) -> None:
         i = index(steps, suits)
         j = i + 1 + index(steps[i + 1 :], suits)
-        one, two = (getattr(steps[n].transfer or steps[n].products[0], part) for n in (i, j))
+        one, two = (
+            getattr(steps[n].products[0] if steps[n].products else steps[n].work, part)
+            for n in (i, j)
+        )
         steps[i], steps[j] = changed(steps[i], **{part: two}), changed(steps[j], **{part: one})
 
     return edit
@@ -215,7 +218,7 @@ def clear_first(steps: list[Step]) -> None:
 def clear_late(steps: list[Step]) -> None:
     """Clear what handed a slot over on a lane that no peer waits for."""
     i = index(steps, "acquire")
-    late = Step("sync", "copy1", "clear", clears=steps[i].clears, after=(i,))
+    late = Step(None, "copy1", "clear", clears=steps[i].clears, after=(i,))
     steps[i] = steps[i]._replace(clears=())
     retire = steps.pop()
     steps += [late, retire._replace(after=(*retire.after, len(steps)))]

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, equal, exact, gathered_a, shard_of
+from edits import changed
 from ranks import Died, Rank, caught, on_ranks, run
 from test_nn import example
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,8 +66,7 @@ def called(**fields: Callable[[Any], Any]) -> Callable[[list[Step], int], None]:
     """Changes fields of the caller's step."""
 
     def change(steps: list[Step], call: int) -> None:
-        new = {name: to(getattr(steps[call], name)) for name, to in fields.items()}
-        steps[call] = steps[call]._replace(**new)
+        steps[call] = changed(steps[call], **fields)
 
     return change
 
@@ -84,9 +84,9 @@ def _released_early(steps: list[Step], call: int) -> None:
 def _called_twice(steps: list[Step], call: int) -> None:
     one = steps[call]
     after = tuple(i + (i >= call) for i in steps[-1].after)
-    steps[call] = one._replace(products=one.products[1:])
+    steps[call] = changed(one, products=one.products[1:])
     steps[-1] = steps[-1]._replace(after=after)
-    steps.insert(call, one._replace(products=one.products[:1], gates=()))
+    steps.insert(call, changed(one, products=one.products[:1], gates=()))
 
 
 #: Changes of a plan's steps, and what the proof says.

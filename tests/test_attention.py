@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import own_group
+from edits import changed, down, twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, on_ranks, run
@@ -30,7 +31,7 @@ from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
 from ficco.machine import Machine, find
 from ficco.ops.attention import _packed
-from ficco.plan import Plan, Region, Step, render
+from ficco.plan import Attendings, Plan, Reduction, Region, Step, render
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
 from ficco.proof import PlanError, check
@@ -183,7 +184,7 @@ def test_plans_of_any_sizes_are_proven(
         check(made)
         render(made[0])
     for plan in made if keeps else ():  # gradients travel, and nothing else does
-        moves = [step.transfer for step in plan.steps if step.op == "copy"]
+        moves = [step.copy for step in plan.steps]
         assert {move.src.buffer for move in moves if move} <= {"leaving"}
         assert "staging" not in plan.buffer
 
@@ -237,18 +238,18 @@ def attend(**fields: Any) -> Change:
     """Changes fields of what attends first in a step, by functions of it."""
 
     def change(step: Step) -> Step:
-        if not step.attends:
+        if not isinstance(step.work, Attendings):
             return step
-        one = step.attends[0]
+        one, *rest = step.work.attends
         changed = {name: to(one) if callable(to) else to for name, to in fields.items()}
-        return step._replace(attends=(one._replace(**changed), *step.attends[1:]))
+        return step._replace(work=Attendings((one._replace(**changed), *rest)))
 
     return change
 
 
 def waiting(change: Change) -> Change:
     """The same for steps that wait for keys of peers."""
-    return lambda step: change(step) if step.attends and step.waits else step
+    return lambda step: change(step) if step.op == "attend" and step.waits else step
 
 
 def region(field: str, **by: Any) -> Callable[[Any], Region]:
@@ -262,10 +263,10 @@ def region(field: str, **by: Any) -> Callable[[Any], Region]:
 
 
 def fewer(step: Step) -> Step:
-    if step.reduction is None or len(step.reduction.parts) < 3:
+    if not isinstance(step.work, Reduction) or len(step.work.parts) < 3:
         return step
-    parts, terms, out = step.reduction
-    return step._replace(reduction=type(step.reduction)(parts[:-1], terms[:-1], out))
+    parts, terms, out = step.work
+    return step._replace(work=Reduction(parts[:-1], terms[:-1], out))
 
 
 ROWS = {"row": -1, "row_stop": -1}
@@ -286,8 +287,7 @@ ROWS = {"row": -1, "row_stop": -1}
         # Rows of queries and of the result that nobody else has.
         (0, attend(q=region("q", row=1), out=region("out", row=1)), "leaves out rows 8:9"),
         (None, waiting(lambda step: step._replace(waits=())), "before it is|nobody waits|waited"),
-        (None, waiting(lambda s: s._replace(attends=s.attends * 2)), "another product adds, too"),
-        (None, lambda s: s._replace(op="matmul") if s.attends else s, "does not hold"),
+        (None, waiting(lambda s: changed(s, attends=twice)), "another product adds, too"),
     ],
 )  # fmt: skip
 def test_wrong_plans_are_found(only: int | None, change: Change, message: str) -> None:
@@ -339,17 +339,13 @@ def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
     for plan in made:
         right, keys = (plan.rank + 1) % 4, []
         for step in plan.steps:
-            if step.transfer and step.op == "copy" and step.transfer.src.buffer != "leaving":
-                assert step.transfer.dst.rank == right and step.lane == "copy0"
-                keys.append(step.transfer.src.rows)
+            if (move := step.copy) and move.src.buffer != "leaving":
+                assert move.dst.rank == right and step.lane == "copy0"
+                keys.append(move.src.rows)
         assert sum(keys) == 3 * 16  # its own rows, and those of two others
 
     def others(step: Step) -> Step:
-        if step.label != "0.1>2" or step.transfer is None:
-            return step
-        src = step.transfer.src
-        moved = src._replace(row=src.row - 8, row_stop=src.row_stop - 8)
-        return step._replace(transfer=step.transfer._replace(src=moved))
+        return changed(step, src=down(-8)) if step.label == "0.1>2" else step
 
     here = "0.0 is here"
     refuted(made, lambda s: s._replace(waits=()) if s.label == here else s, "never waited for")
@@ -387,8 +383,7 @@ def test_under_a_causal_mask_the_busiest_port_is_not_kept_waiting(
     made = attention_plans(asked, Schedule.parse(schedule))
     busy = Counter[tuple[str, int]]()
     for plan in made:
-        moves = [step.transfer for step in plan.steps if step.op == "copy" and step.transfer]
-        for move in moves:
+        for move in filter(None, (step.copy for step in plan.steps)):
             nbytes = 2 * move.elements
             seconds = machine.copies.gap + nbytes / machine.copies.rate(nbytes)
             busy.update({("out", plan.rank): seconds, ("in", move.dst.rank): seconds})

@@ -568,8 +568,8 @@ def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
             for one in step.products:
                 assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0
                 assert len(one.factors) == 2
-            if step.op == "copy" and "scale" in step.label and not scaling.by_rank:
-                sent, (me, to) = step.transfer.src, step.transfer[:2]
+            if (move := step.copy) and "scale" in step.label and not scaling.by_rank:
+                sent, me, to = move.src, move.src, move.dst
                 first = problem.leaves(me.rank, to.rank)
                 assert (sent.row - first) % rules.rows == 0
 

@@ -42,6 +42,7 @@ import ficco
 from ficco.compute.scaled import quantized
 from ficco.heuristics.families import PRODUCTS
 from ficco.machine import find
+from ficco.plan import Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import CASTS, RECIPES, Scaling
 from ficco.proof import PlanError, check
@@ -227,12 +228,12 @@ def test_plans_with_casts_are_proven(data: st.DataObject) -> None:
     found = plans(problem, Schedule.parse(name))
     check(found)
     for rank, plan in enumerate(found):
-        cast = [step.transfer.dst for step in plan.steps if step.transfer and step.transfer.factors]
+        cast = [step.work.dst for step in plan.steps if _is_cast(step)]
         assert sum(one.elements for one in cast) == problem.left_rows(rank) * k
 
 
 def _is_cast(step: Any) -> bool:
-    return bool(step.transfer and step.transfer.factors)
+    return isinstance(step.work, Transfer) and step.work.factors is not None
 
 
 def _is_copy(step: Any) -> bool:
@@ -244,15 +245,15 @@ def _is_copy_of_scales(step: Any) -> bool:
 
 
 def _moves(step: Any, **changes: Any) -> Any:
-    return step._replace(transfer=step.transfer._replace(**changes))
+    return step._replace(work=step.work._replace(**changes))
 
 
 def _factors(step: Any, **changes: Any) -> Any:
-    return _moves(step, factors=step.transfer.factors._replace(**changes))
+    return _moves(step, factors=step.work.factors._replace(**changes))
 
 
 def _part_of_a_row(step: Any) -> Any:
-    src, dst = (region._replace(col_stop=128) for region in step.transfer[:2])
+    src, dst = (region._replace(col_stop=128) for region in step.work[:2])
     return _moves(step, src=src, dst=dst)
 
 
@@ -269,10 +270,10 @@ WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
     (_is_cast, lambda step: _moves(step, function="relu"), "which is not asked for"),
     (
         _is_copy,
-        lambda step: _moves(step, factors=step.transfer.src._replace(buffer="scale_a")),
+        lambda step: _moves(step, factors=step.work.src._replace(buffer="scale_a")),
         "casts without factors",
     ),
-    (_is_cast, lambda step: step._replace(op="sync", transfer=None), "nobody has written"),
+    (_is_cast, lambda step: step._replace(work=None), "nobody has written"),
 )
 
 

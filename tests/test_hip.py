@@ -245,7 +245,7 @@ def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
     for name in MESH:
         problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
         for plan in plans(problem, Schedule.parse(name)):
-            ends = [(step.lane, step.transfer) for step in plan.steps if step.op == "copy"]
+            ends = [(step.lane, move) for step in plan.steps if (move := step.copy)]
             pairs = {
                 (lane, ({one.src.rank, one.dst.rank} - {plan.rank}).pop()) for lane, one in ends
             }

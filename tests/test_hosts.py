@@ -35,7 +35,7 @@ from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.families import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
-from ficco.plan import Step, render
+from ficco.plan import Crossing, Step, Transfer, render
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -145,13 +145,19 @@ def test_each_byte_crosses_the_network_once_per_host(operator: str) -> None:
     problem = problem_of(operator, 3, 2, "equal")
     for plan in plans(problem, Schedule.parse(PIECES)):
         assert "3 hosts" in render(plan) and "network0 | " in render(plan)
-        moves = [move.src for step in plan.steps for move in step.moves]
+        moves = [move.src for move in crossing(plan.steps)]
         sent = sum(src.rows for src in moves if src.rank == plan.rank)
         assert sent == 2 * problem.rows[0]  # to the rail of two other hosts
 
 
 def network(steps: Sequence[Step]) -> list[int]:
-    return [i for i, step in enumerate(steps) if step.op == "network"]
+    return [i for i, step in enumerate(steps) if isinstance(step.work, Crossing)]
+
+
+def crossing(steps: Sequence[Step]) -> list[Transfer]:
+    """The moves of all network steps."""
+    works = (step.work for step in steps)
+    return [move for work in works if isinstance(work, Crossing) for move in work.moves]
 
 
 # Calls.

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, gave_up, run
 from subjects import BY_HEADS, SUBJECTS
-from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, described
+from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, crossing, described
 
 import ficco
 from ficco.dma.messages import GlooLinks
@@ -109,7 +109,7 @@ def _sent(problem: AttentionProblem) -> list[int]:
     """Rows that each rank sends to other hosts."""
     made = attention_plans(problem, Schedule.parse(PIECES))
     check(made)
-    moves = [[move.src for step in plan.steps for move in step.moves] for plan in made]
+    moves = [[move.src for move in crossing(plan.steps)] for plan in made]
     return [sum(src.rows for src in some if src.rank == rank) for rank, some in enumerate(moves)]
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, run
 from subjects import SUBJECTS, Case, compare
-from test_hosts import assert_all_learn, bereaved, described, host_of
+from test_hosts import assert_all_learn, bereaved, crossing, described, host_of
 
 import ficco
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
@@ -55,9 +55,9 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
     check(made)
     each = (layer.world - local) * layer.experts * layer.capacity
     for plan in made if hosts > 1 else ():
-        copies = [step.transfer for step in plan.steps if step.transfer and step.op == "copy"]
+        copies = [move for step in plan.steps if (move := step.copy)]
         assert all(copy.dst.rank // local == plan.rank // local for copy in copies)
-        moves = [move for step in plan.steps for move in step.moves]
+        moves = crossing(plan.steps)
         sent = sum(move.batch * move.src.rows for move in moves if move.src.rank == plan.rank)
         come = sum(move.batch * move.src.rows for move in moves if move.dst.rank == plan.rank)
         assert sent == come == each * (layer.dispatches + layer.combines), layer

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from test_hosts import PIECES, network, problem_of
+from edits import changed
+from test_hosts import PIECES, crossing, network, problem_of
 from test_hosts_attention import attention
 from test_hosts_experts import layer_of
 
-from ficco.plan import Plan, Region, Signal, Step
-from ficco.plan.model import Transfer
+from ficco.plan import Crossing, Plan, Products, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.scaling import Scaling
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule, plans
@@ -65,9 +65,7 @@ def first(kind: str, **fields: Any) -> Change:
 
     def change(steps: list[Step], rank: int) -> None:
         index = next(i for i, step in enumerate(steps) if KINDS[kind](step))
-        old = {name: getattr(steps[index], name) for name in fields}
-        new = {name: to(old[name]) if callable(to) else to for name, to in fields.items()}
-        steps[index] = steps[index]._replace(**new)
+        steps[index] = changed(steps[index], **fields)
 
     return change
 
@@ -94,7 +92,8 @@ def names_other_rows(steps: list[Step], rank: int) -> None:
 
 def sums_its_own_keys(steps: list[Step], rank: int) -> None:
     """What came of its own keys in place of what came of those of its rail."""
-    own = next(s.reduction for s in steps if s.reduction and s.reduction.out.buffer == "dkv")
+    sums = [step.work for step in steps if isinstance(step.work, Reduction)]
+    own = next(one for one in sums if one.out.buffer == "dkv")
     there = next(part for part in own.parts if part.buffer == "returned")
 
     def other(reduction: Any) -> Any:
@@ -103,21 +102,21 @@ def sums_its_own_keys(steps: list[Step], rank: int) -> None:
         assert there.row != returned.row
         return reduction._replace(parts=(leaving, lower(returned, there.row - returned.row)))
 
-    first("sums for others", reduction=other)(steps, rank)
+    first("sums for others", work=other)(steps, rank)
 
 
 def returns_to_its_own_keys(steps: list[Step], rank: int) -> None:
     """Gradients of the keys of its rail, with their signal."""
-    own = next(step.transfer for step in steps if step.label.startswith("d0"))
-    assert own is not None
-    first("returns", transfer=lambda move: move._replace(dst=own.dst))(steps, rank)
+    own = next(step.work for step in steps if step.label.startswith("d0"))
+    assert isinstance(own, Transfer)
+    first("returns", dst=own.dst)(steps, rank)
 
 
 def each_move(steps: list[Step], change: Callable[[Transfer], Transfer | None]) -> None:
     """Changes what crosses, or leaves it out."""
     for one in network(steps):
-        moves = tuple(new for move in steps[one].moves if (new := change(move)) is not None)
-        steps[one] = steps[one]._replace(moves=moves)
+        moves = (change(move) for move in crossing(steps[one : one + 1]))
+        steps[one] = steps[one]._replace(work=Crossing(tuple(filter(None, moves))))
 
 
 def takes_from_the_top(steps: list[Step], rank: int) -> None:
@@ -129,14 +128,14 @@ def takes_from_the_top(steps: list[Step], rank: int) -> None:
 
 
 def leaves_factors(steps: list[Step], rank: int) -> None:
-    assert any("scale" in move.src.buffer for move in steps[network(steps)[0]].moves)
+    assert any("scale" in move.src.buffer for move in crossing(steps))
     each_move(steps, lambda move: None if "scale" in move.src.buffer else move)
 
 
 def sends_twice(steps: list[Step], rank: int) -> None:
     """To rank 3, too, which rank 2 passes the piece on to."""
     sender = PLANS["gather"]()[0].steps
-    sent = next(move for move in sender[network(sender)[0]].moves if move.src.rank == 0)
+    sent = next(move for move in crossing(sender) if move.src.rank == 0)
     twice = sent._replace(dst=sent.dst._replace(rank=3))
     first("crosses", moves=lambda moves: (*moves, twice))(steps, rank)
 
@@ -145,8 +144,12 @@ def receives_first(steps: list[Step], rank: int) -> None:
     """And sends after all else."""
     for one in network(steps):
         step = steps[one]
-        steps[one] = step._replace(moves=tuple(m for m in step.moves if m.dst.rank == rank))
-        steps.append(step._replace(moves=tuple(m for m in step.moves if m.src.rank == rank)))
+        moves = crossing([step])
+        received, sent = (
+            Crossing(tuple(move for move in moves if move[end].rank == rank)) for end in (1, 0)
+        )
+        steps[one] = step._replace(work=received)
+        steps.append(step._replace(work=sent))
 
 
 def receives_in_turn(steps: list[Step], rank: int) -> None:
@@ -155,12 +158,13 @@ def receives_in_turn(steps: list[Step], rank: int) -> None:
     one, two = network(steps)
     product, later = one + 2, one + 3
     assert (two, steps[product].after, steps[later].after) == (one + 1, (one,), (two,))
-    rows = steps[one].moves[0].dst.rows
-    moves = tuple(move._replace(dst=lower(move.dst, -rows)) for move in steps[two].moves)
+    before, after = (crossing([steps[i]]) for i in (one, two))
+    rows = before[0].dst.rows
+    moves = tuple(move._replace(dst=lower(move.dst, -rows)) for move in after)
     products = tuple(each._replace(a=lower(each.a, -rows)) for each in steps[later].products)
-    send = steps[two]._replace(moves=moves, after=(two,))
+    send = steps[two]._replace(work=Crossing(moves), after=(two,))
     steps[two], steps[product] = steps[product], send
-    steps[later] = steps[later]._replace(products=products, after=(product,))
+    steps[later] = steps[later]._replace(work=Products(products), after=(product,))
 
 
 CHANGES: dict[str, Change] = {
@@ -170,20 +174,18 @@ CHANGES: dict[str, Change] = {
         "crosses", moves=lambda moves: (*moves[:-1], moves[-1]._replace(dst=lower(moves[-1].dst)))
     ),
     "passes on at once": first("passes on", after=()),
-    "passes other rows on": first("passes on", transfer=lambda m: m._replace(src=lower(m.src))),
+    "passes other rows on": first("passes on", src=lower),
     "names other rows": names_other_rows,
     "multiplies at once": first("multiplies", after=()),
-    "copies to another host": first(
-        "copies", transfer=lambda move: move._replace(dst=move.dst._replace(rank=2))
-    ),
+    "copies to another host": first("copies", dst={"rank": 2}),
     "signals another host": first("copies", posts=lambda posts: (posts[0]._replace(waiter=2),)),
-    "calls a copy a move": first("copies", op="network"),
+    "calls a copy a move": first("copies", work=lambda move: Crossing((move,))),
     "copies by the network": first("copies", mover="network"),
     "sums at once": first("sums", waits=(), after=()),
-    "sums less": first("sums", reduction=without_one),
+    "sums less": first("sums", work=without_one),
     "sends before it sums": first("crosses later", after=()),
     "sums for others at once": first("sums for others", waits=()),
-    "sums less for others": first("sums for others", reduction=without_one),
+    "sums less for others": first("sums for others", work=without_one),
     "sums its own keys": sums_its_own_keys,
     "returns to its own keys": returns_to_its_own_keys,
     "takes from the top": takes_from_the_top,
@@ -203,8 +205,8 @@ WRONG = [
     ("gather", (0,), "multiplies at once", UNWRITTEN),
     ("gather", (0,), "copies to another host", "not symmetric, or elsewhere"),
     ("gather", (0,), "signals another host", "than it says|never|used twice|another host"),
-    ("gather", (0,), "calls a copy a move", "holds what its operation does not"),
-    ("gather", (0,), "copies by the network", "holds what its operation does not"),
+    ("gather", (0,), "calls a copy a move", "rank 0 sends other pieces than rank 1 receives"),
+    ("gather", (0,), "copies by the network", "does not move between hosts as a plan may"),
     ("gather", (0, 2), "takes from the top", "another piece|where others belong"),
     ("gather", (0, 3), "sends twice", "overwritten by an unordered step"),
     ("gather", (0, 2), "receives first", "wait for each other in a circle|deadlock"),
@@ -221,7 +223,7 @@ WRONG = [
     ("attention", (3,), "passes on at once", UNWRITTEN),
     ("window", (3,), "passes other rows on", f"another piece|leaves the buffer|{UNWRITTEN}"),
     ("window", (3,), "names other rows", "another piece|gates other rows"),
-    ("window", (3,), "sends less", "sends other pieces|holds what its operation does not"),
+    ("window", (3,), "sends less", "sends other pieces|does not move between hosts"),
     ("gradients", (0,), "sums for others at once", f"never waited for|{UNWRITTEN}"),
     ("gradients", (0,), "sends before it sums", UNWRITTEN),
     ("gradients", (0,), "sums less for others", UNSUMMED),
@@ -251,8 +253,8 @@ def test_words_are_not_posted_to_another_host() -> None:
     found = [replace(plan, words=plan.words + 1) for plan in PLANS["gather"]()]
     check(found)
     signal = Signal("ready", 0, 2, 99, found[0].words - 1)
-    post = Step("sync", "network0", "tells", posts=(signal,))
-    wait = Step("sync", "network0", "hears", waits=(signal,), clears=(signal,))
+    post = Step(None, "network0", "tells", posts=(signal,))
+    wait = Step(None, "network0", "hears", waits=(signal,), clears=(signal,))
     for rank, step in ((0, post), (2, wait)):
         found[rank] = replace(found[rank], steps=(*found[rank].steps, step))
     with pytest.raises(PlanError, match="is for a rank of another host"):

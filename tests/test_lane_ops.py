@@ -20,6 +20,7 @@ from ficco.dma.lane_ops import Launch, Memops, Posts, Run, Scripted, enqueue, en
 from ficco.dma.memories import COUNTED_LANES, SlotWords
 from ficco.dma.watch import Watch
 from ficco.hip_kernels.launch import MAX_SIGNALS, PEER_BLOCKS, Kernels, ScriptStep
+from ficco.plan import Transfer
 
 #: Words below are the rank's own, and these a peer's.
 PEER = 2000
@@ -69,8 +70,8 @@ def program_of(lane: str, places: int, height: int = 2, counter: int = 5000) -> 
         source=lambda region: lambda call: (1, 2),
         size=lambda region: (8, region.rows),
     )
-    transfer = SimpleNamespace(src=SimpleNamespace(rows=height), dst=None)
-    steps = [SimpleNamespace(lane=lane, transfer=transfer)] * places
+    src: Any = SimpleNamespace(rows=height)
+    steps = [SimpleNamespace(lane=lane, work=Transfer(src, src))] * places
     words = SimpleNamespace(own=range(PEER), counter=lambda lane: counter)
     slot = SimpleNamespace(state=SimpleNamespace(words=words))
     plan = SimpleNamespace(steps=steps, lanes=(lane,))

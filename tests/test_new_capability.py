@@ -16,7 +16,7 @@ from test_cpu_engine import at_rest, engine, slot_for
 from test_stages import Asked, integers, on_cpu
 
 from ficco.machine import find
-from ficco.plan import Plan, Product, Region, Signal, Step, Transfer, render
+from ficco.plan import Plan, Product, Products, Region, Signal, Step, Transfer, render
 from ficco.problems.products import Problem
 from ficco.problems.specification import Buffer, Contraction, Exchange, Specification
 from ficco.proof import check
@@ -103,11 +103,11 @@ def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
         lane, b = f"compute{unit.ordinal % schedule.compute}", Region("b", me, 0, k, 0, problem.n)
         out = route.rows(me, unit)
         products = (Product(out._replace(buffer="a", col_stop=k), b, out),)
-        made.append(builder.add(Step("matmul", lane, f"{unit.ordinal}", products=products)))
+        made.append(builder.add(Step(Products(products), lane, f"{unit.ordinal}")))
         for peer in targets:
             traffic.send(peer, unit.ordinal, (made[-1],))
         move = Transfer(out, at_home(out, unit), 1 << me)
-        builder.add(Step("place", REDUCE_LANE, "own", after=(made[-1],), transfer=move))
+        builder.add(Step(move, REDUCE_LANE, "own", after=(made[-1],)))
     traffic.cross(ways, lambda _, number: (made[number],), direct=False)
     traffic.relay((source for _, source in ways), targets)
     for source, i, _ in chain.from_iterable(traffic.coming(peers_in_order(*where))):

@@ -32,7 +32,7 @@ PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
 
 def defined(wrong: bool = False) -> own.PlanFunction:
     """The page's function; ``wrong``: without what products wait for."""
-    code = HALVES.replace("a.buffer, waits, products", "a.buffer, products") if wrong else HALVES
+    code = HALVES.replace("a.buffer, waits))", "a.buffer))") if wrong else HALVES
     assert (code != HALVES) == wrong
     names: dict[str, Any] = {}
     exec(code.replace("@ficco.schedules.register", "#"), names)

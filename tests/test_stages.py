@@ -41,6 +41,7 @@ from ficco.machine import find
 from ficco.plan import (
     Plan,
     Product,
+    Products,
     Region,
     Signal,
     Step,
@@ -140,7 +141,7 @@ def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
                 here = Region("hidden", rank, begin, end, 0, h)
                 relu = Transfer(here, here._replace(buffer="active"), function="relu")
                 lane = builder.steps[-1].lane if builder.steps else "compute0"
-                builder.add(Step("place", lane, "relu", transfer=relu))
+                builder.add(Step(relu, lane, "relu"))
                 made.update(range(begin, end))
             ready = [item for item in waiting if made.issuperset(rows_of(scatter, item[1]))]
             waiting = [item for item in waiting if item not in ready]
@@ -240,7 +241,7 @@ def test_pieces_flow_through_both_products() -> None:
     """A block of the result leaves before the last rows of A are there."""
     plans = chained(Sizes((4096,) * 4, 4096, 4096, 4096), "shard-overlap", "shard-overlap")
     bars = simulate(plans, find("h200-4", None)).ranks[0]
-    sent = [step.label for step in plans[0].steps if step.transfer and is_copy(step)]
+    sent = [step.label for step in plans[0].steps if is_copy(step)]
     blocks = [bar for bar in bars if bar.label in sent and "0." not in bar.label]
     last = [bar for bar in bars if bar.kind == "matmul" and bar.label.startswith("3.")]
     assert min(bar.start_s for bar in blocks) < max(bar.start_s for bar in last)
@@ -267,7 +268,7 @@ def multiplies_c(step: Step) -> bool:
 
 
 def gathers(step: Step) -> bool:
-    return is_copy(step) and step.transfer is not None and not step.transfer.terms
+    return step.copy is not None and not step.copy.terms
 
 
 def sends_rows(step: Step) -> bool:
@@ -301,10 +302,10 @@ def swap_scale_and_rows(steps: list[Step]) -> None:
     steps[i : i + 2] = steps[i : i + 2][::-1]
 
 
-def copy_as_well(steps: list[Step]) -> None:
+def copy_instead(steps: list[Step]) -> None:
     i = index(steps, gated)
     first = steps[i].products[0]
-    steps[i] = steps[i]._replace(transfer=Transfer(first.a, first.out))
+    steps[i] = steps[i]._replace(work=Transfer(first.a, first.out))
 
 
 def copy_on_the_lane_of_a_part(steps: list[Step]) -> None:
@@ -397,7 +398,7 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "gates": {
         "rows of a left over": (change(gated, a={"row_stop": 15}), UNFIT),
         "rows upside down": (change(gated, out=in_rows(48, 32)), f"{UNFIT}|leaves the buffer"),
-        "another operation": (copy_as_well, "'all': signals gate or announce rows of matrix"),
+        "another operation": (copy_instead, "'all': signals gate or announce rows of matrix"),
         "after the step before the first": (change(gated, after=(-1,)), "no earlier step"),
         "after itself": (change(gated, after=(99,)), "no earlier step"),
         "no such buffer": (change(gated, out={"buffer": "nowhere"}), "no buffer, 'nowhere'"),
@@ -559,7 +560,7 @@ def one_rank(
 
 
 def multiply(*products: Product) -> Step:
-    return Step("matmul", "compute0", "", products=products)
+    return Step(Products(products), "compute0", "")
 
 
 def operand(name: str, rows: int, cols: int, leaves: bool = False) -> Buffer:
@@ -602,7 +603,7 @@ def test_factors_of_rows_have_the_numbers_with_which_they_land(first: int) -> No
     landed = product(0, region("landed", first, first + 2, 1))
     plans = one_rank(
         [
-            Step("place", "compute0", "r", transfer=copied),
+            Step(copied, "compute0", "r"),
             multiply(landed, product(2, region("r", 4, 6, 1))),
         ],
         Contraction(*"ABC", (4,), factors=(Factors("R", (1, 0)), Factors("S", (0, 1)))),
@@ -635,7 +636,8 @@ def test_parts_of_batches_are_refused_by_name() -> None:
 
 def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
     (plan, *_) = tiled(gathered((16,)), "shard-overlap")
-    strange = replace(plan, steps=(Step("divine", "compute0", "new"),))
+    divine: Any = type("Divine", (), {})()
+    strange = replace(plan, steps=(Step(divine, "compute0", "new"),))
     machine = find("h200-4", None)
     readers: dict[str, Callable[[Plan], object]] = {
         "render": render,
@@ -648,7 +650,7 @@ def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
             read(strange)
     with pytest.raises(NotImplementedError, match="a timeline does not know .* 'divine'"):
         assemble("", [strange], [[(strange.steps[0], 0.0, 1.0)]])
-    refused([strange], "does not hold what its operation says")
+    refused([strange], "holds no work that engines know")
 
 
 def test_an_engine_says_what_it_does_not_offer() -> None:

@@ -12,7 +12,7 @@ from test_simulate import GIVEN, ONE, bars_of, multiply, own_plan, problem_of, s
 
 from ficco.hip_kernels.launch import MAX_ENDS
 from ficco.machine import Copies, Host
-from ficco.plan import Plan, Signal, together
+from ficco.plan import Plan, Signal, Transfer, together
 from ficco.plan.launches import MOST, TOGETHER_BYTES
 from ficco.problems.products import Problem
 from ficco.runtime.program import compile
@@ -73,8 +73,9 @@ def test_every_step_once_and_in_order(problem: Problem) -> None:
             first = lane.index(run[0])
             assert tuple(lane[first : first + len(run)]) == run  # nothing is overtaken
             if len(run) > 1:
-                assert steps[0].op == "copy" and {s.op for s in steps} <= {"copy", "place"}
-                assert all(s.mover == "kernel" for s in steps)
+                assert steps[0].copy is not None
+                works = [step.work for step in steps]
+                assert all(isinstance(w, Transfer) and w.mover == "kernel" for w in works)
                 assert not any(s.waits or s.clears for s in steps[1:])
                 assert all(set(s.after) <= set(steps[0].after) for s in steps)
 

@@ -24,7 +24,7 @@ from ficco.heuristics import decide
 from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
 from ficco.ops.ulysses import _by_heads
-from ficco.plan import Step, render
+from ficco.plan import Applied, Step, Transfer, render
 from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.proof import check
 from ficco.schedules import Schedule
@@ -91,10 +91,10 @@ def applied(**fields: Any) -> Change:
     """Changes the second function that is applied, by functions of its fields."""
 
     def change(step: Step) -> Step:
-        if (one := step.applied) is None or one.first != 2:
+        if not isinstance(one := step.work, Applied) or one.first != 2:
             return step
         changed = {name: to(getattr(one, name)) for name, to in fields.items()}
-        return step._replace(applied=one._replace(**changed))
+        return step._replace(work=one._replace(**changed))
 
     return change
 
@@ -103,10 +103,11 @@ def moved(buffer: str, end: str, op: str = "copy", **by: int) -> Change:
     """Moves an end of transfers from a buffer."""
 
     def change(step: Step) -> Step:
-        if step.op != op or step.transfer is None or step.transfer.src.buffer != buffer:
+        move = step.work
+        if not isinstance(move, Transfer) or (step.op, move.src.buffer) != (op, buffer):
             return step
-        (region,) = first(**by)([getattr(step.transfer, end)])
-        return step._replace(transfer=step.transfer._replace(**{end: region}))
+        (region,) = first(**by)([getattr(move, end)])
+        return step._replace(work=move._replace(**{end: region}))
 
     return change
 
@@ -146,8 +147,11 @@ CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
         (CALL, applied(function=lambda _: "softmax"), "not asked for"),
         (CALL, applied(outs=first(**DOWN)), "other rows than it says"),
         (CALL, applied(first=lambda _: 1), "regions that do not fit"),
-        (CALL, lambda s: s._replace(waits=s.waits[:1]) if s.applied else s, "never waited for"),
-        (CALL, lambda s: s._replace(op="matmul") if s.applied else s, "does not hold"),
+        (
+            CALL,
+            lambda s: s._replace(waits=s.waits[:1]) if s.op == "apply" else s,
+            "never waited for",
+        ),
         # What travels there.
         (CALL, moved("q", "src", **UP), "another block|another piece|other rows"),
         (CALL, moved("q", "dst", **UP), "another piece|nobody has written|gates other rows"),

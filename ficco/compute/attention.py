@@ -15,7 +15,7 @@ import torch
 from ficco.compute.buffers import buffers_of
 from ficco.compute.products import release_of_torch
 from ficco.compute.program import Call, Op, Part, Program, in_turn
-from ficco.plan import Attending, Transfer
+from ficco.plan import Attending, Attendings, Transfer
 from ficco.problems.mask import Documents, Rectangle, packed
 
 #: Merges parts into a result and, if it is not None, a log-sum-exp.
@@ -120,7 +120,7 @@ def merge_op(program: Program, step: int, transfer: Transfer, merge: Merge) -> O
     steps = [
         index
         for index, earlier in enumerate(program.plan.steps[:step])
-        if any(one.out.row < last and first < one.out.row_stop for one in earlier.attends)
+        if isinstance(earlier.work, Attendings) and earlier.work.meets(first, last)
     ]
 
     def op(call: Call) -> None:

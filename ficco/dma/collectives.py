@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from ficco.plan import Plan
+from ficco.plan import LibraryMove, Plan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -50,15 +50,15 @@ def starts(
             setattr(settings, name, value)
         return settings
 
-    problem, rank, transfer = plan.problem, plan.rank, plan.steps[step].transfer
-    assert transfer is not None
+    problem, rank, move = plan.problem, plan.rank, plan.steps[step].work
+    assert isinstance(move, LibraryMove)
     # Libraries do not support float8: move it as bytes.
     src, dst = (
         tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        for tensor in (tensors[transfer.src.buffer], tensors[transfer.dst.buffer])
+        for tensor in (tensors[move.src.buffer], tensors[move.dst.buffer])
     )
     peers, world = range(problem.world), problem.world
-    exchange = problem.specification.exchanges[plan.buffer[transfer.src.buffer].holds]
+    exchange = problem.specification.exchanges[plan.buffer[move.src.buffer].holds]
     pairs = [(rank, peer) if exchange.sums else (peer, rank) for peer in peers]
     sizes = [exchange.by_collective(*pair) for pair in pairs]
     rows = [slice(*bounds) for bounds in pairwise(accumulate(sizes, initial=0))]

@@ -569,10 +569,10 @@ class CpuEngine(Engine):
 
     # Copies.
 
-    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+    def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
         places, batch = buffers_of(program), transfer.batch
         nbytes = program.plan.moved_bytes(transfer)
-        move = _move if mover == "dma" else torch.Tensor.copy_
+        move = _move if transfer.mover == "dma" else torch.Tensor.copy_
         if filled(program.plan, transfer.src):
             return move_op(program, transfer, move)
         src = places.batch(transfer.src, batch, transfer.src_stride)

@@ -258,7 +258,7 @@ class Engine(ABC):
         """Let the step's lane wait for a recorded step of another lane of this rank."""
 
     @abstractmethod
-    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+    def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy a region between ranks."""
 
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
@@ -266,12 +266,12 @@ class Engine(ABC):
         rank (:func:`ficco.plan.together`)."""
         ops = []
         for index in steps:
-            step = program.plan.steps[index]
-            assert step.transfer is not None
-            if step.op == "place":
-                ops.append(self.place(program, index, step.transfer))
-            elif step.transfer.src.elements:
-                ops.append(self.copy(program, index, step.transfer, step.mover))
+            move = program.plan.steps[index].work
+            assert isinstance(move, Transfer)
+            if move.local:
+                ops.append(self.place(program, index, move))
+            elif move.src.elements:
+                ops.append(self.copy(program, index, move))
 
         return in_turn(ops)
 

@@ -270,7 +270,7 @@ class GpuEngine(WatchedEngine):
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
-        transfers = [move for index in steps if (move := plan.steps[index].transfer) is not None]
+        transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
@@ -294,8 +294,8 @@ class GpuEngine(WatchedEngine):
             return 0
         return self._words(program).counter(program.plan.lanes.index(lane))
 
-    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
-        if mover == "kernel":
+    def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
+        if transfer.mover == "kernel":
             return self.copies(program, (step,))
         lane, places = program.plan.steps[step].lane, buffers_of(program)
         if by_copies(program.plan, transfer):

@@ -27,7 +27,7 @@ from ficco.dma.collectives import LONGEST_S
 from ficco.dma.engine import Engine
 from ficco.dma.host import Hosts
 from ficco.errors import SignalTimeout
-from ficco.plan import Plan, Region, Transfer
+from ficco.plan import Crossing, Plan, Region, Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -45,8 +45,8 @@ class Message(NamedTuple):
 
 def messages(plan: Plan, step: int) -> list[Message]:
     """The messages of a network step, except those that are always empty."""
-    nonempty = []
-    for move in plan.steps[step].moves:
+    nonempty, crossing = [], plan.steps[step].work
+    for move in crossing.moves if isinstance(crossing, Crossing) else ():
         outward = move.src.rank == plan.rank
         mine, peer = (move.src, move.dst.rank) if outward else (move.dst, move.src.rank)
         if move.elements:

@@ -12,7 +12,7 @@ from ficco.errors import InvalidArgument
 from ficco.heuristics.candidates import candidates, has_figures, predictable, suited
 from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
 from ficco.machine import Machine, Provenance, Thresholds
-from ficco.plan import Plan
+from ficco.plan import Crossing, Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import AnyProblem
@@ -48,7 +48,8 @@ def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
 
 def crossed(plan: Plan, machine: Machine) -> float:
     """Seconds until a rank has received its Plan's messages from other hosts, one by one."""
-    moves = [move for step in plan.steps for move in step.moves if move.dst.rank == plan.rank]
+    crossings = [step.work for step in plan.steps if isinstance(step.work, Crossing)]
+    moves = [move for one in crossings for move in one.moves if move.dst.rank == plan.rank]
     if not moves:
         return 0.0
     network = machine.network

@@ -239,12 +239,12 @@ def copy_loss(plan: Plan, machine: Machine) -> float:
     whole: dict[int, float] = defaultdict(float)
     sizes: dict[tuple[int, int], int] = defaultdict(int)  # of a shard or block to or from a peer
     for step in plan.steps:
-        if step.op != "copy" or step.transfer is None:
+        if (move := step.copy) is None:
             continue
-        src, dst, terms = step.transfer.src, step.transfer.dst, step.transfer.terms
+        src, dst, terms = move.src, move.dst, move.terms
         peer = dst.rank if src.rank == plan.rank else src.rank
         nbytes = plan.nbytes(src)
-        spent[peer] += copy_seconds(nbytes, _copies(step.mover, machine))
+        spent[peer] += copy_seconds(nbytes, _copies(move.mover, machine))
         sizes[peer, terms] += nbytes
     for (peer, _), size in sizes.items():
         whole[peer] += copy_seconds(size, _copies("dma", machine))

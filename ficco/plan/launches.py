@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ficco.plan.model import Plan, Step
+from ficco.plan.model import Plan, Step, Transfer
 
 #: Most bytes of one launch on a copy lane. With more, waiting for the first copy would take longer
 #: than separate launches do: 6.5 us each (``kernel_copies`` in configs/h200-4.yaml). On a compute
@@ -34,18 +34,17 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def _follows(plan: Plan, run: list[int], step: Step) -> bool:
     """Whether a step goes together with those before it on its lane."""
-    first = plan.steps[run[0]]
-    if not (first.op == "copy" and first.mover == step.mover == "kernel"):
+    if not (isinstance(step.work, Transfer) and step.work.mover == "kernel"):
         return False
-    if step.op not in ("copy", "place"):
-        return False
-    if len(run) == MOST:
+    steps = [plan.steps[i] for i in run]
+    first = steps[0]
+    if first.copy is None or first.copy.mover != "kernel" or len(run) == MOST:
         return False
     if step.waits or step.clears or not set(step.after) <= set(first.after):
         return False
-    transfers = [other.transfer for other in (*(plan.steps[i] for i in run), step)]
-    shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers if t}
-    peers = {t.src.rank + t.dst.rank - plan.rank for t in transfers if t}
-    nbytes = sum(plan.nbytes(t.src) for t in transfers if t)
+    transfers = [one.work for one in (*steps, step) if isinstance(one.work, Transfer)]
+    shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers}
+    peers = {t.src.rank + t.dst.rank - plan.rank for t in transfers}
+    nbytes = sum(plan.nbytes(t.src) for t in transfers)
     few = nbytes <= TOGETHER_BYTES or step.lane.startswith("compute")
     return len(shapes) == 1 and len(peers) == len(transfers) and few

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from ficco.problems.mask import LibraryCall
 from ficco.problems.specification import ALIGNMENT, AnyProblem, Buffer
 
-#: Operations of steps. Readers of Plans refuse any other operation (:func:`unknown`).
+#: Names of operations (:attr:`Step.op`). Readers of Plans refuse any other (:func:`unknown`).
 OPS = (
     *("copy", "place", "network", "collective"),
     *("matmul", "attend", "apply", "call", "reduce", "sync"),
@@ -104,8 +104,8 @@ class Signal(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A copy of a region to a region of the same size, local or at a peer; or a strided batch of
-    copies.
+    """Work of a step: a copy of a region to a region of the same size, between ranks (``"copy"``)
+    or within a rank (``"place"``); or a strided batch of copies.
 
     Copy ``i`` of the batch reads ``src`` moved down by ``i * src_stride`` rows and writes ``dst``
     moved down by ``i * dst_stride`` rows.
@@ -113,7 +113,10 @@ class Transfer(NamedTuple):
     Attributes:
         terms: ranks whose products are summed in the moved rows, rank r as bit r; 0 for operands.
         function: name of a function that a place applies; empty for none.
-        factors: destination of the factors, if a place casts to float8.
+        factors: destination of the factors, if a place casts to float8. A place may also change
+            the dtype.
+        mover: ``"dma"`` or ``"kernel"``, for a copy between ranks, or for a place that may join
+            such copies.
     """
 
     src: Region
@@ -124,6 +127,12 @@ class Transfer(NamedTuple):
     batch: int = 1
     src_stride: int = 0
     dst_stride: int = 0
+    mover: str = "dma"
+
+    @property
+    def local(self) -> bool:
+        """Whether both regions are of one rank."""
+        return self.src.rank == self.dst.rank
 
     @property
     def elements(self) -> int:
@@ -132,7 +141,25 @@ class Transfer(NamedTuple):
 
 
 #: The other fields of a transfer that is one plain copy, for :data:`new`.
-PLAIN = ("", None, 1, 0, 0)
+PLAIN = ("", None, 1, 0, 0, "dma")
+
+
+class Crossing(NamedTuple):
+    """Work of a step: concurrent sends and receives of this rank between hosts (``"network"``).
+
+    The moves between two ranks are sent and received in the same order. The step ends when both
+    sides have reached each of its moves.
+    """
+
+    moves: tuple[Transfer, ...]
+
+
+class LibraryMove(NamedTuple):
+    """Work of a step: the library's collective for the whole exchange (``"collective"``), between
+    two whole buffers of this rank. The label of the step names it."""
+
+    src: Region
+    dst: Region
 
 
 class Product(NamedTuple):
@@ -173,8 +200,20 @@ class Product(NamedTuple):
         return self.a_stride if self.factors and self.factors[0].rows == self.a.rows else 0
 
 
+class Products(NamedTuple):
+    """Work of a step: matrix products (``"matmul"``).
+
+    ``callers``: the caller's own work on rows as they arrive (:func:`ficco.arriving`), a
+    ``"call"``; each product stands for it by a column with one element for each row of A.
+    """
+
+    products: tuple[Product, ...]
+    callers: bool = False
+
+
 class Reduction(NamedTuple):
-    """``out = sum of parts``, added in float32 in their order and rounded once.
+    """Work of a step: ``out = sum of parts`` (``"reduce"``), added in float32 in their order and
+    rounded once.
 
     ``terms``: for each part, the ranks whose products are in it. Parts may be in peers' memory.
     """
@@ -206,8 +245,18 @@ class Attending(NamedTuple):
     calls: tuple[LibraryCall, ...] = ()
 
 
+class Attendings(NamedTuple):
+    """Work of a step: attention (``"attend"``)."""
+
+    attends: tuple[Attending, ...]
+
+    def meets(self, first: int, last: int) -> bool:
+        """Whether queries [first, last) attend in this step."""
+        return any(one.out.row < last and first < one.out.row_stop for one in self.attends)
+
+
 class Applied(NamedTuple):
-    """A function of a library, of whole rows: see
+    """Work of a step: a function of a library, of whole rows (``"apply"``); see
     :class:`ficco.problems.specification.Application`.
 
     Attributes:
@@ -227,55 +276,69 @@ class Applied(NamedTuple):
     calls: tuple[LibraryCall, ...] = ()
 
 
+#: Work of a step; None for a step of signals only (``"sync"``).
+Payload = Transfer | Crossing | LibraryMove | Products | Attendings | Applied | Reduction | None
+#: Operations that the type of the work names.
+_OPS = {
+    Crossing: "network",
+    LibraryMove: "collective",
+    Attendings: "attend",
+    Applied: "apply",
+    Reduction: "reduce",
+    type(None): "sync",
+}
+
+
 class Step(NamedTuple):
-    """An operation on a lane: ``waits``, then the operation, then ``posts``.
+    """An operation on a lane: ``waits``, then the work, then ``posts``.
 
     Attributes:
-        op: ``"copy"`` between ranks of a host, ``"place"`` within a rank, ``"network"`` between
-            hosts, ``"matmul"``, ``"attend"``, ``"apply"``, ``"reduce"``, ``"sync"``,
-            ``"collective"`` (the library's, for the whole exchange), or ``"call"`` (the caller's
-            own work on rows as they arrive, :func:`ficco.arriving`).
+        work: what the step does; None if it only waits, posts and clears.
         lane: ``"compute0"``, ``"copy0"``, ``"reduce0"``, ..., or ``"sync"``.
         label: description for human readers; the name of a collective.
-        waits: signals waited for before the operation.
-        posts: signals posted once the operation is complete.
+        waits: signals waited for before the work.
+        posts: signals posted once the work is complete.
         clears: words reset to 0 after the waits.
         after: indices of earlier steps of this rank, on other lanes, that must be complete first.
-        gates: signals that each gate rows ``first`` to ``last`` of a matmul or a call. The parts
-            run in this order, after the rows without a gate.
+        gates: signals that each gate rows ``first`` to ``last`` of products. The parts run in this
+            order, after the rows without a gate.
         announces: signals posted once their rows of the product are complete, in this order. Rows
             without an announcement are multiplied last.
-        transfer: transfer of a copy or place. A place may change the dtype, or cast to float8.
-        products: products of a matmul. In a call they represent the caller's work: a column with
-            one element for each row of A.
-        reduction: sum of a reduce.
-        attends: attention of an attend.
-        applied: function of an apply.
-        mover: ``"dma"`` or ``"kernel"``, for a copy, or for a place that may join copies.
-        moves: concurrent sends and receives of this rank in a network step. The moves between two
-            ranks are sent and received in the same order. The step ends when both sides have
-            reached each of its moves.
         part: number of the part of a split step (:func:`ficco.plan.in_parts`), from 1; 0 for a
             whole step.
     """
 
-    op: str
+    work: Payload
     lane: str
     label: str
     waits: tuple[Signal, ...] = ()
     posts: tuple[Signal, ...] = ()
     clears: tuple[Signal, ...] = ()
     after: tuple[int, ...] = ()
-    transfer: Transfer | None = None
-    products: tuple[Product, ...] = ()
-    mover: str = "dma"
-    reduction: Reduction | None = None
     gates: tuple[Signal, ...] = ()
     announces: tuple[Signal, ...] = ()
-    moves: tuple[Transfer, ...] = ()
     part: int = 0
-    attends: tuple[Attending, ...] = ()
-    applied: Applied | None = None
+
+    @property
+    def op(self) -> str:
+        """Name of the operation, one of :data:`OPS`."""
+        work = self.work
+        if isinstance(work, Transfer):
+            return "place" if work.local else "copy"
+        if isinstance(work, Products):
+            return "call" if work.callers else "matmul"
+        return _OPS.get(type(work)) or type(work).__name__.lower()
+
+    @property
+    def copy(self) -> Transfer | None:
+        """The transfer of a copy between ranks; None for other steps."""
+        work = self.work
+        return work if isinstance(work, Transfer) and work.src.rank != work.dst.rank else None
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """The products of the step, if its work is products."""
+        return self.work.products if isinstance(self.work, Products) else ()
 
     @property
     def whole(self) -> bool:
@@ -318,7 +381,7 @@ class Plan:
     @cached_property
     def collective(self) -> bool:
         """Whether the library's collective moves the bytes."""
-        return any(step.op == "collective" for step in self.steps)
+        return any(isinstance(step.work, LibraryMove) for step in self.steps)
 
     @cached_property
     def offsets(self) -> dict[str, int]:

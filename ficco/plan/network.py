@@ -8,10 +8,10 @@ receive before its turn, because an engine may post all its receives at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ficco.plan.model import Plan, Signal, Step, Transfer
+from ficco.plan.model import Crossing, Plan, Signal, Step, Transfer
 
 #: The mover of copies that replace moves.
 MOVER = "network"
@@ -44,12 +44,12 @@ def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
     received: Moves = {}
     for plan in plans:
         for step in plan.steps:
-            other = step.transfer or step.products or step.reduction or not step.whole
-            network = step.op == "network"
-            if bool(step.moves) != network or (network and other) or step.mover == MOVER:
-                what = "holds what its operation does not"
+            moves = step.work.moves if isinstance(step.work, Crossing) else None
+            by_network = isinstance(step.work, Transfer) and step.work.mover == MOVER
+            if by_network or moves == () or (moves and not step.whole):
+                what = "does not move between hosts as a plan may"
                 raise ValueError(f"rank {plan.rank} step {step.label!r} {what}")
-            for move in step.moves:
+            for move in moves or ():
                 ends = move.src.rank, move.dst.rank
                 if plan.rank not in ends or ends[0] == ends[1]:
                     raise ValueError(f"rank {plan.rank} step {step.label!r} moves between {ends}")
@@ -82,26 +82,32 @@ def _without(plan: Plan, words: _Words) -> Plan:
         after = tuple(became[i] for i in step.after if 0 <= i < len(became))
         if len(after) < len(step.after):
             raise ValueError(f"rank {plan.rank} step {step.label!r} comes after no earlier step")
-        if step.op != "network":
-            steps.append(step._replace(after=after))
+        step = step._replace(after=after)
+        if isinstance(step.work, Crossing):
+            steps += _written(plan.rank, len(steps), step, step.work.moves, words, turns)
         else:
-            steps += _written(plan.rank, len(steps), step._replace(after=after), words, turns)
+            steps.append(step)
         became.append(len(steps) - 1)
     return replace(plan, steps=tuple(steps))
 
 
 def _written(
-    rank: int, at: int, step: Step, words: _Words, turns: dict[tuple[int, int], int]
+    rank: int,
+    at: int,
+    step: Step,
+    moves: Iterable[Transfer],
+    words: _Words,
+    turns: dict[tuple[int, int], int],
 ) -> list[Step]:
     """The steps that replace a network step; the first has the number ``at``."""
     there, taken, copies, thanks = [], [], [], []
-    bare = Step("sync", step.lane, step.label)
+    bare = Step(None, step.lane, step.label)
     inward, over = (bare._replace(lane=f"{step.lane}/{name}") for name in ("in", "over"))
-    for move in step.moves:
+    for move in moves:
         ends = move.src.rank, move.dst.rank
         turn = turns[ends] = turns.get(ends, -1) + 1
         come, gone = words.there[ends][turn], words.taken[ends][turn]
-        copy = inward._replace(op="copy", mover=MOVER, transfer=move)
+        copy = inward._replace(work=move._replace(mover=MOVER))
         if rank == ends[0]:
             there.append(come)
             taken.append(gone)

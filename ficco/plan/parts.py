@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step
+from ficco.plan.model import Plan, Product, Products, Region, Signal, Step
 
 
 class _Part(NamedTuple):
@@ -56,11 +56,9 @@ def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
 
 def _parts(plan: Plan, step: Step) -> list[_Part]:
     """The parts of a step, in a sequential order."""
-    if (
-        step.op not in ("matmul", "call")
-        or step.transfer
-        or step.reduction
-        or any(one.batch > 1 or one.transposed for one in step.products)
+    work = step.work
+    if not isinstance(work, Products) or any(
+        one.batch > 1 or one.transposed for one in work.products
     ):
         raise NotImplementedError(
             f"step {step.label!r}: signals gate or announce rows of matrix products that are "
@@ -69,11 +67,11 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
     parts: list[_Part] = []
     opened: dict[Signal, int] = {}  # part that waits for each gate
     made: list[tuple[int, int, int]] = []  # first and end row, and the part that computes them
-    bare = Step("sync", step.lane, step.label)
+    bare = Step(None, step.lane, step.label)
     if step.waits or step.clears:
         parts.append(_Part(bare._replace(waits=step.waits, clears=step.clears)))
     first = tuple(range(len(parts)))
-    pieces = sorted(_pieces(plan, step), key=lambda piece: _turn(step, *piece[:2]))
+    pieces = sorted(_pieces(plan, step, work.products), key=lambda piece: _turn(step, *piece[:2]))
     for row, row_stop, product in pieces:
         gates = [gate for gate in step.gates if _meet(gate, row, row_stop)]
         for gate in gates:
@@ -82,7 +80,7 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
                 parts.append(_Part(bare._replace(waits=(gate,)), first))
         made.append((row, row_stop, len(parts)))
         label = f"{step.label} {row}:{row_stop}"
-        some = bare._replace(op=step.op, label=label, products=(product,))
+        some = bare._replace(work=work._replace(products=(product,)), label=label)
         parts.append(_Part(some, (*first, *(opened[gate] for gate in gates))))
     for gate in step.gates:  # gates without rows are waited for, too
         if gate not in opened:
@@ -101,10 +99,10 @@ def _in_turn(parts: list[_Part]) -> list[Step]:
     steps: list[Step] = []
     gates: tuple[Signal, ...] = ()
     for step, _ in parts:
-        if step.products:
+        if step.work:
             steps.append(step._replace(waits=gates))
             gates = ()
-        elif step.posts and steps and steps[-1].products and not gates:
+        elif step.posts and steps and steps[-1].work and not gates:
             steps[-1] = steps[-1]._replace(posts=steps[-1].posts + step.posts)
         elif step.posts or step.clears:
             steps.append(step._replace(waits=gates + step.waits))
@@ -112,7 +110,7 @@ def _in_turn(parts: list[_Part]) -> list[Step]:
         else:
             gates += step.waits
     if gates:
-        steps.append(Step("sync", parts[0].step.lane, parts[0].step.label, waits=gates))
+        steps.append(Step(None, parts[0].step.lane, parts[0].step.label, waits=gates))
     return steps
 
 
@@ -136,10 +134,12 @@ def product_rows(plan: Plan, product: Product) -> tuple[int, int]:
     return begin, begin + product.out.rows
 
 
-def _pieces(plan: Plan, step: Step) -> Iterator[tuple[int, int, Product]]:
+def _pieces(
+    plan: Plan, step: Step, products: Iterable[Product]
+) -> Iterator[tuple[int, int, Product]]:
     """The products of a step, cut at the bounds of its signals, with the numbers of their rows."""
     bounds = {bound for one in (*step.gates, *step.announces) for bound in (one.first, one.last)}
-    for product in step.products:
+    for product in products:
         begin, end = product_rows(plan, product)
         if begin >= end:
             yield begin, end, product

@@ -45,9 +45,9 @@ from ficco.plan.collector import paused
 from ficco.plan.model import Plan
 from ficco.proof.accesses import Footprint
 from ficco.proof.calls import call_claims
-from ficco.proof.execution import execute, settle
+from ficco.proof.columns import PlanError
 from ficco.proof.memory import memory_claims
-from ficco.proof.rules import PlanError
+from ficco.proof.order import execute, settle
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 

@@ -8,11 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from ficco.plan.model import PLAIN, Applied, Attending, Product, Reduction, Region, Transfer
+from ficco.plan import Applied, Attending, Attendings, LibraryMove, Product, Products
+from ficco.plan.model import Reduction, Region, Transfer
 from ficco.plan.network import MOVER
 from ficco.problems.specification import Attention, Contraction, Exchange
-from ficco.proof.columns import Accesses, Bools, Ints, Regions, bools, ints, repeated, unzipped
-from ficco.proof.rules import PlanError, Who, demand
+from ficco.proof.columns import (
+    Accesses,
+    Bools,
+    Ints,
+    PlanError,
+    Regions,
+    Who,
+    bools,
+    demand,
+    ints,
+    repeated,
+    unzipped,
+)
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 
@@ -250,24 +262,19 @@ class Footprint:
 
     def _transfers(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
-        transfers = list(self.steps.of.transfer)
-        for number in self.steps.collective:
-            transfers[number] = None
-        step = np.flatnonzero(bools(map(bool, transfers)))
-        moves = list(filter(None, transfers))
+        moves, step = self.steps.of_type(Transfer)
         if any(move.batch != 1 for move in moves):
             moves, step = self._each_move(moves, step)
-        sources, targets, named, functions, factors, *_ = unzipped(moves, Transfer)
+        sources, targets, named, functions, factors, *_, movers = unzipped(moves, Transfer)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         src, dst = self._regions(sources, step), self._regions(targets, step)
         terms = self._terms(named)
         matrix = of.holds[src.buffer]
         says = (terms > 0) == self.terms[matrix]
         demand(says, who, "does not say whose products it moves, or says so of an operand")
-        copy = bools(map("copy".__eq__, self.steps.of.op))[step]
-        ends = (src.rank == me).astype(int) + (dst.rank == me)
-        demand(ends == np.where(copy, 1, 2), who, "moves between the wrong ranks")
-        sent = bools(map(MOVER.__eq__, self.steps.of.mover))[step]
+        copy = src.rank != dst.rank
+        demand((src.rank == me) | (dst.rank == me), who, "moves between the wrong ranks")
+        sent = bools(map(MOVER.__eq__, movers))
         for region in (src, dst):
             reached = of.reachable[region.buffer] & (
                 self.steps.host[region.rank] == self.steps.host[me]
@@ -334,7 +341,7 @@ class Footprint:
         for index, i in zip(each.tolist(), turn.tolist(), strict=True):
             move = moves[index]
             ends = _down(move.src, i * move.src_stride), _down(move.dst, i * move.dst_stride)
-            found.append(Transfer(*ends, *move[2:5]))
+            found.append(move._replace(src=ends[0], dst=ends[1]))
         return found, step[each]
 
     def _casts(
@@ -396,9 +403,15 @@ class Footprint:
         gated = (first <= begin) & (end <= last)
         demand(gated | (end < 0), self.signals.posts.who, "gates other rows than those copied")
 
+    def _each(self, kind: type[Any]) -> tuple[list[Any], Ints]:
+        """The products or attentions of all steps, and the step of each."""
+        works, step = self.steps.of_type(kind)
+        parts, work = self.steps.held([each for each, *_ in works])
+        return parts, step[work]
+
     def _products(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
-        products, step = self.steps.held(self.steps.of.products)
+        products, step = self._each(Products)
         made = unzipped(products, Product)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         a, b, out = (self._regions(regions, step) for regions in (made.a, made.b, made.out))
@@ -481,7 +494,7 @@ class Footprint:
     def _attends(self) -> tuple[Accesses, Accesses]:
         """Accesses of attends, treated as products that sum over rows of KV."""
         of, matrix = self.buffers, self.buffers.matrix
-        held, step = self.steps.held(self.steps.of.attends)
+        held, step = self._each(Attendings)
         made = unzipped(held, Attending)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         q, kv, out = (self._regions(regions, step) for regions in (made.q, made.kv, made.out))
@@ -538,11 +551,10 @@ class Footprint:
 
     def _applies(self) -> tuple[Accesses, Accesses]:
         """Accesses of library functions: whole rows of the matrices in the specification."""
-        of = self.buffers
+        of, (works, owner) = self.buffers, self.steps.of_type(Applied)
         found = [
             (step, *each)
-            for step, one in enumerate(self.steps.of.applied)
-            if one
+            for step, one in zip(owner.tolist(), works, strict=True)
             for each in self._applied(step, one)
         ]
         held = [each[1] for each in found]
@@ -702,12 +714,7 @@ class Footprint:
 
     def _reductions(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
-        made: list[Reduction] = []
-        numbers: list[int] = []
-        if "reduce" in self.steps.operations:
-            made = list(filter(None, self.steps.of.reduction))
-            numbers = [number for number, one in enumerate(self.steps.of.reduction) if one]
-        step = np.array(numbers, np.int64)
+        made, step = self.steps.of_type(Reduction)
         who, me = self.steps.by_step(step), self.steps.rank[step]
         parts = ints(len(reduction.parts) for reduction in made)
         named = ints(len(reduction.terms) for reduction in made)
@@ -750,9 +757,8 @@ class Footprint:
     def _collectives(self) -> tuple[Accesses, Accesses]:
         """Accesses of collectives, each of which moves whole buffers."""
         of = self.buffers
-        step = np.array(self.steps.collective, np.int64)
-        transfers = [self.steps.of.transfer[number] for number in self.steps.collective]
-        sources, targets, *rest = unzipped(transfers, Transfer)
+        works, step = self.steps.of_type(LibraryMove)
+        sources, targets = unzipped(works, LibraryMove)
         src, dst = self._regions(sources, step), self._regions(targets, step)
         me, matrix, who = self.steps.rank[step], of.holds[src.buffer], self.steps.by_step(step)
         ends = zip(me.tolist(), src.buffer.tolist(), dst.buffer.tolist(), strict=True)
@@ -764,8 +770,7 @@ class Footprint:
             ]
             right = of.holds[target] == matrix[at]
             right = right and self._exchanges(int(matrix[at]), source, target)
-            plain = [column[at] for column in rest] == [0, *PLAIN]
-            if not right or [sources[at], targets[at]] != whole or not plain:
+            if not right or [sources[at], targets[at]] != whole:
                 raise PlanError(f"{who(at)} moves something else than the whole")
         said = self.terms[matrix]
         mine = np.where(said, self._terms(1 << rank for rank in me.tolist()), 0)

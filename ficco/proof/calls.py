@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ficco.proof.accesses import Footprint
-from ficco.proof.columns import Ints
+from ficco.proof.columns import Claim, Ints, demand
 from ficco.proof.order import Order
-from ficco.proof.rules import Claim, demand
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 

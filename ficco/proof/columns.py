@@ -1,8 +1,8 @@
-"""Regions, accesses and other rows of a proof as columns of numbers, one array for each field."""
+"""Rows of a proof as columns of numbers, one array for each field; rules and claims about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,27 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+#: Names the subject of a rule by its index.
+Who = Callable[[int], str]
+
+
+class PlanError(AssertionError):
+    """A Plan breaks a rule. That is a bug of ficco, never an error of its caller."""
+
+
+class Claim(NamedTuple):
+    """Pairs of steps: the first must end before the second starts, in every interleaving."""
+
+    first: Ints
+    second: Ints
+    who: Who
+    why: str  # text of the error
+
+
+def demand(holds: Bools, who: Who, why: str) -> None:
+    """Raise PlanError about the first element of ``holds`` that is False."""
+    if not holds.all():
+        raise PlanError(f"{who(int(holds.argmin()))} {why}")
 
 
 class Regions(NamedTuple):

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ficco.proof.accesses import Footprint
-from ficco.proof.columns import Accesses, Bools, Ints, cut, repeated
+from ficco.proof.columns import Accesses, Bools, Claim, Ints, PlanError, cut, demand, repeated
 from ficco.proof.order import Order
-from ficco.proof.rules import Claim, PlanError, demand
 
 
 class _Visits(NamedTuple):

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ficco.plan.model import Signal
-from ficco.proof.columns import Ints, bools, ints, unzipped
-from ficco.proof.rules import Claim, PlanError, demand
+from ficco.proof.columns import Claim, Ints, PlanError, bools, demand, ints, unzipped
 from ficco.proof.steps import Steps
 
 

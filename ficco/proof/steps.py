@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from ficco.plan.model import Plan, Step
+from ficco.plan.model import OPS, Attendings, LibraryMove, Plan, Products, Step, Transfer
 from ficco.plan.network import MOVER, networked
 from ficco.plan.parts import in_parts
 from ficco.problems.specification import Buffer
-from ficco.proof.columns import Ints, ints, unzipped
-from ficco.proof.rules import PlanError, Who
-
-#: By operation, whether a step holds a transfer, products, a reduction, attends, a
-#: function.
-HOLDS = {
-    "copy": (True, False, False, False, False),
-    "place": (True, False, False, False, False),
-    "collective": (True, False, False, False, False),
-    "matmul": (False, True, False, False, False),
-    "call": (False, True, False, False, False),
-    "attend": (False, False, False, True, False),
-    "apply": (False, False, False, False, True),
-    "reduce": (False, False, True, False, False),
-    "sync": (False, False, False, False, False),
-}
+from ficco.proof.columns import Ints, PlanError, Who, ints, unzipped
 
 
 class Steps:
@@ -44,8 +29,7 @@ class Steps:
         words, own_words: signal words that each rank keeps, with those that stand for what goes
             over the network, and without.
         lanes: by number of each lane, its rank and name.
-        operations: those that occur.
-        collective: the steps that are collectives.
+        works: by type of work, the steps with work of that type.
         buffers: those of all ranks, in one order.
     """
 
@@ -85,7 +69,7 @@ class Steps:
             lane_of += map(number.__getitem__, lanes)
         self.lane = np.array(lane_of, np.int64)
         self._whole()
-        self._shapes()
+        self._works()
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
@@ -99,6 +83,11 @@ class Steps:
         """The items of a field of all steps, and the step of each item."""
         step = np.repeat(np.arange(len(column)), ints(map(len, column)))
         return list(chain.from_iterable(column)), step
+
+    def of_type(self, kind: type[Any]) -> tuple[list[Any], Ints]:
+        """The work of a type, and the step of each."""
+        numbers = self.works.get(kind, [])
+        return [self.of.work[number] for number in numbers], np.array(numbers, np.int64)
 
     def _whole(self) -> None:
         """Check that the plans are those of all ranks for one problem."""
@@ -155,13 +144,13 @@ class Steps:
     @staticmethod
     def _calls(plans: Sequence[Plan]) -> None:
         """Check that the caller's work is one step on the caller's lane, on all ranks or none."""
-        counts = [sum(step.op == "call" for step in plan.steps) for plan in plans]
+        counts = [sum(map(_callers, plan.steps)) for plan in plans]
         for plan, count in zip(plans, counts, strict=True):
             if count > 1 or count != counts[0]:
                 wanted = "one step of its caller's" if count > 1 else f"{counts[0]}, as rank 0 has"
                 raise PlanError(f"rank {plan.rank} has {count} calls, required {wanted}")
             for step in plan.steps:
-                if step.op == "call" and (step.lane != "compute0" or step.announces):
+                if _callers(step) and (step.lane != "compute0" or step.announces):
                     raise PlanError(
                         f"rank {plan.rank}: {step.label!r} is not on the caller's own lane, or "
                         "announces what only its caller knows"
@@ -171,35 +160,39 @@ class Steps:
         """Rows and columns of a buffer; 0 if the rank's plan does not list the buffer."""
         return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
-    def _shapes(self) -> None:
-        """Check that a step has the fields of its operation, and no other."""
-        of = self.of
-
-        def shapes() -> Iterable[tuple[Any, ...]]:
-            columns = of.transfer, of.products, of.reduction, of.attends, of.applied
-            held = (map(bool, column) for column in columns)
-            return zip(of.op, of.mover, *held, strict=True)
-
-        right = {(op, mover, *HOLDS[op]) for op in HOLDS for mover in ("dma", "kernel")}
-        right.add(("copy", MOVER, *HOLDS["copy"]))
-        shapes_used = set(shapes())
-        for wrong in shapes_used - right:
-            step = list(shapes()).index(wrong)
-            raise PlanError(f"{self.name(step)} does not hold what its operation says")
-        self.operations = {op for op, *_ in shapes_used}
-        self.collective: list[int] = []
-        if "collective" in self.operations:
-            self.collective = [i for i, op in enumerate(of.op) if op == "collective"]
+    def _works(self) -> None:
+        """Check that the work of each step is of a known type, and is not empty."""
+        self.works: dict[type, list[int]] = {}
+        for number, work in enumerate(self.of.work):
+            self.works.setdefault(type(work), []).append(number)
+        movers = {False: ("dma", "kernel", MOVER), True: ("dma", "kernel")}
+        for kind, numbers in self.works.items():
+            wrong = self.all[numbers[0]].op not in OPS
+            for number in numbers:
+                work = self.of.work[number]
+                if kind is Transfer:
+                    wrong = work.mover not in movers[work.local]
+                elif kind in (Products, Attendings):
+                    wrong = not work[0]
+                if wrong:
+                    raise PlanError(f"{self.name(number)} holds no work that engines know")
+        if LibraryMove in self.works:
             self._alike()
 
     def _alike(self) -> None:
         """Check that all ranks run the same collectives, and no other step that could wait."""
-        whole = [
-            [(s.label, s.lane) for s in plan.steps if s.op == "collective"] for plan in self.plans
-        ]
-        for rank, theirs in enumerate(whole):
-            if theirs != whole[0]:
+        labels: list[list[tuple[str, str]]] = [[] for _ in self.plans]
+        for number in self.works[LibraryMove]:
+            step = self.all[number]
+            labels[self.rank[number]].append((step.label, step.lane))
+        for rank, theirs in enumerate(labels):
+            if theirs != labels[0]:
                 raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
         for number, step in enumerate(self.all):
             if step.waits or step.posts or step.clears:
                 raise PlanError(f"{self.name(number)} mixes signals with collectives")
+
+
+def _callers(step: Step) -> bool:
+    """Whether the work of a step is the caller's."""
+    return isinstance(step.work, Products) and step.work.callers

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ficco.compute.program import Op, Program, Slot, Symmetric, callers
 from ficco.dma.engine import Engine
-from ficco.plan import Plan, in_parts, together, unknown
+from ficco.plan import Plan, Reduction, Transfer, in_parts, together, unknown
+from ficco.plan.model import Applied, Attendings, Crossing, LibraryMove, Products
 from ficco.runtime import ranges
 
 
@@ -54,35 +55,34 @@ def _operations(
         yield engine.clear(program, index, step.clears)
     if trace:
         yield from (engine.stamp(program, one, end=False) for one in run)
-    if len(run) > 1:
-        yield engine.copies(program, run)
-    elif step.op == "copy":
-        if step.transfer and step.transfer.src.elements:
-            yield engine.copy(program, index, step.transfer, step.mover)
-    elif step.op == "place":
-        if step.transfer and (step.transfer.src.elements or step.transfer.factors):
-            yield engine.place(program, index, step.transfer)
-    elif step.op == "network":
-        yield engine.network(program, index)
-    elif step.op == "collective":
-        yield engine.collective(program, index)
-    elif step.op == "matmul":
-        whole = step.whole
-        yield (
-            engine.matmul(program, index, step.products) if whole else engine.tiled(program, index)
-        )
-    elif step.op == "attend":
-        yield engine.attend(program, index, step.attends) if step.attends else None
-    elif step.op == "apply":
-        yield engine.apply(program, index, step.applied) if step.applied else None
-    elif step.op == "call":
-        yield callers
-        yield engine.arrived(program, index) if step.gates else None
-    elif step.op == "reduce":
-        if step.reduction and step.reduction.out.elements:
-            yield engine.reduce(program, index, step.reduction)
-    elif step.op != "sync":
-        raise unknown(step, f"the {engine.name} engine")
+    match step.work:
+        case _ if len(run) > 1:
+            yield engine.copies(program, run)
+        case None:
+            pass
+        case Transfer() as move:
+            if move.src.elements or move.factors:
+                yield (engine.place if move.local else engine.copy)(program, index, move)
+        case Crossing():
+            yield engine.network(program, index)
+        case LibraryMove():
+            yield engine.collective(program, index)
+        case Products(callers=True):
+            yield callers
+            yield engine.arrived(program, index) if step.gates else None
+        case Products(products) if step.whole:
+            yield engine.matmul(program, index, products)
+        case Products():
+            yield engine.tiled(program, index)
+        case Attendings(attends):
+            yield engine.attend(program, index, attends)
+        case Applied() as applied:
+            yield engine.apply(program, index, applied)
+        case Reduction() as reduction:
+            if reduction.out.elements:
+                yield engine.reduce(program, index, reduction)
+        case _:
+            raise unknown(step, f"the {engine.name} engine")
     if trace:
         yield from (engine.stamp(program, one, end=True) for one in run)
     if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
@@ -96,7 +96,7 @@ def _taken_apart(plan: Plan, engine: Engine) -> Plan:
     steps = plan.steps
     whole = all(step.whole or step.op == "call" for step in steps)
     scaled = any(product.factors for step in steps for product in step.products)
-    functions = {step.transfer.function for step in steps if step.transfer} - {""}
+    functions = {step.work.function for step in steps if isinstance(step.work, Transfer)} - {""}
     if whole and not scaled and not functions:
         return plan
     can = engine.capabilities()

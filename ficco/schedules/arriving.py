@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ficco.plan.model import Plan, Region
+from ficco.plan.model import Plan, Products, Region
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem, Specification
 from ficco.schedules.builder import Builder, WordAllocator
@@ -68,7 +68,7 @@ class ArrivingStage(TiledGatherStage):
     """One rank's steps: own rows and copies as for a tiled product, then the caller's step. All
     rows have their place in staging, in the order of the ranks."""
 
-    op, label = "call", "caller"
+    callers, label = True, "caller"
 
     def _own_is_separate(self) -> bool:
         return True  # even without own rows: the caller's step must be there
@@ -108,7 +108,11 @@ def gathering(asked: Gathering, schedule: Schedule, ranks: Sequence[int]) -> lis
 
 def callers_step(plan: Plan) -> int:
     """The index of the step that is the caller's."""
-    return next(i for i, step in enumerate(plan.steps) if step.op == "call")
+    return next(
+        i
+        for i, step in enumerate(plan.steps)
+        if isinstance(step.work, Products) and step.work.callers
+    )
 
 
 def own_rows(plan: Plan) -> tuple[int, int]:

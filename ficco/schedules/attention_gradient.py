@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 from weakref import proxy
 
-from ficco.plan.model import Attending, Reduction, Region, Signal, Step, Transfer
+from ficco.plan.model import Attending, Attendings, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import BACKWARD_PRODUCTS
 from ficco.problems.specification import Buffer
@@ -220,9 +220,10 @@ class GradientStage(AttentionStage):
     def _consume(self, group: int) -> None:
         before = len(self.steps)
         super()._consume(group)
-        made = [i for i, s in enumerate(self.steps[before:], before) if s.op == "attend"]
+        added = enumerate(self.steps[before:], before)
+        attending = [i for i, step in added if isinstance(step.work, Attendings)]
         for unit in self.groups[group]:
-            self.made[unit] = made[0]
+            self.made[unit] = attending[0]
             if unit.peer != self.me:
                 self._send_back(unit)
 
@@ -265,7 +266,7 @@ class GradientStage(AttentionStage):
             terms = tuple(share.terms for share in shares)
             label = f"sum {rows[0]}:{rows[1]}" + f" for {owner}" * (owner != me)
             total = Reduction(tuple(parts), terms, out)
-            self.add(Step("reduce", "compute0", label, waits, after=after, reduction=total))
+            self.add(Step(total, "compute0", label, waits, after=after))
             waits, after = (), ()
         return len(self.steps) - 1
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ficco.plan.model import Attending, Region, Signal, Step, Transfer
+from ficco.plan.model import Attending, Attendings, Region, Signal, Step, Transfer
 from ficco.problems.attention import AttentionProblem, KeyGather
 from ficco.problems.mask import FORWARD_PRODUCTS, Rectangle, Span, merged
 from ficco.problems.specification import MERGE, SUMS
@@ -119,10 +119,10 @@ class AttentionStage(GatherStage):
         turn = group + self._own_is_separate() + number
         return self.compute_lanes[turn % len(self.compute_lanes)]
 
-    def _work(self, group: int) -> tuple[str, dict[str, Any]]:
+    def _work(self, group: int) -> Attendings | None:
         slices = self.slices(group)  # of several slices each is a step of its own
         attends = self.attends_of(group, slices[0]) if len(slices) == 1 else ()
-        return "attend" if attends else "sync", {"attends": attends}
+        return Attendings(attends) if attends else None
 
     def _round(self, lane: str, group: int) -> None:
         slices, there = self.slices(group), len(self.steps) - 1
@@ -133,7 +133,7 @@ class AttentionStage(GatherStage):
             turn, label = self._lane(group, number), f"queries {queries[0]}"
             after = (there,) if turn != lane else ()
             attends = self.attends_of(group, queries)
-            self.add(Step("attend", turn, label, after=after, attends=attends))
+            self.add(Step(Attendings(attends), turn, label, after=after))
             self._merge(turn, group, queries)
 
     def slices(self, group: int) -> list[Span]:
@@ -151,14 +151,14 @@ class AttentionStage(GatherStage):
             made = {
                 step.lane: index
                 for index, step in enumerate(self.steps)
-                if any(one.out.row < last and first < one.out.row_stop for one in step.attends)
+                if isinstance(step.work, Attendings) and step.work.meets(first, last)
             }
             after = tuple(index for other, index in made.items() if other != lane)
             src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
             move = Transfer(src, dst, function=function)
-            self.add(Step("place", lane, label, after=after, transfer=move))
+            self.add(Step(move, lane, label, after=after))
 
     @cached_property
     def runs(self) -> dict[int, list[KeyRun]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ficco.plan.collector import paused
-from ficco.plan.model import Plan, Product, Region, Step, Transfer
+from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
@@ -217,22 +217,22 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         if problem.sends_factors:
             gathered = problem.gathered_factors("gathered scale", "local")
             added.append(gathered)
-            moves.append(Transfer(whole(factors), whole(gathered)))
+            moves.append(LibraryMove(whole(factors), whole(gathered)))
             factors = gathered
-        moves.append(Transfer(whole(a), whole(left)))
+        moves.append(LibraryMove(whole(a), whole(left)))
     elif kind.returns:  # the library sums in place
-        moves.append(Transfer(whole(out), whole(out)))
+        moves.append(LibraryMove(whole(out), whole(out)))
     else:
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
         made = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
         added = [made]
-        moves.append(Transfer(whole(made), whole(out)))
+        moves.append(LibraryMove(whole(made), whole(out)))
     products = [Product(whole(left), whole(b), whole(made), transposed=kind.inner)]
     if problem.scaling:
         products = list(_scaled(problem, products[0], whole(factors), rank))
     steps = [
-        *(Step("collective", "compute0", kind.collective, transfer=move) for move in moves),
-        Step("matmul", "compute0", "all", products=tuple(products)),
+        *(Step(move, "compute0", kind.collective) for move in moves),
+        Step(Products(tuple(products)), "compute0", "all"),
     ]
     if kind.scatters:
         steps.reverse()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan import Applied, Attendings, Plan, Product, Products, Reduction, Region, Signal, Step
+from ficco.plan.model import Payload, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
@@ -175,7 +176,7 @@ class Builder:
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
             posts = tuple(signal for peer in peers for signal in tell.get(peer, ()))
-            step = Step("sync", lane, "acquire", waits=free, clears=free, posts=posts, after=after)
+            step = Step(None, lane, "acquire", free, posts, free, after)
             acquired.update(dict.fromkeys(peers, self.add(step)))
         return acquired
 
@@ -185,7 +186,7 @@ class Builder:
         waited = [s for step in self.steps for s in (*step.waits, *step.gates) if not s.released]
         posts = tuple(released(self.me, peer) for peer in self.peers)
         after = () if self.steps[-1].lane == "sync" else self.lasts()
-        self.add(Step("sync", "sync", "retire", waits, posts, (*waited, *waits), after))
+        self.add(Step(None, "sync", "retire", waits, posts, (*waited, *waits), after))
 
     def cast(self, problem: Problem, a: Region, lane: str = "compute0", label: str = "cast") -> int:
         """Cast a part of A to float8, with its factors: whole rows, or columns that share none with
@@ -198,7 +199,7 @@ class Builder:
         spans = factors_of(a[2:4], share[0]), factors_of(a[4:], share[1])
         factors = Region("scale_a", a.rank, *spans[0], *spans[1])
         move = Transfer(wide, a, function=CAST, factors=factors)
-        return self.add(Step("place", lane, label, transfer=move))
+        return self.add(Step(move, lane, label))
 
     def lasts(self) -> tuple[int, ...]:
         """The last step of each lane."""
@@ -209,13 +210,7 @@ class Builder:
     ) -> Plan:
         """The Plan of the steps so far. Of the local buffers it lists those that are used."""
         problem, asked = self.problem, self.problem.specification
-        written = {product.out.buffer for step in self.steps for product in step.products}
-        moves = [step.transfer for step in self.steps if step.transfer]
-        written |= {one.buffer for move in moves for one in (move.dst, move.factors) if one}
-        written |= {step.reduction.out.buffer for step in self.steps if step.reduction}
-        attends = [one for step in self.steps for one in step.attends]
-        written |= {one.buffer for each in attends for one in (each.out, each.back) if one}
-        written |= {out.buffer for step in self.steps if step.applied for out in step.applied.outs}
+        written = {one.buffer for step in self.steps for one in _written(step.work) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,
@@ -226,6 +221,19 @@ class Builder:
             words=words.count if problem.world > 1 else 0,
             stages=stages,
         )
+
+
+def _written(work: Payload) -> Iterable[Region | None]:
+    """Regions that work writes; of a batch the first."""
+    if isinstance(work, Products):
+        return [product.out for product in work.products]
+    if isinstance(work, Attendings):
+        return [region for one in work.attends for region in (one.out, one.back)]
+    if isinstance(work, Transfer):
+        return work.dst, work.factors
+    if isinstance(work, Reduction):
+        return (work.out,)
+    return work.outs if isinstance(work, Applied) else ()
 
 
 def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:
@@ -315,11 +323,10 @@ class Stage:
         terms: int = 0,
     ) -> int:
         """Copy rows within the rank."""
-        label, move = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, terms)
         # The copy kernel brings own rows to their place in the launch that sends others.
-        by_kernel = self.schedule.mover == "kernel" and src.buffer == self.a
-        step = Step("place", lane, label, waits, posts, after=after, transfer=move)
-        return self.add(step._replace(mover="kernel") if by_kernel else step)
+        mover = self.schedule.mover if src.buffer == self.a else "dma"
+        move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
+        return self.add(Step(move, lane, label, waits, posts, after=after))
 
 
 def _meet(one: Region, two: Region) -> bool:

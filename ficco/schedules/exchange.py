@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from ficco.plan.model import Region, Signal, Step, Transfer, new
+from ficco.plan.model import Crossing, Region, Signal, Step, Transfer, new
 from ficco.schedules.builder import Block, Builder, remembered
 from ficco.schedules.space import Schedule
 
@@ -28,9 +28,6 @@ NO_SIGNALS: tuple[Signal, ...] = ()
 After = tuple[int, ...]
 #: The ranks of other hosts that a rank sends to and receives from.
 Legs = Sequence[tuple[int, int]]
-
-#: The fields of a copy that follow its mover, for :data:`ficco.plan.model.new`.
-_REST = tuple(Step._field_defaults[name] for name in Step._fields[10:])
 
 
 class Parcel(NamedTuple):
@@ -137,7 +134,7 @@ class Traffic:
             reading = [peer for peer in peers if self.route.gives(self.me, peer)]
             waits = tuple(self.route.read(peer, self.me) for peer in reading)
             if waits:
-                self.builder.add(Step("sync", lane, "peers have read", waits=waits))
+                self.builder.add(Step(None, lane, "peers have read", waits=waits))
 
     # Copies.
 
@@ -205,14 +202,14 @@ class Traffic:
         copy waits, since copies of a lane run in order."""
         moves, labels, room, posts, _ = piece
         waits += room
-        lane, mover = lane or self.builder.lane_of[peer], self.schedule.mover
+        lane = lane or self.builder.lane_of[peer]
+        if (mover := self.schedule.mover) != "dma":
+            moves = tuple([new(Transfer, (*move[:-1], mover)) for move in moves])
         if len(moves) > 1:
             for label, move in zip(labels[:-1], moves, strict=False):
-                step = Step("copy", lane, label, waits, after=after, transfer=move, mover=mover)
-                self.steps.append(step)
+                self.steps.append(Step(move, lane, label, waits, after=after))
                 waits, after = (), ()
-        ends = waits, posts, (), after, moves[-1], ()
-        return new(Step, ("copy", lane, labels[-1], *ends, mover, *_REST))
+        return new(Step, (moves[-1], lane, labels[-1], waits, posts, (), after, (), (), 0))
 
     # Other hosts.
 
@@ -253,8 +250,7 @@ class Traffic:
             pieces += [received[source][number] for source in sources]
             moves = tuple(chain.from_iterable(piece.moves for piece in pieces))
             once = tuple(dict.fromkeys(earlier))
-            step = Step("network", LANE, " ".join(labels), after=once, moves=moves)
-            index = self.builder.add(step)
+            index = self.builder.add(Step(Crossing(moves), LANE, " ".join(labels), after=once))
             self.brought |= {(source, number): index for source in sources}
 
     def relay(self, sources: Iterable[int], targets: Sequence[int]) -> None:
@@ -303,13 +299,13 @@ class Traffic:
         for move in reversed(self.of(source, self.me)[number].moves):
             here, there = move.dst, place(move.dst)
             label, transfer = f"{here.buffer}>{there.buffer}", Transfer(here, there, move.terms)
-            self.builder.add(Step("place", lane, label, waits, after=after, transfer=transfer))
+            self.builder.add(Step(transfer, lane, label, waits, after=after))
             waits, after = (), ()
 
     def hear(self, source: int, number: int, lane: str, label: str) -> None:
         """Wait for a piece on a lane. All other lanes that read the piece come after this step."""
         waits, after = self.arrivals([(source, number)], lane)
-        step = Step("sync", lane, label, waits, after=after)
+        step = Step(None, lane, label, waits, after=after)
         self.brought[source, number] = self.builder.add(step)
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import NamedTuple
 from weakref import proxy
 
-from ficco.plan.model import Plan, Product, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer
 from ficco.problems.experts import ExpertLayer
 from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
 from ficco.schedules.exchange import Parcel, Route, Traffic
@@ -281,8 +281,8 @@ class ExpertStage:
         for owners, share, some in turns:
             for run in _neighbours(owners) if not layer.gathers else [owners[:1]]:
                 src, dst = (self._run_at_home(at, run, share) for at in ("a", "leaving"))
-                step = Step("place", "compute0", f"leaving {_label(run, some[0])}")
-                index = self.add(step._replace(transfer=_transfer(src, dst)))
+                label = f"leaving {_label(run, some[0])}"
+                index = self.add(Step(_transfer(src, dst), "compute0", label))
             # After all of them, also where they are several: else ranks would get out of step.
             self.brought |= {(one, number): index for one in owners for number in some}
 
@@ -297,7 +297,7 @@ class ExpertStage:
             whole = Share(0, self.layer.experts, 0, self.layer.capacity)
             here = self.world.at_home(self.me, "a", self.me, whole)
             move = _transfer(here, self.world.landed(self.me, "staging", [self.me], whole))
-            self.placed = (self.add(Step("place", "compute0", "own", transfer=move)),)
+            self.placed = (self.add(Step(move, "compute0", "own")),)
 
     def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
         """Multiply what has come from some sources, and send back what becomes of it."""
@@ -320,7 +320,7 @@ class ExpertStage:
             if me in sources and lane != "compute0":
                 after = self._brought(me, number) if alone else self.placed
             after += brought
-            index = self.add(Step("matmul", lane, label, waits, after=after, products=step))
+            index = self.add(Step(Products(step), lane, label, waits, after=after))
             if layer.keeps:
                 for run, rows in zip(runs, left, strict=True):
                     move = _transfer(rows, self.world.landed(self.me, "gathered", run, share))
@@ -332,13 +332,13 @@ class ExpertStage:
                     self.world.landed(self.me, "active", run, share),
                     layer.function,
                 )
-                self.add(Step("place", lane, f"{label} {layer.function}", transfer=move))
+                self.add(Step(move, lane, f"{label} {layer.function}"))
         if layer.combines:
             self._send_back(sources, share, label, number, lane, runs)
 
     def _aside(self, label: str, move: Transfer, after: int) -> None:
         """Bring rows to their place beside the products, after one of them."""
-        step = Step("place", REDUCE_LANE, label, after=(after,), transfer=move)
+        step = Step(move, REDUCE_LANE, label, after=(after,))
         self.aside.append((self.turn, step))
 
     def _send_back(
@@ -359,7 +359,7 @@ class ExpertStage:
             for run in runs
         ]
         products = self._multiply(left, "c", made, share)
-        index = self.add(Step("matmul", lane, f"{label} back", products=products))
+        index = self.add(Step(Products(products), lane, f"{label} back"))
         for source in sources if not alone else ():
             rows = self.world.landed(self.me, "partial", [source], share)
             if source == me:
@@ -406,7 +406,7 @@ class ExpertStage:
                 src, dst = (self._run_at_home(at, run, share) for at in ("staging out", "out"))
                 waits = tuple(self.world.back.signals(one, self.me, self.me)[number] for one in run)
                 label = f"{_label(run, number)} home"
-                step = Step("place", REDUCE_LANE, label, waits, transfer=_transfer(src, dst))
+                step = Step(_transfer(src, dst), REDUCE_LANE, label, waits)
                 self.aside.append((turn, step))
 
     def _run_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:

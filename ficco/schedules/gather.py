@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
-from ficco.plan.model import PLAIN, Product, Region, Signal, Step, Transfer, new
+from ficco.plan.model import PLAIN, Payload, Product, Products, Region, Signal, Step, Transfer, new
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, factors_of
 from ficco.problems.specification import Buffer
@@ -450,7 +449,7 @@ class GatherStage(Stage):
             whole = Region(source.name, self.me, 0, rows, 0, cols)
             if target != source.name:
                 move = Transfer(whole, whole._replace(buffer=target))
-                published.append(self.add(Step("place", "compute0", "publish", transfer=move)))
+                published.append(self.add(Step(move, "compute0", "publish")))
         return tuple(published)
 
     def _cast_all(self) -> After:
@@ -478,14 +477,12 @@ class GatherStage(Stage):
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
     def _multiply_own(self) -> None:
-        op, work = self._work(OWN)
-        self.add(Step(op, "compute0", "own", **work))
+        self.add(Step(self._work(OWN), "compute0", "own"))
         self._keep_own()
 
-    def _work(self, group: int) -> tuple[str, dict[str, Any]]:
-        """Operation and operands of the step that consumes a group or the own rows."""
-        products = (self._own_product(),) if group == OWN else self._products(group)
-        return "matmul", {"products": products}
+    def _work(self, group: int) -> Payload:
+        """Work of the step that consumes a group or the own rows."""
+        return Products((self._own_product(),) if group == OWN else self._products(group))
 
     def _own_product(self) -> Product:
         rows, n, src = self.world.block(self.me, self.me), self.problem.n, self._own_rows()
@@ -525,9 +522,8 @@ class GatherStage(Stage):
         room = self._release(group) if self.stages else NO_POSTS
         posts, acquired = NO_POSTS if self.problem.return_gathered else room
         label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])
-        op, work = self._work(group)
         after += brought + acquired
-        last_use = self.add(Step(op, lane, label, waits, posts, after=after, **work))
+        last_use = self.add(Step(self._work(group), lane, label, waits, posts, after=after))
         if self.problem.return_gathered:
             last_use = self._keep(lane, units, room)
         if self.product != self.world.out.name:

@@ -208,7 +208,7 @@ class _HeadsStage:
 
     def _place(self, lane: str, move: Transfer, after: After = ()) -> None:
         label = f"{move.src.buffer}>{move.dst.buffer}"
-        self.builder.add(Step("place", lane, label, after=after, transfer=move))
+        self.builder.add(Step(move, lane, label, after=after))
 
     def _serve(self, piece: int) -> None:
         """Apply the function to a piece of this rank's, and push back what it makes."""
@@ -221,7 +221,7 @@ class _HeadsStage:
         onward = self.world.schedule.compute > 1 and piece + 1 < len(self.pieces)
         if onward and self._shares(piece + 1):
             label = f"piece {piece} is here"
-            self.here.append(self.builder.add(Step("sync", lane, label, waits, after=after)))
+            self.here.append(self.builder.add(Step(None, lane, label, waits, after=after)))
             waits, after = (), ()
         else:
             self.here.append(len(self.builder.steps))
@@ -273,7 +273,7 @@ class _HeadsStage:
         made = Applied(problem.function, *heads, inputs, outs, flops, calls)
         first = me * problem.heads
         label = f"heads {first + heads[0]}:{first + heads[1]}"
-        return Step("apply", "compute0", label, applied=made)
+        return Step(made, "compute0", label)
 
 
 def _result(region: Region) -> Region:

@@ -11,7 +11,7 @@ that the call has begun.
 
 from __future__ import annotations
 
-from ficco.plan.model import Reduction, Region, Signal, Step
+from ficco.plan.model import Products, Reduction, Region, Signal, Step
 from ficco.problems.products import Problem
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
 from ficco.schedules.groups import Unit, cut, finer
@@ -93,7 +93,7 @@ class OneShotStage(Stage):
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
         told = tuple(world.done(me, peer) for peer in peers)
         after = self.builder.lasts()
-        self.add(Step("sync", "sync", "has read", silent, posts=told, after=after))
+        self.add(Step(None, "sync", "has read", silent, posts=told, after=after))
 
     def silent(self) -> tuple[Signal, ...]:
         """The signals that the peers have read."""
@@ -111,7 +111,7 @@ class OneShotStage(Stage):
             products.append(self._product(left, self._right(0, k, 0, n), made))
             self._cast(left, lane)
         calls, label = merged(products), f"piece {piece}"
-        self.products.append(self.add(Step("matmul", lane, label, products=calls)))
+        self.products.append(self.add(Step(Products(calls), lane, label)))
         if self.peers:
             self._tell(piece)
 
@@ -122,10 +122,10 @@ class OneShotStage(Stage):
         lane = self._lane(piece)
         if not piece:
             free = self.builder.released_by(self.peers)
-            self.acquired = self.add(Step("sync", lane, "acquire, tell 0", free, posts, free))
+            self.acquired = self.add(Step(None, lane, "acquire, tell 0", free, posts, free))
             return
         after = () if lane == self._lane(0) else (self.acquired,)
-        self.add(Step("sync", lane, f"tell {piece}", posts=posts, after=after))
+        self.add(Step(None, lane, f"tell {piece}", posts=posts, after=after))
 
     def _sum(self, piece: int) -> None:
         """Sum all ranks' products for a piece of this rank's, if it has that many pieces."""
@@ -141,4 +141,4 @@ class OneShotStage(Stage):
             waits = tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers)
             after = (self.acquired, self.products[piece]) if self.separate_sums else ()
             label = f"sum {piece}"
-            self.add(Step("reduce", lane, label, waits, after=after, reduction=reduction))
+            self.add(Step(reduction, lane, label, waits, after=after))

@@ -14,7 +14,8 @@ from functools import cached_property, partial
 from itertools import chain, zip_longest
 from weakref import proxy
 
-from ficco.plan.model import PLAIN, Product, Reduction, Region, Signal, Step, Transfer, new
+from ficco.plan import Product, Products, Reduction, Region, Signal, Step, Transfer
+from ficco.plan.model import PLAIN, new
 from ficco.problems.products import Problem
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import (
@@ -350,7 +351,7 @@ class ScatterStage(Stage):
         for product in products:
             after += tuple(i for i in self._cast(product.a, lane) if i not in after)
         label, calls = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]), merged(products)
-        step = Step("matmul", lane, label, waits, tuple(posts), after=after, products=calls)
+        step = Step(Products(calls), lane, label, waits, tuple(posts), after=after)
         return self.add(step)
 
     def _product_of(self, unit: Unit) -> Product:
@@ -443,7 +444,7 @@ class ScatterStage(Stage):
             )
         reduction = Reduction(tuple(parts), tuple(terms), out)
         once = tuple(dict.fromkeys(after))
-        step = Step("reduce", REDUCE_LANE, label, tuple(waits), after=once, reduction=reduction)
+        step = Step(reduction, REDUCE_LANE, label, tuple(waits), after=once)
         return self.add(step)
 
     def _cross(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from ficco.plan.model import Region, Signal, Step
+from ficco.plan.model import Products, Region, Signal, Step
 from ficco.schedules.builder import Builder, remembered
 from ficco.schedules.exchange import Parcel
 from ficco.schedules.gather import NOTHING, OWN, GatherStage, GatherWorld
@@ -52,9 +52,10 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """One rank's steps; ``op`` and ``label`` are those of the step whose rows wait."""
+    """One rank's steps. ``callers``: whether the step whose rows wait is the caller's; ``label``:
+    its label."""
 
-    op, label = "matmul", "all"
+    callers, label = False, "all"
 
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
         published = self._publish()
@@ -68,7 +69,8 @@ class TiledGatherStage(GatherStage):
         if products:
             arrived = {peer: self.world.signals(peer, self.me, peer) for peer in self.regions}
             gates = tuple(chain.from_iterable(self.mine.in_groups(arrived)))
-            self.add(Step(self.op, "compute0", self.label, products=products, gates=gates))
+            work = Products(products, self.callers)
+            self.add(Step(work, "compute0", self.label, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
                 rows = product.out.row, product.out.row_stop
@@ -122,8 +124,8 @@ class TiledScatterStage(ScatterStage):
             announced = [*leave, *(stay if self.sums else [])]
             self.announced = {unit: self._multiplied(unit) for unit in announced}
             signals, after = list(self.announced.values()), ()
-        step = Step("matmul", "compute0", "all", after=after, products=products)
-        index = self.add(step._replace(announces=tuple(signals)))
+        step = Step(Products(products), "compute0", "all", after=after, announces=tuple(signals))
+        index = self.add(step)
         self.made_by = dict.fromkeys([*leave, *stay], index)
         for unit, signal in self.announced.items():
             if unit.peer != self.me:

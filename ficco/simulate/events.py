@@ -51,7 +51,7 @@ The model:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +70,8 @@ from ficco.machine import (
     Network,
     Topology,
 )
-from ficco.plan import OPS, Plan, Region, Signal, Step, in_parts, together, unknown
+from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer, in_parts, together
+from ficco.plan.model import OPS, Applied, Attendings, Crossing, LibraryMove, Products, unknown
 from ficco.plan.network import MOVER, networked
 from ficco.problems.mask import LibraryCall
 from ficco.problems.sizes import MODES
@@ -103,6 +104,9 @@ DRIFT = 0.03
 
 #: A step with its start and stop.
 TimedStep = tuple[Step, float, float]
+
+#: Types of work that the GPU serves at the rate of products, and at the rate of its memory.
+MULTIPLIES, MOVES = (Products, Attendings, Applied), (Transfer, Reduction)
 
 #: Kinds of events: a step begins, a step ends, a copy engine is free, the GPU serves a sum.
 _BEGIN, _END, _ENGINE, _SERVE = range(4)
@@ -182,14 +186,15 @@ class _SimulatedRank:
         steps = self.plan.steps
         self.posts = [step.posts for step in steps]
         self.launches = [(index,) for index in range(len(steps))]
-        sent = {i for step in steps if step.op == "copy" for i in step.after}
+        sent = {i for step in steps if step.after and step.copy for i in step.after}
         for index, step in enumerate(steps):
             if step.lane not in self.lanes:
                 computes = step.lane.startswith("compute")
                 self.lanes[step.lane] = _SimulatedLane(self.number, computes)
             lane = self.lanes[step.lane]
             lane.steps.append(index)
-            lane.order.append(index + len(steps) * (index in sent and step.op == "matmul"))
+            last = index in sent and isinstance(step.work, Products)
+            lane.order.append(index + len(steps) * last)
         for parts in _launches_in_parts(steps):
             rows = sum(product.out.rows for i in parts for product in steps[i].products)
             gated = any(steps[i].waits for i in parts)
@@ -200,13 +205,13 @@ class _SimulatedRank:
         before the copies between ranks."""
         steps = self.plan.steps
         for whole in together(self.plan):
-            copies = tuple(i for i in whole if steps[i].op == "copy")
+            moved = {i: move for i in whole if (move := steps[i].copy)}
+            copies = tuple(moved)
             if len(whole) > 1:
                 self.placed.update(set(whole) - set(copies))
             if len(copies) < 2:
                 continue
-            moved = [one for i in copies if (one := steps[i].transfer) is not None]
-            nbytes = sum(map(self.plan.moved_bytes, moved))
+            nbytes = sum(map(self.plan.moved_bytes, moved.values()))
             self.launch_bytes.update(dict.fromkeys(copies, nbytes))
             for i in copies:
                 self.launches[i], self.posts[i] = copies, ()
@@ -229,19 +234,20 @@ class _SimulatedRank:
             if (step.waits or step.after) and not one_launch:
                 now += host.signal
             available = now
-            if step.op == "copy":
+            work = step.work
+            if isinstance(work, Transfer) and work.src.rank != work.dst.rank:
                 available = now = now + host.copy + self._looks_up(step)
-            elif step.op in ("place", "reduce") and index not in self.placed:
+            elif isinstance(work, MOVES) and index not in self.placed:
                 available = now = now + host.matmul + self._looks_up(step)
-            elif step.op == "matmul" and not one_launch:
+            elif isinstance(work, Products) and not one_launch:
                 now += LIVE * host.call * (index in self.tiled)
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
-                now += host.matmul * (1 if step.part else len(step.products))
-            elif step.op == "attend":
+                now += host.matmul * (1 if step.part else len(work.products))
+            elif isinstance(work, Attendings):
                 available = now + host.matmul
-                now += host.matmul * len(step.attends)
-            elif step.op == "apply":
+                now += host.matmul * len(work.attends)
+            elif isinstance(work, Applied):
                 available = now + host.matmul
                 now += host.matmul
             if self.posts[launch[-1]] and not step.part:
@@ -252,8 +258,8 @@ class _SimulatedRank:
     def _looks_up(self, step: Step) -> float:
         """Seconds of the host to look up the exact rows of a step's blocks."""
         buffer = self.plan.buffer
-        if step.transfer is not None:
-            return LOOK_UP * (buffer[step.transfer.src.buffer].block > 0)
+        if isinstance(step.work, Transfer):
+            return LOOK_UP * (buffer[step.work.src.buffer].block > 0)
         products = [one for one in step.products if buffer[one.a.buffer].block]
         return LOOK_UP * sum(one.batch if self.plan.apart(one) else 1 for one in products)
 
@@ -290,10 +296,14 @@ def _launches_in_parts(steps: Sequence[Step]) -> Iterator[list[int]]:
         yield parts
 
 
-def _reads_peers(step: Step) -> bool:
-    """Whether a step sums parts in the memory of peers."""
-    reduction = step.reduction
-    return reduction is not None and any(p.rank != reduction.out.rank for p in reduction.parts)
+def _reads_peers(work: Transfer | Reduction) -> bool:
+    """Whether work sums parts in the memory of peers."""
+    return isinstance(work, Reduction) and any(p.rank != work.out.rank for p in work.parts)
+
+
+def _by_network(work: object) -> bool:
+    """Whether work is a copy between hosts, which replaces a move of a crossing."""
+    return isinstance(work, Transfer) and work.mover == MOVER
 
 
 class Simulation:
@@ -330,20 +340,24 @@ class Simulation:
 
     def _read_machine(self, steps: Sequence[Step]) -> None:
         """Read the machine's blocks. Blocks that the steps do not need may be missing."""
+        of = defaultdict[type, list[Any]](list)  # work by type
         for step in steps:
-            if step.op not in OPS:
+            if type(step.work) not in of and step.op not in OPS:
                 raise unknown(step, "the simulator")
-            if step.op == "call":
-                raise NotImplementedError(
-                    f"{self.name}: the simulator cannot tell how long step {step.label!r} takes, "
-                    "which is the caller's"
-                )
-        machine, ops = self.machine, {step.op for step in steps}
-        reads_peers = any(map(_reads_peers, steps))
-        copies = [step for step in steps if step.op == "copy" and step.mover != MOVER]
-        crosses = "network" in ops or any(step.mover == MOVER for step in steps)
-        by_kernel = reads_peers or any(step.mover == "kernel" for step in copies)
-        multiplies = bool({"matmul", "attend", "apply"} & ops)
+            of[type(step.work)].append(step.work)
+        callers = [s.label for s in steps if isinstance(s.work, Products) and s.work.callers]
+        if callers:
+            raise NotImplementedError(
+                f"{self.name}: the simulator cannot tell how long step {callers[0]!r} takes, which "
+                "is the caller's"
+            )
+        machine = self.machine
+        reads_peers = any(map(_reads_peers, of[Reduction]))
+        moves = [move for move in of[Transfer] if not move.local]
+        copies = [move for move in moves if move.mover != MOVER]
+        crosses = bool(of[Crossing]) or len(copies) < len(moves)
+        by_kernel = reads_peers or any(move.mover == "kernel" for move in copies)
+        multiplies = any(of[kind] for kind in MULTIPLIES)
         self.gemm: Gemm = self._block("gemm", multiplies)
         #: Whether operands have factors: no library has a batch of such products.
         self.scaled = any(one.factors for one in self.problem.specification.contractions)
@@ -352,8 +366,9 @@ class Simulation:
         self.experts = machine.experts or self.gemm
         if self.gemm:
             self.attention = machine.attends(self.gemm)
-        self.memory: Memory = self._block("memory", bool({"place", "reduce"} & ops))
-        for name in {step.label for step in steps if step.op == "collective"}:
+        places = len(of[Transfer]) > len(moves)
+        self.memory: Memory = self._block("memory", places or bool(of[Reduction]))
+        for name in {step.label for step in steps if isinstance(step.work, LibraryMove)}:
             if getattr(machine, COLLECTIVES[name]) is None:
                 self._block("all_gather", True)
         self.topology: Topology = self._block("topology", reads_peers or bool(copies))
@@ -361,7 +376,7 @@ class Simulation:
         self.network: Network = self._block("network", crosses)
         if by_kernel and machine.kernel_copies is not None:
             self.copies = machine.kernel_copies
-        contention = self._block("contention", multiplies and "copy" in ops)
+        contention = self._block("contention", multiplies and bool(moves))
         #: By what factors products and copies take longer during each other.
         self.product_factor = self.copy_factor = 1.0
         if contention is not None and by_kernel:
@@ -371,7 +386,7 @@ class Simulation:
             self.product_factor = contention.gemm_under_copies
             self.copy_factor = contention.copies_under_gemm
         host: Host = self._block("host", self.mode == "idle")
-        sends_products = any(step.transfer and step.transfer.terms for step in copies)
+        sends_products = any(move.terms for move in copies)
         #: Penalty for a copy that may meet copies of other ranks, as a share of its bytes.
         self.collision = self._collision() if sends_products else 0.0
         for rank in self.ranks:
@@ -506,32 +521,26 @@ class Simulation:
         rank = self.ranks[lane.rank]
         index = lane.steps[lane.position]
         step = rank.plan.steps[index]
-        if (
-            step.op == "copy"
-            and step.mover != MOVER
-            and rank.engines
-            and rank.in_flight == rank.engines
-        ):
-            rank.queue.append(lane)
-            return
-        lane.start = self.now
-        moves = step.op in ("place", "reduce") and index not in rank.placed
-        if step.op == "network" or step.mover == MOVER:
-            self._begin_crossing(lane, rank, step)
-        elif step.op == "copy":
-            self._begin_copy(lane, rank, step)
-        elif step.op in ("matmul", "attend", "apply"):
+        work, lane.start = step.work, self.now
+        if isinstance(work, Transfer) and work.src.rank != work.dst.rank:
+            if work.mover == MOVER:
+                self._begin_crossing(lane, rank, (work,))
+            elif rank.engines and rank.in_flight == rank.engines:
+                rank.queue.append(lane)
+            else:
+                self._begin_copy(lane, rank, work)
+        elif isinstance(work, MULTIPLIES):
             self._serve(lane, rank, step)
-        elif moves and self._move_seconds(step):
-            reads = _reads_peers(step)
+        elif isinstance(work, MOVES) and index not in rank.placed and self._move_seconds(work):
+            reads = _reads_peers(work)
             latency = self.copies.seen(lane.computes) if reads else self.memory.latency
             self._push(self.now + latency, _SERVE, lane)
-        elif step.op == "collective":
+        elif isinstance(work, Crossing):
+            self._begin_crossing(lane, rank, work.moves)
+        elif isinstance(work, LibraryMove):
             self.at_collective.append(lane)
             if len(self.at_collective) == len(self.ranks):  # it begins when all have reached it
-                assert step.transfer is not None
-                sent = step.transfer.src
-                row_bytes = sent.cols * self.itemsize[sent.buffer]
+                row_bytes = work.src.cols * self.itemsize[work.src.buffer]
                 nbytes = _exchanged_bytes(self.problem, row_bytes)
                 end = self.now + self.machine.exchange(step.label, nbytes, self.problem.hosts)
                 for one in self.at_collective:
@@ -575,20 +584,23 @@ class Simulation:
 
     def _serve(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
         """Serve a step's products, or its copies within the rank, on the GPU."""
-        multiplies = step.op in ("matmul", "attend", "apply")
-        if step.part and multiplies:
-            whole = filled = self._part_seconds(lane, rank, step, rank.tick(self.now))
-        elif step.applied:
-            itemsize = self.itemsize[step.applied.inputs[0].buffer]
-            whole, filled = self._attention_seconds(step.applied.calls, itemsize)
-        elif step.op == "attend":
-            calls = chain.from_iterable(one.calls for one in step.attends)
-            itemsize = self.itemsize[step.attends[0].q.buffer]
+        work = step.work
+        multiplies = isinstance(work, MULTIPLIES)
+        if isinstance(work, Products) and step.part:
+            products = work.products
+            whole = filled = self._part_seconds(lane, rank, step, products, rank.tick(self.now))
+        elif isinstance(work, Products):
+            whole, filled = self._product_seconds(work.products, rank.plan)
+        elif isinstance(work, Attendings):
+            calls = chain.from_iterable(one.calls for one in work.attends)
+            itemsize = self.itemsize[work.attends[0].q.buffer]
             whole, filled = self._attention_seconds(calls, itemsize)
-        elif multiplies:
-            whole, filled = self._product_seconds(step, rank.plan)
+        elif isinstance(work, Applied):
+            itemsize = self.itemsize[work.inputs[0].buffer]
+            whole, filled = self._attention_seconds(work.calls, itemsize)
         else:
-            whole = filled = self._move_seconds(step)
+            assert isinstance(work, MOVES)
+            whole = filled = self._move_seconds(work)
         if not whole:
             self._finish(lane, self.now, self.now)
             return
@@ -616,10 +628,10 @@ class Simulation:
         self.changed_ranks[lane.rank] = None
         self._push(self.now + (lane.ends - rank.clock) * rank.slowdown, _END, lane)
 
-    def _product_seconds(self, step: Step, plan: Plan) -> tuple[float, float]:
+    def _product_seconds(self, products: Iterable[Product], plan: Plan) -> tuple[float, float]:
         """Seconds of a step's products alone, and with their last waves filled by others."""
         whole = filled = 0.0
-        for product in step.products:
+        for product in products:
             out, itemsize = product.out, self.itemsize[product.a.buffer]
             sizes = m, n, k = out.rows, out.cols, product.b.rows
             wide = itemsize < 4 <= self.itemsize[out.buffer]
@@ -659,14 +671,19 @@ class Simulation:
         return one * batch + between, filled * batch + between
 
     def _part_seconds(
-        self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step, now: float
+        self,
+        lane: _SimulatedLane,
+        rank: _SimulatedRank,
+        step: Step,
+        products: Sequence[Product],
+        now: float,
     ) -> float:
         """Seconds until the next part can begin or, for the last part, until the product ends."""
         index, here = lane.steps[lane.position], lane.position + 1
         last = here == len(lane.steps) or rank.plan.steps[lane.steps[here]].part <= step.part
-        (rows, gated), itemsize = rank.tiled[index], self.itemsize[step.products[0].a.buffer]
-        n, k = step.products[0].out.cols, step.products[0].b.rows
-        mine = sum(product.out.rows for product in step.products)
+        (rows, gated), itemsize = rank.tiled[index], self.itemsize[products[0].a.buffer]
+        n, k = products[0].out.cols, products[0].b.rows
+        mine = sum(product.out.rows for product in products)
         begin = max(now, rank.served)
         if step.part == 1:
             lane.rows, lane.rows_begin, lane.parts_end = 0, begin, 0.0
@@ -692,15 +709,14 @@ class Simulation:
         lane.late = max(max(ends) - begin - share, 0.0) * (not last)
         return max(share + whole - dense, lane.parts_end + start - begin) if last else share
 
-    def _move_seconds(self, step: Step) -> float:
+    def _move_seconds(self, work: Transfer | Reduction) -> float:
         """Seconds to read from here or from peers, and to write here."""
         regions: tuple[Region, ...]
         times = 1
-        if step.reduction is not None:
-            regions = (*step.reduction.parts, step.reduction.out)
+        if isinstance(work, Reduction):
+            regions = (*work.parts, work.out)
         else:
-            assert step.transfer is not None
-            src, dst, _, _, factors, times, *_ = step.transfer
+            src, dst, _, _, factors, times, *_ = work
             regions = (src, factors, dst) if factors else (src, dst)
         local, remote = 0, []
         for one in regions:
@@ -717,10 +733,9 @@ class Simulation:
 
     # Copies between ranks.
 
-    def _begin_copy(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
-        assert step.transfer is not None
-        src, dst = step.transfer.src, step.transfer.dst
-        nbytes = step.transfer.elements * self.itemsize[src.buffer]
+    def _begin_copy(self, lane: _SimulatedLane, rank: _SimulatedRank, move: Transfer) -> None:
+        src, dst = move.src, move.dst
+        nbytes = move.elements * self.itemsize[src.buffer]
         if not nbytes:
             self._finish(lane, self.now, self.now)
             return
@@ -746,12 +761,13 @@ class Simulation:
             lane.ports = (peer,) if mesh else (0,)
         self._occupy(lane)
 
-    def _begin_crossing(self, lane: _SimulatedLane, rank: _SimulatedRank, step: Step) -> None:
+    def _begin_crossing(
+        self, lane: _SimulatedLane, rank: _SimulatedRank, moves: Sequence[Transfer]
+    ) -> None:
         """Begin a move between hosts; if one rank stands for all, all moves of the step."""
         me = rank.plan.rank
-        moves = step.moves or (step.transfer,)
         sent = received = 0
-        for move in filter(None, moves):
+        for move in moves:
             nbytes = move.elements * self.itemsize[move.src.buffer]
             if move.src.rank == me:
                 sent += nbytes
@@ -766,8 +782,7 @@ class Simulation:
             lane.full_rate /= self.network.sharing
             lane.ports, lane.endpoints = (), (0,)
         else:
-            assert step.transfer is not None
-            ends = step.transfer.src.rank, step.transfer.dst.rank
+            ends = moves[0].src.rank, moves[0].dst.rank
             source, target = map(self._card, ends)
             lane.ports, lane.endpoints = (source, target + 1), ends
         self._occupy(lane)
@@ -801,11 +816,11 @@ class Simulation:
         lane.endpoints = ()
         free = self.now
         index = lane.steps[lane.position]
-        step = rank.plan.steps[index]
-        if step.op == "network" or step.mover == MOVER:
+        steps = rank.plan.steps
+        if _by_network(work := steps[index].work) or isinstance(work, Crossing):
             seen = self.now + self.network.latency
             following = lane.steps[lane.position + 1 : lane.position + 2]
-            together = any(rank.plan.steps[one].mover == MOVER for one in following)
+            together = any(_by_network(steps[one].work) for one in following)
             self._finish(lane, seen, self.now if together else seen)
             return
         if rank.launches[index][-1] == index:

@@ -121,6 +121,6 @@ def _parts(
     parts = []
     for rank in range(world):
         steps = plan(problem, schedule, rank).steps
-        fused = (one for one in steps if one.op == "matmul" and (one.waits or one.label != "own"))
+        fused = (one for one in steps if one.products and (one.waits or one.label != "own"))
         parts.append(tuple((p.a.rows // GRANULE, p.batch) for p in next(fused).products))
     return tuple(parts)

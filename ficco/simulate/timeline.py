@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ficco.errors import ConfigError
-from ficco.plan import OPS, Attending, Plan, Step, unknown
+from ficco.plan import OPS, Applied, Attending, Attendings, Crossing, LibraryMove, Plan
+from ficco.plan.model import Products, Reduction, Step, Transfer, unknown
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
 KINDS = (*OPS, "wait")
@@ -77,21 +78,27 @@ def attended_flops(one: Attending) -> float:
 def work(plan: Plan, step: Step) -> tuple[float, float]:
     """Floating-point operations and bytes of a step. A sum counts the bytes that it reads and
     writes; a collective counts the bytes that the rank receives."""
-    flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in step.products)
-    flops += sum(map(attended_flops, step.attends))
-    flops += step.applied.flops if step.applied else 0.0
-    moves = [step.transfer] if step.transfer else []
-    moves += [move for move in step.moves if move.src.rank == plan.rank]
-    nbytes = sum(map(plan.moved_bytes, moves))
-    if step.op == "collective":
-        exchange, rank = plan.problem.specification.exchange, plan.rank
-        peers = [peer for peer in range(plan.problem.world) if peer != rank]
-        rows = sum(exchange.by_collective(peer, rank) for peer in peers)
-        if step.label == "all-reduce":  # the sums of other ranks come back
-            rows += sum(exchange.by_collective(rank, peer) for peer in peers)
-        nbytes = plan.nbytes(moves[0].src._replace(row=0, row_stop=rows))
-    elif step.reduction:
-        nbytes = sum(map(plan.nbytes, (*step.reduction.parts, step.reduction.out)))
+    flops, nbytes = 0.0, 0
+    match step.work:
+        case Products(products):
+            flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in products)
+        case Attendings(attends):
+            flops = sum(map(attended_flops, attends))
+        case Applied() as applied:
+            flops = applied.flops
+        case Transfer() as move:
+            nbytes = plan.moved_bytes(move)
+        case Crossing(moves):
+            nbytes = sum(plan.moved_bytes(move) for move in moves if move.src.rank == plan.rank)
+        case Reduction(parts, _, out):
+            nbytes = sum(map(plan.nbytes, (*parts, out)))
+        case LibraryMove(src):
+            exchange, rank = plan.problem.specification.exchange, plan.rank
+            peers = [peer for peer in range(plan.problem.world) if peer != rank]
+            rows = sum(exchange.by_collective(peer, rank) for peer in peers)
+            if step.label == "all-reduce":  # the sums of other ranks come back
+                rows += sum(exchange.by_collective(rank, peer) for peer in peers)
+            nbytes = plan.nbytes(src._replace(row=0, row_stop=rows))
     return flops, float(nbytes)
 
 
@@ -120,10 +127,9 @@ def assemble(
 
 
 def _way(plan: Plan, step: Step) -> str:
-    ends = {step.transfer.src.rank, step.transfer.dst.rank} if step.transfer else set()
-    if step.op != "copy" or len(ends) < 2 or step.transfer is None:
+    if (move := step.copy) is None:
         return ""
-    return "send" if step.transfer.src.rank == plan.rank else "receive"
+    return "send" if move.src.rank == plan.rank else "receive"
 
 
 def dumps(timelines: Sequence[Timeline]) -> str:

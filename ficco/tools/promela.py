@@ -30,8 +30,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from ficco.errors import InvalidArgument
+from ficco.plan import Applied, Attendings, LibraryMove, Plan, Product, Products, Reduction
 from ficco.plan.launches import together
-from ficco.plan.model import OPS, Plan, Region, Signal, Step, unknown
+from ficco.plan.model import OPS, Region, Signal, Step, Transfer, unknown
 from ficco.plan.network import networked
 from ficco.plan.parts import in_parts
 
@@ -111,29 +112,37 @@ def promela(plans: Sequence[Plan]) -> str:
 def _uses(step: Step) -> Iterator[tuple[str, Region]]:
     """What a step does to which memory, in order: "read", "write", "add" to what was written, or
     write "beside" others that do so in any order."""
-    for move in filter(None, [step.transfer]):
-        for i in range(move.batch):
-            yield "read", _down(move.src, i * move.src_stride)
-            yield "write", _down(move.dst, i * move.dst_stride)
-        yield from (("write", region) for region in (move.factors,) if region)
-    for one in step.products:
-        fixed = one.addend, one.bias, *one.factors[1:]
-        yield from (("read", region) for region in fixed if region)
-        for i in range(one.batch):
-            yield "read", _down(one.a, i * one.a_stride)
-            yield "read", _down(one.b, i * one.b_stride)
-            yield from (("read", _down(f, i * one.factor_stride)) for f in one.factors[:1])
-            yield "add" if one.accumulate else "write", _down(one.out, i * one.out_stride)
-    if step.reduction:
-        yield from (("read", part) for part in step.reduction.parts)
-        yield "write", step.reduction.out
-    for some in step.attends:
-        yield from (("read", region) for region in (some.q, some.kv))
-        yield "add" if some.accumulate else "write" if some.back else "beside", some.out
-        yield from (("write", region) for region in (some.back,) if region)
-    if step.applied:
-        yield from (("read", region) for region in step.applied.inputs)
-        yield from (("write", region) for region in step.applied.outs)
+    match step.work:
+        case Transfer() as move:
+            for i in range(move.batch):
+                yield "read", _down(move.src, i * move.src_stride)
+                yield "write", _down(move.dst, i * move.dst_stride)
+            yield from (("write", region) for region in (move.factors,) if region)
+        case LibraryMove(src, dst):
+            yield from (("read", src), ("write", dst))
+        case Products(products):
+            yield from chain.from_iterable(map(_product_uses, products))
+        case Reduction(parts, _, out):
+            yield from (("read", part) for part in parts)
+            yield "write", out
+        case Applied() as applied:
+            yield from (("read", region) for region in applied.inputs)
+            yield from (("write", region) for region in applied.outs)
+        case Attendings(attends):
+            for one in attends:
+                yield from (("read", region) for region in (one.q, one.kv))
+                yield "add" if one.accumulate else "write" if one.back else "beside", one.out
+                yield from (("write", region) for region in (one.back,) if region)
+
+
+def _product_uses(one: Product) -> Iterator[tuple[str, Region]]:
+    fixed = one.addend, one.bias, *one.factors[1:]
+    yield from (("read", region) for region in fixed if region)
+    for i in range(one.batch):
+        yield "read", _down(one.a, i * one.a_stride)
+        yield "read", _down(one.b, i * one.b_stride)
+        yield from (("read", _down(f, i * one.factor_stride)) for f in one.factors[:1])
+        yield "add" if one.accumulate else "write", _down(one.out, i * one.out_stride)
 
 
 def _down(region: Region, rows: int) -> Region:
@@ -199,7 +208,7 @@ class _Model:
             for user, mode in atom.uses.items():
                 self.uses[user].append((number, mode))
         self.collectives = [
-            [index for index, step in enumerate(plan.steps) if step.op == "collective"]
+            [i for i, step in enumerate(plan.steps) if isinstance(step.work, LibraryMove)]
             for plan in plans
         ]
 
@@ -305,7 +314,7 @@ class _Model:
                 end.append(f"owned({one.waiter}, {call})")
             end.append(f"post({self._word(one)})")
         entered = []
-        if step.op == "collective":
+        if isinstance(step.work, LibraryMove):
             turn = self.collectives[rank].index(index)
             begin.append(f"entered[{turn}]++")
             entered = [f"entered[{turn}] >= {len(self.plans)} * {call}"]

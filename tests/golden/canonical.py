@@ -3,7 +3,7 @@
 The text does not depend on how classes are written. A field that has its default is left out, so a
 new field with a default changes no hash. Fields are sorted by name. ``CLASSES`` and ``FIELDS`` map
 names of today to the names in the text: rename a field in ficco, add a line here, and no hash
-changes. A change of structure, such as one payload in place of several, changes :func:`fields_of`.
+changes. The text has the fields of a step's work as fields of the step (:func:`work_fields`).
 
 In ``after``, only the last step of each other lane counts, since lanes run in order.
 """
@@ -17,13 +17,15 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from ficco.plan.model import Plan, Region, Signal, Step
+from ficco.plan.model import Applied, LibraryMove, Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.specification import Buffer
 
 #: Names in the text of classes that have another name by now.
 CLASSES: dict[str, str] = {}
 #: Names in the text of fields that have another name by now, by class and field.
 FIELDS: dict[tuple[str, str], str] = {("Product", "factors"): "scales"}
+#: Fields that are not in the text of their class, but in that of a step.
+OF_STEPS = {("Step", "work"), ("Transfer", "mover")}
 
 #: Hexadecimal digits of a hash.
 DIGITS = 12
@@ -54,7 +56,8 @@ def fields_of(kind: type) -> tuple[Field, ...]:
         known: dict[str, Any] = getattr(kind, "_field_defaults", {})
         defaults = {name: known.get(name, Missing) for name in getattr(kind, "_fields", ())}
     names = {name: FIELDS.get((kind.__name__, name), name) for name in defaults}
-    return tuple(sorted(Field(names[name], name, defaults[name]) for name in names))
+    fields = [Field(names[name], name, defaults[name]) for name in names]
+    return tuple(sorted(one for one in fields if (kind.__name__, one.attribute) not in OF_STEPS))
 
 
 def text_of(value: Any) -> str:
@@ -81,12 +84,26 @@ def signal_text(signal: Signal) -> str:
 def fields_text(value: Any) -> str:
     """The text of the fields that do not have their default."""
     kind: Any = type(value)
-    texts = []
+    texts = work_fields(value) if kind is Step else []
     for name, attribute, default in fields_of(kind):
         content = getattr(value, attribute)
         if content is not default and content != default:
             texts.append(f"{name}={text_of(content)}")
-    return " ".join(texts)
+    return " ".join(sorted(texts) if kind is Step else texts)
+
+
+def work_fields(step: Step) -> list[str]:
+    """The text of the operation of a step, and of the fields of its work."""
+    work: Any = step.work
+    name = {Transfer: "transfer", Reduction: "reduction", Applied: "applied"}.get(type(work))
+    fields = {"op": step.op} | ({name: work} if name else {})
+    if isinstance(work, LibraryMove):
+        fields["transfer"] = Transfer(*work)
+    elif work is not None and not name and work[0]:  # moves, products or attends
+        fields[work._fields[0]] = work[0]
+    if isinstance(work, Transfer) and work.mover != "dma":
+        fields["mover"] = work.mover
+    return [f"{name}={text_of(content)}" for name, content in fields.items()]
 
 
 @cache

@@ -256,7 +256,7 @@ def test_plans_that_spin_cannot_run_are_refused(capsys: pytest.CaptureFixture[st
     assert cli.run(["plan", "growing", *sizes]) == 2
     assert "--promela: required at most 255 processes, got 258" in capsys.readouterr().err
     found = made("growing", two(PROBLEM))
-    with pytest.raises(NotImplementedError, match="promela does not know the operation 'move'"):
-        promela(edited(found, 0, change(is_copy, op="move")))
+    with pytest.raises(NotImplementedError, match="promela does not know the operation 'object'"):
+        promela(edited(found, 0, change(is_copy, work=object())))
     with pytest.raises(ValueError, match="names a step or a buffer that is not there: .*99"):
         promela(edited(found, 0, change(retires, after=(99,))))

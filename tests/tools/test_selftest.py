@@ -213,10 +213,10 @@ def _by_kernel(do: Callable[[], Any]) -> None:
     """Rank 1 does something when it is to copy by the kernel."""
     right = cpu.CpuEngine.copy
 
-    def copy(self: Any, program: Any, step: int, transfer: Any, mover: str) -> Any:
-        if mover == "kernel" and self.rank == 1:
+    def copy(self: Any, program: Any, step: int, transfer: Any) -> Any:
+        if transfer.mover == "kernel" and self.rank == 1:
             do()
-        return right(self, program, step, transfer, mover)
+        return right(self, program, step, transfer)
 
     cpu.CpuEngine.copy = copy  # type: ignore[method-assign]
 

@@ -67,8 +67,8 @@ def test_a_rank_receives_what_copies_bring(name: str) -> None:
     for rank in range(WORLD):
         brought = {peer: 0 for peer in range(WORLD) if peer != rank}
         for plan in plans:
-            for move in (step.transfer for step in plan.steps if step.op == "copy"):
-                if move is not None and move.dst.rank == rank != move.src.rank:
+            for move in (step.copy for step in plan.steps):
+                if move is not None and move.dst.rank == rank:
                     brought[move.src.rank] += plan.moved_bytes(move)
         stages = family.received(problem, rank)
         assert [sum(sizes) for sizes in zip(*stages, strict=True)] == list(brought.values())

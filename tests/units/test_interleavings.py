@@ -17,7 +17,7 @@ import pytest
 from cases import gathered_bytes
 from edits import changed, down, mapped, right
 
-from ficco.plan import Plan, Product, Region, Step, in_parts
+from ficco.plan import Plan, Product, Reduction, Region, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import PlanError, check
 from ficco.schedules import NAMED, Schedule, plans
@@ -172,11 +172,11 @@ class World:
         def at(region: Region) -> Ints:
             return self.at(region, rank.plan)
 
-        if step.transfer:
-            yield [at(step.transfer.src)], at(step.transfer.dst), lambda found, _: found[0]
-        if step.reduction:
-            parts = [at(part) for part in step.reduction.parts]
-            yield parts, at(step.reduction.out), lambda found, _: sum(found)
+        if isinstance(step.work, Transfer):
+            yield [at(step.work.src)], at(step.work.dst), lambda found, _: found[0]
+        if isinstance(step.work, Reduction):
+            parts = [at(part) for part in step.work.parts]
+            yield parts, at(step.work.out), lambda found, _: sum(found)
         for product in step.products:
             for i in range(product.batch):
                 a = down(i * product.a_stride)(product.a)
@@ -233,21 +233,17 @@ def test_calls_of_any_schedules_run_right_in_any_order(seed: int) -> None:
     World([some_plans(dice, world) for _ in range(3)], seed).run()
 
 
-#: What a step does, beside what puts it in order.
-WORK = ("op", "transfer", "products", "reduction")
-
-
 def twisted(dice: random.Random, step: Step) -> Step:
     """The step with one of its regions elsewhere, or a sum without one of its parts."""
     by = dice.choice((-1, 1))
     nudge = dice.choice((down, right))(by)
-    if step.transfer:
+    if isinstance(step.work, Transfer):
         return changed(step, **{dice.choice(("src", "dst")): nudge})
     if step.products:
         ends = ("a", "out", "addend") if step.products[0].addend else ("a", "out")
         return changed(step, **{dice.choice(ends): nudge})
-    if step.reduction:
-        parts, terms, _ = step.reduction
+    if isinstance(step.work, Reduction):
+        parts, terms, _ = step.work
         i = dice.randrange(len(parts))
         if dice.random() < 0.5:
             return changed(step, parts=parts[:i] + parts[i + 1 :], terms=terms[:i] + terms[i + 1 :])
@@ -264,7 +260,7 @@ def spoil(dice: random.Random, found: list[Plan]) -> list[Plan]:
     holders = [i for i, step in enumerate(steps) if getattr(step, role)]
     if dice.random() < 0.15:
         steps[i], steps[j] = (
-            one._replace(**{field: getattr(other, field) for field in WORK})
+            one._replace(work=other.work)
             for one, other in ((steps[i], steps[j]), (steps[j], steps[i]))
         )
     elif dice.random() < 0.15:

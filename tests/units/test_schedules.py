@@ -175,8 +175,7 @@ def test_each_block_is_cut_once_and_leaves_before_the_own(operator: str, schedul
 def test_no_two_ranks_send_to_one_peer_at_a_time() -> None:
     sent = []
     for found in plans(gathers(8, "matmul_reduce_scatter"), NAMED["shard-overlap"]):
-        moved = [step.transfer for step in found.steps if step.op == "copy"]
-        sent.append([transfer.dst.rank for transfer in moved if transfer])
+        sent.append([move.dst.rank for step in found.steps if (move := step.copy)])
     assert all(len(set(turn)) == 8 for turn in zip(*sent, strict=True))
 
 
@@ -209,8 +208,8 @@ def test_the_ring_adds_in_place_and_sends_to_its_neighbour_alone() -> None:
         products = [p for step in found.steps for p in step.products]
         assert [p.out.buffer for p in products] == ["partial", "staging", "staging", "out"]
         assert [bin(p.terms).count("1") for p in products] == [0, 1, 2, 3]
-        on = [step.transfer for step in found.steps if step.op == "copy"][:3]
-        assert {move.dst.rank for move in on if move} == {(found.rank + 1) % 4}
+        on = [move for step in found.steps if (move := step.copy)][:3]
+        assert {move.dst.rank for move in on} == {(found.rank + 1) % 4}
 
 
 def test_the_tail_cuts_the_last_shard_and_the_sums_alone() -> None:

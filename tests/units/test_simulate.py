@@ -23,7 +23,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.machine.model import flat
-from ficco.plan import Plan, Product, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
@@ -102,13 +102,15 @@ def own_plan(*steps: Step, problem: Problem | None = None) -> Plan:
 def multiply(lane: str, rows: int, n: int = 1, k: int = 1, batch: int = 1, **more: object) -> Step:
     a, out = Region("a", 0, 0, rows, 0, k), Region("out", 0, 0, rows, 0, n)
     product = Product(a, Region("b", 0, 0, k, 0, n), out, batch=batch)
-    return Step("matmul", lane, "x", products=(product,), **more)  # type: ignore[arg-type]
+    return Step(Products((product,)), lane, "x", **more)  # type: ignore[arg-type]
 
 
-def send(lane: str, src: int, dst: int, nbytes: int, terms: int = 0, **more: object) -> Step:
+def send(
+    lane: str, src: int, dst: int, nbytes: int, terms: int = 0, mover: str = "dma", **more: object
+) -> Step:
     here = Region("a", src, 0, nbytes // 4, 0, 1)
     there = Region("staging", dst, 0, nbytes // 4, 0, 1)
-    return Step("copy", lane, "c", transfer=Transfer(here, there, terms), **more)  # type: ignore[arg-type]
+    return Step(Transfer(here, there, terms, mover=mover), lane, "c", **more)  # type: ignore[arg-type]
 
 
 def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
@@ -141,7 +143,7 @@ def summing(latency: float) -> tuple[Machine, Step]:
     )
     part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
     adds = Reduction((part, part), (1, 2), part)
-    return machine, Step("reduce", "reduce0", "sum", after=(0,), reduction=adds)
+    return machine, Step(adds, "reduce0", "sum", after=(0,))
 
 
 def test_sums_take_turns_with_products() -> None:
@@ -313,7 +315,7 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     assert bars_of(found, 0, "matmul") == [(110, 114), (125, 127), (135, 137)]
     assert bars_of(found, 0, "copy") == [(113, 117)]
     twice = multiply("compute0", 1)
-    both = own_plan(twice._replace(products=twice.products * 2), multiply("compute1", 1))
+    both = own_plan(twice._replace(work=Products(twice.products * 2)), multiply("compute1", 1))
     # The third product is there at 130.
     assert bars_of(simulate([both], machine, "idle"), 0, "matmul") == [(110, 114), (130, 132)]
     serial = plans(problem_of(1, 1, n=1), Schedule.parse("serial:collective"))
@@ -351,7 +353,7 @@ def test_a_card_that_multiplies_for_long_gets_slower() -> None:
 def test_who_waits_for_signals() -> None:
     """The caller for all lanes but sync, nobody for slots; plans that wait for ever are refused."""
     problem, late = problem_of(100, 100), Signal("ready", 1, 0, 0, 0)
-    retire = Step("sync", "sync", "retire", waits=(late,))
+    retire = Step(None, "sync", "retire", waits=(late,))
     first = own_plan(multiply("compute0", 1), retire, problem=problem)
     second = own_plan(send("copy0", 1, 0, 40, posts=(late,)), problem=problem)
     found = simulate(on_ranks(first, second), ONE)

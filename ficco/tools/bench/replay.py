@@ -119,7 +119,7 @@ def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> l
 
 
 def _to(rank: int, step: Step) -> Transfer | None:
-    return step.transfer if step.transfer and step.transfer.dst.rank == rank else None
+    return move if (move := step.copy) and move.dst.rank == rank else None
 
 
 def brought(
@@ -146,7 +146,7 @@ def brought(
     timed = [(stop, r, step) for r, steps in enumerate(ran) for step, _, stop in steps]
     for _, _, step in sorted(timed, key=lambda one: one[:2]):  # each after what it waits for
         _carry_out(step, memory)
-        if step.op == "copy" and (transfer := _to(rank, step)) is not None:
+        if (transfer := _to(rank, step)) is not None:
             images[transfer] = _part(memory, transfer.src).clone()
     return images
 
@@ -160,8 +160,8 @@ def _part(
 
 
 def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> None:
-    if step.transfer is not None:
-        _part(memory, step.transfer.dst).copy_(_part(memory, step.transfer.src))
+    if isinstance(work := step.work, Transfer):
+        _part(memory, work.dst).copy_(_part(memory, work.src))
     for product, i in ((one, i) for one in step.products for i in range(one.batch)):
         a, out = _part(memory, product.a, i * product.a_stride), product.out
         b = _part(memory, product.b)
@@ -174,9 +174,9 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
         if product.accumulate or product.addend is not None:
             total = total + (target if (to := product.addend) is None else _part(memory, to))
         target.copy_(total)
-    if step.reduction is not None:
-        parts = [_part(memory, part).float() for part in step.reduction.parts]
-        _part(memory, step.reduction.out).copy_(torch.stack(parts).sum(0))
+    if isinstance(work, Reduction):
+        parts = [_part(memory, part).float() for part in work.parts]
+        _part(memory, work.out).copy_(torch.stack(parts).sum(0))
 
 
 # The engine.
@@ -233,7 +233,7 @@ class ReplayEngine(GpuEngine):
         played = "copies to and from the host that take as long as the link would"
         return replace(super().capabilities(), movers=("dma",), copy=played)
 
-    def copy(self, program: Program, step: int, transfer: Transfer, mover: str) -> Op:
+    def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
         lane, arrives = program.plan.steps[step].lane, transfer.dst.rank == self.rank
         seconds = crossing(self.courier.machine, program.plan.moved_bytes(transfer))
         passes, places = self.courier.crossing(seconds), buffers_of(program)

@@ -116,14 +116,7 @@ def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
                     key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
                     for key, signals in (("gates", step.gates), ("announces", step.announces))
                 },
-                "transfer": step.transfer and _plain(step.transfer[:2]),
-                "factors": step.transfer and _plain(step.transfer.factors),
-                "products": _plain(step.products),
-                "reduction": _plain(step.reduction),
-                "attends": _plain(step.attends),
-                "applied": _plain(step.applied),
-                "moves": _plain(tuple(move[:2] for move in step.moves)),
-                "mover": step.mover if step.op == "copy" or step.mover == "kernel" else None,
+                "work": _plain(step.work),
             }
             for step in plan.steps
         ],

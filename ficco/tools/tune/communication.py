@@ -116,7 +116,7 @@ def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int
     rows = (max(size * pieces // 2048, 1),) * world
     row = Schedule.parse(ROWS_OF[mover].format(pieces=pieces))
     whole = plan(Problem("all_gather_matmul", rows, 0, 1024, "bfloat16"), row, 0)
-    count = sum(whole.steps[first].op == "copy" for first, *_ in together(whole))
+    count = sum(whole.steps[first].copy is not None for first, *_ in together(whole))
     return size * pieces * (world - 1) / count, count
 
 
