@@ -30,29 +30,30 @@ from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
-from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report, stats
-from ficco.tools.bench.calls import Runner, build, caller, expected, unavailable
+from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
 from ficco.tools.bench.candidates import (
     COMPARED,
     REFERENCES,
     SCHEDULES,
     block_bytes,
+    build,
+    caller,
     choose,
+    expected,
     moved_bytes,
     named_again,
     of_problem,
     parse,
     refused,
+    unavailable,
 )
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
-from ficco.tools.bench.harness import BenchSettings, Checked, bench
+from ficco.tools.bench.harness import BenchSettings, Checked, bench, trace_all
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
-from ficco.tools.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
+from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
 from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
-from ficco.tools.bench.series import Stopwatch, slowest
-from ficco.tools.bench.traces import trace_all
-from ficco.tools.cli import bench as command
+from ficco.tools.cli import measure as command
 
 # Figures.
 
@@ -64,13 +65,13 @@ def _times(**by_name: list[float]) -> pd.DataFrame:
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the second round; the ratio is 2 in two of three.
     times = _times(slow=[2.0, 6.0, 2.2], fast=[1.0, 3.0, 2.2])
-    assert stats.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
-    assert stats.over(None, times).isna().all()
+    assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
+    assert report.over(None, times).isna().all()
     seconds = {
         "gemm": 1.0, "collective": 0.5, "copies": 0.4, "serial-collective": 1.5, "serial": 1.4,
         "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
     }  # fmt: skip
-    found = stats.summarise(
+    found = report.summarise(
         {name: [one, 2 * one, one] for name, one in seconds.items()},
         queued={"growing": [1.0, 2.0, 1.0]},
     )
@@ -86,20 +87,20 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
-    assert stats.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
-    assert math.isnan(stats.geomean([])) and math.isnan(stats.geomean([math.nan]))
+    assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
+    assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
     both = _times(gemm=[3.0, 3.0], collective=[2.0, 5.0], copies=[4.0, 4.0])
-    assert list(stats.ideal(both)) == [3.0, 4.0]
-    assert list(stats.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
-    assert stats.ideal(both[["gemm"]]) is None and stats.ideal(both.drop(columns="gemm")) is None
+    assert list(report.ideal(both)) == [3.0, 4.0]
+    assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
+    assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None
     # Overlap efficiency is that of Flux.
     times = {"gemm": [10.0], "serial-collective": [14.0], "a": [11.0], "b": [18.0]}
-    found = stats.overlap_efficiency(pd.DataFrame(times))
+    found = report.overlap_efficiency(pd.DataFrame(times))
     assert found.to_dict() == {"serial-collective": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
     times["serial-collective"] = times["gemm"]
-    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
+    assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
     del times["gemm"]
-    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
+    assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
 
 
 # Shapes and candidates.
@@ -199,10 +200,10 @@ def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
     chosen = choose(["candidates", "growing:compute=2"], device="cpu")
     found = [one.name for one in of_problem(chosen, _problem(OPERATOR), cpu)]
     assert len(found) > 10 and [n for n in found if "compute" in n] == ["growing:compute=2"]
-    assert modes_of("cpu", None) == ("idle",)
-    assert modes_of("cuda", "idle,queued") == ("idle", "queued")
+    assert measure.modes_of("cpu", None) == ("idle",)
+    assert measure.modes_of("cuda", "idle,queued") == ("idle", "queued")
     with pytest.raises(ValueError, match="queued"):
-        modes_of("cpu", "queued")
+        measure.modes_of("cpu", "queued")
 
 
 def test_marks_of_schedules_and_names_of_one_plan() -> None:
@@ -528,9 +529,9 @@ def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
     # A card that rests for longer is cooler, and faster.
     clock = _Clock(one=[(0.4, 0.3), (0.01, 1e-4)], other=[(0.01, 7e-4)])
     one, other = _timed(clock)
-    assert one.sleep_s == other.sleep_s == pytest.approx(SLEEP_LEAST_S + 2 * 7e-4)
+    assert one.sleep_s == other.sleep_s == pytest.approx(measure.SLEEP_LEAST_S + 2 * 7e-4)
     assert clock.sleeps[-8:] == [one.sleep_s] * 8
-    assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == SLEEP_MOST_S
+    assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == measure.SLEEP_MOST_S
 
 
 def test_tiled_is_compared_with_products_of_the_library() -> None:

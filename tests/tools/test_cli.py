@@ -31,13 +31,13 @@ from ficco.schedules import NAMED
 from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
 from ficco.tools.bench import demo, experts
-from ficco.tools.bench.calls import Runner
 from ficco.tools.bench.candidates import BenchCandidate, parse
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.demo import verdict
 from ficco.tools.bench.draw import draw
 from ficco.tools.bench.frames import BENCH
-from ficco.tools.cli import bench as bench_command
+from ficco.tools.bench.measure import Runner
+from ficco.tools.cli import measure as commands
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
 ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world 4".split()
@@ -256,7 +256,7 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
         def refuse(*_: object, error: ValueError = error, **__: object) -> None:
             raise pickle.loads(pickle.dumps(error))
 
-        for path in ("heuristics.decide", "heuristics.where", "tools.cli.site.problem_of"):
+        for path in ("heuristics.decide", "heuristics.where", "tools.cli.problem_of"):
             with monkeypatch.context() as patch:
                 patch.setattr(f"ficco.{path}", refuse)
                 assert cli.run(["explain", *SIZES]) == 2
@@ -379,9 +379,9 @@ def test_sizes_that_others_cannot_have_are_refused(
 def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     def told(words: str) -> Any:
         arguments = cli._parser().parse_args(["bench", *words.split()])
-        bench_command._check_replay(arguments)
+        commands._check_replay(arguments)
         what = "experts" if arguments.experts else "attention"
-        return bench_command._others(arguments, "cuda", what)
+        return commands._others(arguments, "cuda", what)
 
     what, more = told("--attention --operator ulysses_attention --only 64k")
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]

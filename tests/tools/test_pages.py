@@ -18,10 +18,10 @@ from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import digest, find
 from ficco.problems.products import Problem
-from ficco.tools.bench import report, stats
+from ficco.tools.bench import report
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, append, records
-from ficco.tools.bench.stats import balance, lines, modes
+from ficco.tools.bench.report import balance, lines, modes
 from ficco.version import version
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def test_lines_take_the_best_of_each_shape() -> None:
         assert list(found[role, "candidate"]) == [candidate] * 2, role
     assert found["auto"].isna().all(axis=None)
     assert list(balance(found)) == [2.5, 2.5]
-    assert stats.geomean(found["best", "share"]) == pytest.approx(1 / 1.1)
+    assert report.geomean(found["best", "share"]) == pytest.approx(1 / 1.1)
     alone = rows[(rows["kind"] != "ficco") | (rows["candidate"] == "shard-overlap")]
     alone = alone.replace({"candidate": {"shard-overlap": "auto"}})
     assert list(lines(alone, "queued")["best", "candidate"]) == ["auto"] * 2  # nothing else is
@@ -210,7 +210,7 @@ def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
     found = lines(rows, "queued")
     for role in ("auto", "overlap", "best_1d", "best_2d"):
         assert (found["best", "share"] >= found[role, "share"]).all(), role
-    assert list(stats.schedules(found["best"])) == ["x"]
+    assert list(report.schedules(found["best"])) == ["x"]
     assert "| 2.400 | x | 2.00 |" in report.report(rows, {}, "name", [])
     found = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]  # medians choose
     assert list(found) == ["hetero-fused-1d:pieces=4"]

@@ -31,10 +31,9 @@ from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.mask import Rectangle, Segment
 from ficco.problems.sizes import problem_of
 from ficco.runtime.workspace import workspace_of
-from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION
 from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.measure import Stopwatch, all_gather
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0

@@ -26,16 +26,14 @@ from ficco.problems.products import OPERATORS
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED
 from ficco.tools.bench import attention, experts
-from ficco.tools.bench.calls import build, caller, taken
-from ficco.tools.bench.candidates import BenchCandidate, of_problem, parse
+from ficco.tools.bench.candidates import BenchCandidate, build, caller, of_problem, parse, taken
 from ficco.tools.bench.cases import OPERATOR, Case, scenarios
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
-from ficco.tools.bench.harness import Workload, taken_by_auto
+from ficco.tools.bench.harness import Workload, taken_by_auto, trace_all
 from ficco.tools.bench.inputs import ExactCall, Operands, exact_calls, seconds
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.measure import Stopwatch
 from ficco.tools.bench.simulated import examples, show_table_i
-from ficco.tools.bench.traces import trace_all
 from ficco.tools.launch import local_device
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.

@@ -26,7 +26,7 @@ from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.attention import exchanged
 from ficco.tools.bench.frames import EXPERTS
 from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.measure import Stopwatch
 
 #: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how
 #: many they need.

@@ -24,12 +24,17 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.tools.bench.calls import Runner, all_gather, reduce_scatter
 from ficco.tools.bench.frames import LAYERS
 from ficco.tools.bench.harness import CHECKS, Subject, Workload
-from ficco.tools.bench.measure import peak_bytes, pytorch_workspace_bytes
-from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.stats import fastest, over, spread
+from ficco.tools.bench.measure import (
+    Runner,
+    Stopwatch,
+    all_gather,
+    peak_bytes,
+    pytorch_workspace_bytes,
+    reduce_scatter,
+)
+from ficco.tools.bench.report import fastest, over, spread
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

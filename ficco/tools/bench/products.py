@@ -18,13 +18,16 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspace_of
-from ficco.tools.bench.calls import Runner, build, expected, taken, unavailable
 from ficco.tools.bench.candidates import (
     REPLAYED,
     BenchCandidate,
+    build,
+    expected,
     moved_bytes,
     named_again,
     of_problem,
+    taken,
+    unavailable,
 )
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH
@@ -39,10 +42,14 @@ from ficco.tools.bench.harness import (
     wrong_ranks,
 )
 from ficco.tools.bench.inputs import Operands, exact_calls, wrong_elements
-from ficco.tools.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
-from ficco.tools.bench.report import ERROR_ROWS, show_shape
-from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.stats import IDEAL, summarise
+from ficco.tools.bench.measure import (
+    Runner,
+    Stopwatch,
+    capture,
+    peak_bytes,
+    pytorch_workspace_bytes,
+)
+from ficco.tools.bench.report import ERROR_ROWS, IDEAL, show_shape, summarise
 
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26

@@ -1,12 +1,15 @@
-"""The checks of what engines assume, each by calls whose results are known."""
+"""The checks of the self-test: what engines assume, tried by calls with known results."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -15,19 +18,161 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
+from ficco.heuristics.decide import where
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
-from ficco.tools.bench.calls import call
-from ficco.tools.bench.calls import variable as environment
-from ficco.tools.bench.candidates import of_problem, parse
+from ficco.tools.bench.candidates import call, of_problem, parse
+from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.inputs import Operands, exact_calls
-from ficco.tools.selftest.rank import NotOffered, Passed, Rank
-from ficco.tools.selftest.speed import all_at_once, gb_per_s
+from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
+from ficco.tools.tune.communication import slowdowns
+from ficco.tools.tune.effort import GPU
+
+# A rank, and the end of a check.
+
+
+@dataclass(frozen=True)
+class SelftestSettings:
+    """How much is tried.
+
+    Attributes:
+        iterations: calls with small pieces per schedule that is to show the order of copy and
+            signal; an eighth of them with large ones.
+        repeat: calls per schedule where that is not the question.
+        small, large: rows per rank, k and n of calls.
+        dtype: of the operands.
+        pair_bytes: bytes that a rank receives from a peer where bandwidth is measured.
+        rounds: times that each bandwidth is measured; the best counts.
+        timeout_s: seconds that a call may wait for a peer.
+        limit_s: seconds after which a check has hung.
+    """
+
+    iterations: int = 100
+    repeat: int = 3
+    small: tuple[int, int, int] = (24, 40, 16)
+    large: tuple[int, int, int] = (512, 512, 32)
+    dtype: str = "float32"
+    pair_bytes: int = 8 << 20
+    rounds: int = 3
+    timeout_s: float = 3.0
+    limit_s: float = 30.0
+
+    @classmethod
+    def of(cls, device: str) -> SelftestSettings:
+        """What suits a device."""
+        if device == "cpu":
+            return cls()
+        return cls(
+            iterations=400,
+            repeat=5,
+            small=(48, 64, 40),
+            large=(4096, 4096, 256),
+            dtype="bfloat16",
+            pair_bytes=64 << 20,
+            timeout_s=5.0,
+            limit_s=45.0,
+        )
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a check that passed has seen, in a line, and what the report says of it."""
+
+    seen: str
+    details: str = ""
+
+
+class CheckFailed(Exception):
+    """A check has failed on ranks that are still in step."""
+
+
+class NotOffered(Exception):
+    """This machine does not have what was to be checked, or not as it should be; ``details`` are
+    for the report."""
+
+    def __init__(self, why: str, details: str = "") -> None:
+        super().__init__(why)
+        self.details = details
+
+
+class PeerLeft(Exception):
+    """A peer is no longer in this check."""
+
+
+@dataclass
+class Rank:
+    """One rank of the self-test.
+
+    Attributes:
+        talk: a group by which ranks tell each other what they saw, whatever their devices do.
+        iteration: number of the next inputs.
+        pairs: GB/s of each pair of ranks, once they are measured.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    settings: SelftestSettings
+    talk: ProcessGroup
+    iteration: int = 0
+    pairs: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank; :class:`PeerLeft` if one has left the check."""
+        everyone = self._exchange((False, value))
+        if gone := [rank for rank, (left, _) in enumerate(everyone) if left]:
+            raise PeerLeft(f"ranks {gone} left the check")
+        return [value for _, value in everyone]
+
+    def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        everyone: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(everyone, mine, group=self.talk)
+        except RuntimeError as error:
+            raise PeerLeft(f"a peer's process is gone: {error}") from error
+        return everyone
+
+    def idle(self) -> None:
+        """Wait until this rank's device is idle."""
+        if self.device.type == "cuda":
+            gpu.synchronize()
+
+    def settle(self) -> None:
+        """Wait until every rank is here, with an idle device."""
+        self.idle()
+        self.gather(None)
+
+    def leave(self, group: ProcessGroup) -> None:
+        """Take a group down, once every rank has left the check and nothing uses its memory."""
+        self._left()
+        ficco.close(group)
+        self._left()
+        dist.destroy_process_group(group)
+
+    def _left(self) -> None:
+        """Wait until every rank has left the check; one that has not learns by this that it is
+        over."""
+        self.idle()
+        while not all(left for left, _ in self._exchange((True, None))):
+            pass
+
+    def conclude(self, problems: Iterable[str]) -> None:
+        """Raise on all ranks what any of them found wrong."""
+        everyone = self.gather(list(problems))
+        lines = [f"rank {rank}: {line}" for rank, some in enumerate(everyone) for line in some]
+        if lines:
+            raise CheckFailed("\n".join(lines))
+
+    def engine(self, group: ProcessGroup) -> Engine:
+        return workspace_of(group, self.device).engine
+
 
 # Calls with integers whose results are known exactly, and what was wrong with them.
 
@@ -187,7 +332,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
     plain = torch.empty(rows, k, device=at.device)
     shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
     problems = []
-    for where, shard in (("its own memory", plain), ("symmetric memory", shared)):
+    for place, shard in (("its own memory", plain), ("symmetric memory", shared)):
         for schedule in MOVED:
             for turn in (1, 2):
                 shard.copy_(pattern(at.rank, turn))
@@ -198,7 +343,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
                 for rank, part in enumerate(gathered.view(at.world, rows, k)):
                     if wrong := int((part != pattern(rank, turn)).sum()):
                         problems.append(
-                            f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
+                            f"{schedule} from {place}: {wrong} of {rows * k} elements that rank "
                             f"{rank} wrote arrived wrong"
                         )
     at.conclude(problems)
@@ -428,3 +573,151 @@ def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
             raise NotOffered(f"rank {rank}: {refused[0]}")
     at.conclude(seen.wrong)
     return Passed("every rank read what its peers wrote in theirs, and what one wrote in its own")
+
+
+# Speed of copies, exclusively and during products, as the tuner times them.
+
+
+#: How many times as long products and copies may take during each other as without, if the copies
+#: look as if they left the compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12
+#: in the mean on MI300X; ``ficco tune`` saw 1.05 and 1.02 on 2 H200.
+SLOWER = 1.3
+#: Share of what is to be expected below which a rate is no longer taken for it. Pairs of 4 H200 lay
+#: within 4 % of their median (docs/results/selftest-h200-4.md); 7 lanes that share 4 queues would
+#: reach 0.57.
+SLOW = 0.7
+#: Seconds in which products and copies are timed during each other.
+OVERLAP_S = 5.0
+
+
+def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n: int = 0) -> float:
+    """GB/s that each rank of a group receives in a call, by the slowest of them. Collective over
+    all ranks, of which those outside of the group wait.
+
+    Products have ``n`` columns.
+    """
+    at.settle()
+    rows, k, seconds = 1024, at.settings.pair_bytes // 2048, 0.0
+    if group is not None:
+        parts = MeasuredCalls(group, at.device, torch.bfloat16)
+        a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
+
+        def call() -> None:
+            ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+            if not watch.on_gpu:  # where the host's clock runs until the call is over
+                ficco.synchronize(group)
+
+        rounds = at.settings.rounds
+        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+            series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
+        seconds = min(series[schedule])
+    return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
+
+
+def overlap(at: Rank, group: ProcessGroup) -> Passed:
+    """Whether copies seem to leave the compute units to products that fill the device."""
+    if at.device.type == "cpu":
+        raise NotOffered("there are no DMA engines: on a CPU the cores do all work")
+    if at.world == 1:
+        raise NotOffered("one rank has no peer to copy to")
+    parts = MeasuredCalls(group, at.device, torch.bfloat16)
+    products = {"product": parts.matmul(*GPU.products[0][:3])}
+    copies = {"copies": parts.copies(all_at_once(at), at.settings.pair_bytes)}
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+
+        def time(calls: dict[str, Callable[[], Any]], share: float, most: int = 40) -> Any:
+            return watch.time(calls, seconds=OVERLAP_S * share, most=most)
+
+        slowed = slowdowns(time, products, copies, at.device)
+    return looks(slowed["product", "copies"], slowed["copies", "product"])
+
+
+def looks(products: float, copies: float) -> Passed:
+    """What it looks like if products and copies take so many times as long during each other."""
+    seen = (
+        f"during each other products take {products:.2f} and copies {copies:.2f} times as long as "
+        "without; only a profile proves it"
+    )
+    if max(products, copies) > SLOWER:
+        raise NotOffered(f"looks like copies by compute units: {seen}")
+    return Passed(f"looks like copies by DMA engines: {seen}")
+
+
+def all_at_once(at: Rank) -> str:
+    """A schedule in which every peer has a copy lane."""
+    return f"hetero-fused-1d:pieces=4,copy={max(1, at.world - 1)}"
+
+
+def pairs(at: Rank) -> dict[tuple[int, int], float]:
+    """GB/s that each rank of a pair receives. Collective; measured once, if ranks live on."""
+    if all(at.gather(bool(at.pairs))):
+        return at.pairs
+    rates = {}
+    for pair in combinations(range(at.world), 2):
+        made = dist.new_group(list(pair))
+        mine = made if at.rank in pair else None
+        rates[pair] = gb_per_s(at, mine, "shard-overlap", 1)
+        at.settle()
+        if mine is not None:
+            ficco.close(mine)
+        at.gather(None)
+        if mine is not None:
+            dist.destroy_process_group(mine)
+    at.pairs = rates
+    return rates
+
+
+def bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    return alike(pairs(at), shared=at.device.type == "cpu")
+
+
+def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
+    """What rates of pairs say; where pairs share cores, a slow one is chance."""
+    middle = statistics.median(rates.values())
+    slow = [pair for pair, rate in rates.items() if rate < SLOW * middle]
+    seen = f"{middle:.1f} GB/s received per rank, both ways at once"
+    if len(rates) > 1:
+        least, most = min(rates.values()), max(rates.values())
+        seen += f" (median of {len(rates)} pairs, {least:.1f} to {most:.1f})"
+    if slow:
+        one, two = min(slow, key=rates.__getitem__)
+        seen += f"; {len(slow)} below {SLOW} of that, the slowest between ranks {one} and {two}"
+    lines = (f"ranks {one} and {two}: {rate:.1f} GB/s" for (one, two), rate in rates.items())
+    details = "\n".join(lines)
+    if slow and not shared:
+        raise NotOffered(f"pairs are not alike: {seen}", details)
+    return Passed(seen, details)
+
+
+def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    peers, lanes = at.world - 1, all_at_once(at)
+    rates = {name: gb_per_s(at, group, name, peers) for name in ("shard-overlap", lanes)}
+    best = max(rates, key=rates.__getitem__)
+    details = "\n".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items())
+    seen = f"{rates[best]:.1f} GB/s received per rank from {peers}, by {best}"
+    # One peer has one link, whatever lanes there are.
+    if peers == 1 or at.device.type == "cpu" or not all(at.gather(_meshed(at, group))):
+        return Passed(seen, details)
+    pair = statistics.median(pairs(at).values())
+    share = rates[lanes] / (peers * pair)
+    seen += (
+        f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of {pair:.1f} "
+        "GB/s each"
+    )
+    if share < SLOW:
+        raise NotOffered(f"copy lanes do not fill the links: {seen}", details)
+    return Passed(seen, details)
+
+
+def _meshed(at: Rank, group: ProcessGroup) -> bool:
+    """Whether every pair is taken to have a link of its own: by the machine's description, or,
+    where nobody has described it, if the engine cannot tell how many copies run at once."""
+    engine = at.engine(group)
+    machine = where(None, at.world, engine.fingerprint()).machine
+    if machine is None or machine.topology is None:
+        return engine.copy_engines() is None
+    return machine.topology.kind == "mesh"

@@ -26,7 +26,7 @@ from ficco.hip_kernels.launch import (
     Signals,
 )
 from ficco.tools import probe
-from ficco.tools.selftest.rank import Passed, Rank
+from ficco.tools.selftest.checks import Passed, Rank
 
 HALVES = (torch.bfloat16, torch.float16)
 #: Parts of matrices: rows, columns, the matrix's columns and the first of the part.

@@ -32,8 +32,8 @@ from ficco.schedules import NAMED, refusal
 from ficco.tools import doctor, probe
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
-from ficco.tools.selftest import checks, kernels, speed
-from ficco.tools.selftest.rank import (
+from ficco.tools.selftest import checks, kernels
+from ficco.tools.selftest.checks import (
     CheckFailed,
     NotOffered,
     Passed,
@@ -118,20 +118,20 @@ CHECKS = (
     Check("graphs", checks.graph, "calls outside of graphs"),
     Check(
         "bandwidth of pairs",
-        speed.bandwidth_of_pairs,
+        checks.bandwidth_of_pairs,
         "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
         "leave a rank of the slow pair out",
         limits=2,
     ),
     Check(
         "bandwidth of all pairs",
-        speed.bandwidth_of_all,
+        checks.bandwidth_of_all,
         "schedules with fewer copy lanes (copy=), in case that lanes run one after the other",
         limits=3,
     ),
     Check(
         "products beside copies",
-        speed.overlap,
+        checks.overlap,
         "copies by compute units, which slow products down",
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),

@@ -18,8 +18,8 @@ from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
 from ficco.tools.bench.cases import MEMORY_SHARE, Case
 from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.measure import Times
 from ficco.tools.bench.products import Verifier
-from ficco.tools.bench.series import Times
 from ficco.tools.tune import fits
 from ficco.tools.tune.site import Site
 

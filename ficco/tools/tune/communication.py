@@ -20,8 +20,7 @@ from ficco.plan import together
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
-from ficco.tools.bench.calls import reduce_scatter
-from ficco.tools.bench.series import MeasuredCalls, Times, timed_during
+from ficco.tools.bench.measure import MeasuredCalls, Times, reduce_scatter, timed_during
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import Shape
 from ficco.tools.tune.products import reserve, row_of

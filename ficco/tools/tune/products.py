@@ -31,7 +31,7 @@ from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall
 from ficco.problems.scaling import MULTIPLE, SCALED
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
-from ficco.tools.bench.series import MeasuredCalls, Stopwatch
+from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import EFFORTS, Attends, Shape
 from ficco.tools.tune.fits import Sample, errors, fit

@@ -15,8 +15,7 @@ import torch
 import ficco
 from ficco.machine import Machine, Provenance
 from ficco.problems.scaling import operands_of
-from ficco.tools.bench.calls import Runner
-from ficco.tools.bench.series import MeasuredCalls, Stopwatch, Times
+from ficco.tools.bench.measure import MeasuredCalls, Runner, Stopwatch, Times
 from ficco.tools.tune.effort import Effort
 
 Tick = Callable[[str], None]

@@ -1,6 +1,4 @@
-"""``ficco bench``: time operators by schedules, the serial composition and PyTorch's fused ops,
-paired.
-"""
+"""Commands that run on this host: ``bench``, ``demo``, ``tune`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,9 +20,11 @@ from ficco.problems.scaling import SCALED
 from ficco.tools import launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
-from ficco.tools.cli.site import (
+from ficco.tools.cli import (
     CSV,
+    FILE,
     FLAG,
+    GATHERS,
     NAMES,
     add_dtypes,
     add_fields,
@@ -35,6 +36,7 @@ from ficco.tools.cli.site import (
     shapes,
     writable,
 )
+from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,8 +44,11 @@ if TYPE_CHECKING:
     from ficco.tools.bench.candidates import BenchCandidate
 
 
+# Bench.
+
+
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
-START_S = 180.0
+BENCH_START_S = 180.0
 
 #: Operators of ``--attention``.
 OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
@@ -52,7 +57,7 @@ OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
 PLAYED = ("rank", "machine", "products")
 
 
-def options(parser: Any) -> None:
+def add_bench(parser: Any) -> None:
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--operator",
@@ -133,9 +138,9 @@ def options(parser: Any) -> None:
     later.add_argument("--report", **CSV, help="write its report next to it")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.plot or arguments.report:
-        refuse_others(arguments, options, "plot", "report")
+        refuse_others(arguments, add_bench, "plot", "report")
         for path in _pictures(arguments.plot) if arguments.plot else ():
             print(f"wrote {path}")
         if arguments.report:
@@ -179,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
             show_best(rows)
         return [*_pictures(settings.csv), _report(settings.csv)]
 
-    return measured(bench, arguments, settings, arguments.seconds + START_S, finish)
+    return measured(bench, arguments, settings, arguments.seconds + BENCH_START_S, finish)
 
 
 def _check_replay(arguments: argparse.Namespace) -> None:
@@ -396,3 +401,250 @@ def _report(csv: Path) -> Path:
     path = csv.with_suffix(".md")
     path.write_text(report(REPLAY.read(csv), read_description(csv), csv.stem, pictures))
     return path
+
+
+# Demo.
+
+
+#: Seconds after which a demo has hung; it takes about fifteen.
+DEMO_S = 300.0
+
+
+def add_demo(parser: Any) -> None:
+    add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the pictures (default: a new one in the folder for temporary files)",
+    )
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    from ficco.tools.bench.demo import demo
+
+    device = arguments.device or launch.default_device()
+    out = arguments.out and writable(arguments.out)
+    return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
+
+
+# Tune.
+
+
+#: Seconds that starting the ranks and their libraries may take on top, and how much longer than
+#: estimated the steps may take before a run has hung.
+TUNE_START_S = 120.0
+PATIENCE = 4.0
+
+#: Share by which a point of ``--check`` may be off. On CPUs ranks share cores with whatever else
+#: runs: on an idle host points were up to 1.3 times as much, beside other work up to twice.
+TOLERANCE = {"cuda": 0.25, "cpu": 1.0}
+
+#: What ``--check`` has no use for.
+NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
+
+
+def add_tune(parser: Any) -> None:
+    what = parser.add_argument_group("what is measured")
+    add_fields(what, TuneSettings, "quick", "only")
+    what.add_argument(
+        "--operator",
+        **NAMES,
+        choices=OPERATORS,
+        help="measure only the collectives of these operators; take --shapes as shapes of theirs "
+        "(scattering operators take them with n and k exchanged), and of --from-log only their "
+        f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
+    )
+    text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
+    what.add_argument("--shapes", **CSV, help=text)
+    text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
+    what.add_argument("--from-log", **FILE, help=text)
+    what.add_argument("--check", **FLAG, help="compare a few points with the file; change nothing")
+    text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
+    what.add_argument("--tolerance", type=float, help=text)
+    how = parser.add_argument_group("how")
+    add_ranks(how)
+    add_fields(how, TuneSettings, "fresh")
+    how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import user_dir
+    from ficco.tools.tune.run import default_name, opened, tune
+
+    _refuse(arguments)
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device, 2)  # one has no peer
+    here = fingerprint(device, launch.ranks_of_a_host(ranks))
+    path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
+    if arguments.check:
+        return _check(arguments, device, ranks, path)
+    if not (arguments.fresh and path.is_file()):
+        opened(path, here)  # says what is wrong with the file before any rank is started
+    settings = TuneSettings(
+        path=path.absolute(),
+        device=device,
+        **field_values(arguments, TuneSettings),
+        operators=tuple(arguments.operator or ()),
+        problems=tuple(_problems(arguments, ranks, device)),
+        command=command(),
+    )
+    if not settings.steps:
+        raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
+    seconds = sum(settings.seconds(name) for name in settings.steps)
+    timeout_s = TUNE_START_S + PATIENCE * seconds
+    outcome = launch.launch(tune, arguments.ranks, settings, device=device, timeout_s=timeout_s)
+    if launch.own_rank():
+        return 1 if outcome.error or outcome.failures else 0
+    if outcome.error:
+        print(f"ficco: error: {outcome.error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}", file=sys.stderr)
+    if arguments.out is not None:
+        used = shlex.quote(str(path.absolute()))
+        print(f"use it with FICCO_MACHINE={used}", file=sys.stderr)
+    for name, why in outcome.failures.items():
+        print(f"ficco: error: {name}: {why}; what the file had was left", file=sys.stderr)
+    if outcome.failures:
+        print("run the same command again to measure what is left", file=sys.stderr)
+    return 1 if outcome.failures else 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        ValueError: which one, and what it needs.
+    """
+    tolerance = arguments.tolerance
+    if tolerance is not None and not arguments.check:
+        raise ValueError(f"--tolerance: required with --check, got {tolerance} without it")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"--tolerance: required a number above 0, got {tolerance}")
+    for name in NOT_CHECKED if arguments.check else ():
+        if getattr(arguments, name):
+            without = f"required without --{name.replace('_', '-')}"
+            raise ValueError(f"--check: {without}; it looks at a few points of each block")
+
+
+def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
+    from ficco.ops import problem_log
+    from ficco.tools.tune.calls import from_cases
+
+    problems = []
+    if arguments.shapes:
+        read = cases.read(arguments.shapes)
+        problems += from_cases(read, ranks, device, arguments.operator or ())
+    if arguments.from_log:
+        wanted = arguments.operator or OPERATORS
+        every = problem_log.read(arguments.from_log, ranks)
+        # Operands of float8 are made in the kinds that shapes are measured in.
+        named = [one for one in every if one.kind_of_operands in cases.DTYPES]
+        logged = [one for one in named if one.operator in wanted]
+        if not logged:
+            of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
+            raise ValueError(
+                f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
+                "none; run the program with options(log_problems=...) on as many ranks"
+            )
+        problems += logged
+    return list(dict.fromkeys(problems))
+
+
+def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import load
+    from ficco.tools.tune.run import check, report
+
+    tolerance = arguments.tolerance or TOLERANCE[device]
+    if not path.exists():
+        raise ValueError(
+            f"--check: required a machine's file, got none at {path}; run `{_again(arguments)}` "
+            "first, or give another file with --out"
+        )
+    machine = load(path)
+    here = fingerprint(device, ranks)
+    if not here.matches(machine):
+        raise ValueError(
+            f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
+            f"{machine.ranks} of {machine.accelerator}; give another file with --out"
+        )
+    how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
+    points = launch.launch(check, arguments.ranks, machine, device, **how)
+    if not launch.own_rank():
+        print(report(points, tolerance, _again(arguments)))
+    return 0 if all(point.holds(tolerance) for point in points) else 1
+
+
+def _again(arguments: argparse.Namespace) -> str:
+    """The command that measures the machine that was checked."""
+    words = ["ficco", "tune"]
+    for name in ("ranks", "device", "out"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+# Doctor.
+
+
+#: Seconds after which the ranks of ``doctor`` have hung.
+DOCTOR_S = 120.0
+
+
+def add_doctor(parser: Any) -> None:
+    parser.add_argument("--json", **FLAG, help="print JSON")
+    add_ranks(
+        parser,
+        "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
+        "is then for as many (default: start none; auto for a GPU each, or 4)",
+    )
+    parser.add_argument(
+        "--selftest",
+        **FLAG,
+        help="start ranks (default: a GPU each, or 2) and test what the engine assumes",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"
+    )
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from ficco.tools import doctor
+
+    if arguments.selftest:
+        return _selftest(arguments)
+    if arguments.out is not None:
+        raise ValueError("--out: required with --selftest, which writes a report; got it alone")
+    device, ranks = arguments.device or launch.default_device(), arguments.ranks
+    if ranks is not None:
+        launch.check_ranks(ranks, device)  # before the report, which takes seconds
+    found = doctor.report(ranks, device)
+    if ranks is not None:
+        name, seen = launch.launch(
+            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
+        )
+        found["engines"][name] = seen
+        found["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        doctor.show(found)
+    return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from datetime import date
+
+    from ficco.tools.selftest import run as selftest
+
+    path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--out: required a file that can be written, got {path}")
+    run = selftest.selftest(arguments.device or launch.default_device(), arguments.ranks)
+    path.write_text(selftest.report(run, selftest.about()))
+    if arguments.json:
+        print(selftest.as_json(run, path))
+    else:
+        selftest.show(run, path)
+    return 1 if run.failed else 0
