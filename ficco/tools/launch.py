@@ -157,15 +157,15 @@ def launch(
     before = _on_terminate(_terminate)
     try:
         for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            told = (there, rank, ranks, store.port, device, timeout_s, fn, args)
+            near_end, far_end = context.Pipe(duplex=False)
+            arguments = (far_end, rank, ranks, store.port, device, timeout_s, fn, args)
             process = context.Process(
-                target=_rank, args=told, name=f"ficco rank {rank}", daemon=True
+                target=_rank, args=arguments, name=f"ficco rank {rank}", daemon=True
             )
             process.start()
-            there.close()
+            far_end.close()
             processes.append(process)
-            pipes.append(here)
+            pipes.append(near_end)
         return _collect(processes, pipes, timeout_s)
     finally:
         _on_terminate(before)

@@ -142,10 +142,10 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
     what its owner reads. Collective; ``gather`` returns what every rank gives it."""
     from ficco.dma import hip_api as hip
 
-    found = Seen([], [])
+    outcome = Seen([], [])
     index = _device(device, rank)
     owned: list[int] = []  # memory of this rank
-    theirs: dict[int, int] = {}  # memory of peers, by rank
+    mapped: dict[int, int] = {}  # memory of peers, by rank
     taken = ExitStack()  # what is given back
     host = stream = 0
 
@@ -182,19 +182,21 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             if other != index and not hip.reach(index, other):
                 raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
             if peer != rank:
-                theirs[peer] = hip.open_shared(handle)
+                mapped[peer] = hip.open_shared(handle)
         yield
-        for peer, address in theirs.items():
+        for peer, address in mapped.items():
             if (seen := read(address)[0]) != _mark(peer):
-                found.wrong.append(f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}")
+                outcome.wrong.append(
+                    f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
+                )
         yield
         hip.write_32(stream, owned[0], _mark(rank))
-        hip.copy(theirs[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
+        hip.copy(mapped[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
         settle()
         yield
         before = (rank - 1) % len(met)
         if (seen := read(owned[1])[1]) != _mark(before):
-            found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
+            outcome.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
 
     try:
         all_steps, over = steps(), False
@@ -202,12 +204,12 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             try:
                 over = next(all_steps, True) is True
             except BackendError as error:
-                found.refused.append(str(error))
-            if any(gather(bool(found.refused))):
+                outcome.refused.append(str(error))
+            if any(gather(bool(outcome.refused))):
                 break
-        return found
+        return outcome
     finally:
-        for address in theirs.values():
+        for address in mapped.values():
             hip.close_shared(address)
         gather(None)  # nobody maps this rank's any more
         taken.close()

@@ -127,10 +127,10 @@ def _uses(step: Step) -> Iterator[tuple[str, Region]]:
     if step.reduction:
         yield from (("read", part) for part in step.reduction.parts)
         yield "write", step.reduction.out
-    for some in step.attends:
-        yield from (("read", region) for region in (some.q, some.kv))
-        yield "add" if some.accumulate else "write" if some.back else "beside", some.out
-        yield from (("write", region) for region in (some.back,) if region)
+    for attends in step.attends:
+        yield from (("read", region) for region in (attends.q, attends.kv))
+        yield "add" if attends.accumulate else "write" if attends.back else "beside", attends.out
+        yield from (("write", region) for region in (attends.back,) if region)
     if step.applied:
         yield from (("read", region) for region in step.applied.inputs)
         yield from (("write", region) for region in step.applied.outs)
@@ -170,8 +170,8 @@ def _atoms(plans: Sequence[Plan]) -> Iterator[Atom]:
             for row in rows[rows.index(one.row) : rows.index(one.row_stop)]:
                 for col in cols[cols.index(one.col) : cols.index(one.col_stop)]:
                     cells[row, col].setdefault(user, []).append(mode)
-        found = (tuple((who, _together(did)) for who, did in one.items()) for one in cells.values())
-        yield from (Atom(name, rank, memory == "slot", dict(one)) for one in sorted({*found}))
+        atoms = (tuple((who, _together(did)) for who, did in one.items()) for one in cells.values())
+        yield from (Atom(name, rank, memory == "slot", dict(one)) for one in sorted({*atoms}))
 
 
 class _Model:

@@ -264,7 +264,7 @@ def test_attention_is_measured_cold_and_beside_the_products(
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
     made_up.machine = replace(made_up.machine, attention=found)
-    points = {p.what: p.ratio for p in tuning._attention(made_up)}
+    points = {p.subject: p.ratio for p in tuning._attention(made_up)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
@@ -563,7 +563,7 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
         "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
     }  # fmt: skip
-    assert sum(p.what.endswith(" in a row") for p in points) == 1
+    assert sum(p.subject.endswith(" in a row") for p in points) == 1
     generous = 30.0  # the machine is shared with whatever else runs on it
     assert f"all {len(points)} points hold" in tuning.report(points, generous)
 

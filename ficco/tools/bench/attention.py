@@ -276,30 +276,30 @@ class AttentionData(Workload):
         self.scale = 0.0
         sizes = {name: getattr(case, name) for name in
                  ("sequence", "heads", "kv_heads", "head_size", "causal", "placement")}  # fmt: skip
-        self.asked = asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
-        self.problem = asked if case.operator == GATHERS else HeadsProblem(asked)
+        self.base = base = problem_of(GATHERS, watch.world, case.dtype, sizes)
+        self.problem = base if case.operator == GATHERS else HeadsProblem(base)
         self.fill(0)
 
     def fill(self, seed: int, exact: bool = False) -> None:
         """See :class:`ficco.tools.bench.harness.Workload`."""
-        self.scale = SCALE if exact else self.asked.size**-0.5
+        self.scale = SCALE if exact else self.base.size**-0.5
         self.operands = self._exact(seed) if exact else self._random(seed)
         if self.case.operator == GATHERS:
             self.operands = self.operands.joined()
 
     def _exact(self, seed: int) -> AttentionOperands:
-        return exact_operands(self.asked, self.watch.rank, seed, self.watch.device)
+        return exact_operands(self.base, self.watch.rank, seed, self.watch.device)
 
     def _random(self, seed: int) -> AttentionOperands:
-        asked, watch = self.asked, self.watch
+        base, watch = self.base, self.watch
         generator = torch.Generator(watch.device)
         generator.manual_seed(seed * watch.world + watch.rank)
 
         def normal(heads: int) -> torch.Tensor:
-            shape, dtype = (asked.batch, heads, asked.rows, asked.size), getattr(torch, asked.dtype)
+            shape, dtype = (base.batch, heads, base.rows, base.size), getattr(torch, base.dtype)
             return torch.empty(shape, dtype=dtype, device=watch.device).normal_(generator=generator)
 
-        q, k, v = normal(asked.heads), normal(asked.kv_heads), normal(asked.kv_heads)
+        q, k, v = normal(base.heads), normal(base.kv_heads), normal(base.kv_heads)
         return AttentionOperands(q, k, v, q)
 
     def right(self, result: torch.Tensor) -> bool:
@@ -325,14 +325,14 @@ class AttentionData(Workload):
         return {**alone, **self._gathered(), **ours}
 
     def _gathered(self) -> dict[str, Variant]:
-        asked, group, device = self.asked, self.watch.group, self.watch.device
+        base, group, device = self.base, self.watch.group, self.watch.device
 
         def by_collective() -> torch.Tensor:
-            return gather_then_attend(asked, self.operands, group, self.scale, self._merge())
+            return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
         def by_pytorch() -> torch.Tensor:
-            how: Any = {"is_causal": asked.causal, "scale": self.scale}
-            how["enable_gqa"] = asked.heads != asked.kv_heads
+            how: Any = {"is_causal": base.causal, "scale": self.scale}
+            how["enable_gqa"] = base.heads != base.kv_heads
             result: torch.Tensor = F.scaled_dot_product_attention(*self.operands[:3], **how)
             return result
 
@@ -346,7 +346,7 @@ class AttentionData(Workload):
             )
             for (kernels, backend), rotation in product(BACKENDS.items(), ROTATIONS)
         }
-        moved = Variant(lambda: gather(asked, self.operands, group), MOVED, meets=True)
+        moved = Variant(lambda: gather(base, self.operands, group), MOVED, meets=True)
         return {
             "all-gather": moved,
             "all-gather, attention": Variant(by_collective, baseline=True, meets=True),
@@ -360,7 +360,7 @@ class AttentionData(Workload):
         return found
 
     def _by_heads(self) -> dict[str, Variant]:
-        asked, group = self.asked, self.watch.group
+        base, group = self.base, self.watch.group
 
         def exchanges() -> torch.Tensor:
             q, _, _ = [to_heads(one, group) for one in self.operands[:3]]
@@ -371,8 +371,8 @@ class AttentionData(Workload):
             made, _ = attention(heads, self._whole, self.scale)
             return to_positions(made, group)
 
-        lacks = f"{asked.kv_heads} heads of keys for {asked.world} ranks" if (
-            asked.kv_heads % asked.world) else ""  # fmt: skip
+        lacks = f"{base.kv_heads} heads of keys for {base.world} ranks" if (
+            base.kv_heads % base.world) else ""  # fmt: skip
         return {
             "all-to-alls": Variant(exchanges, MOVED, meets=True, lacks=lacks),
             "all-to-alls, attention": Variant(
@@ -382,23 +382,23 @@ class AttentionData(Workload):
 
     @property
     def _whole(self) -> Rectangle:
-        length = self.asked.length
-        return Rectangle(0, length, 0, length, None, 0 if self.asked.causal else None)
+        length = self.base.length
+        return Rectangle(0, length, 0, length, None, 0 if self.base.causal else None)
 
     def _alone(self) -> Callable[[], Any]:
         """The library's attention to keys that are all there, without merging."""
-        asked, rank = self.asked, self.watch.rank
+        base, rank = self.base, self.watch.rank
         if self.case.operator == GATHERS:
-            queries, rectangles = asked.heads, rectangles_of(asked, rank)
-            keys, rows = asked.kv_heads, asked.rows
+            queries, rectangles = base.heads, rectangles_of(base, rank)
+            keys, rows = base.kv_heads, base.rows
         else:
-            heads = HeadsProblem(asked)
-            queries, rectangles, rows = heads.heads, (self._whole,), asked.length
+            heads = HeadsProblem(base)
+            queries, rectangles, rows = heads.heads, (self._whole,), base.length
             keys = heads.count("k", rank)
-        like, shape = self.operands.q, (asked.batch, queries, rows, asked.size)
+        like, shape = self.operands.q, (base.batch, queries, rows, base.size)
         q = like.new_empty(shape).normal_()
-        kv = like.new_empty(2, asked.batch, keys, asked.length, asked.size).normal_()
-        return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, asked.size**-0.5)
+        kv = like.new_empty(2, base.batch, keys, base.length, base.size).normal_()
+        return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
     def _by_ficco(self, schedule: str) -> torch.Tensor:
         how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}

@@ -141,8 +141,8 @@ def choose(
 
 def _stands_for(name: str) -> BenchCandidate | None:
     """A candidate that stands for several schedules; None if the name is not of one."""
-    head, given, most = name.partition("=")
-    if head != COMPARED.name or (given and not (most.isdecimal() and int(most))):
+    head, equals, most = name.partition("=")
+    if head != COMPARED.name or (equals and not (most.isdecimal() and int(most))):
         return None
     return replace(COMPARED, name=name)
 
@@ -163,8 +163,8 @@ def of_problem(
                 for schedule in ranked() or candidates(problem)
                 if schedule.grouping != "tiled" and not is_serial(schedule)
             ]
-            there = [each for each in products if not refused(each, problem, engine)]
-            available |= dict.fromkeys(there[: int(one.name.partition("=")[2])])
+            served = [each for each in products if not refused(each, problem, engine)]
+            available |= dict.fromkeys(served[: int(one.name.partition("=")[2])])
         elif one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             names = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
@@ -316,9 +316,8 @@ def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
     """What ``auto`` stands for in a call of this group, or in one of a mode."""
     mode = mode or ("idle" if device.type == "cpu" else "eager")
-    workspace, asked = workspace_of(group, device), current()
-    machine = workspace.known(asked.machine).machine
-    engine = workspace.engine
+    workspace = workspace_of(group, device)
+    machine, engine = workspace.known(current().machine).machine, workspace.engine
     offers = engine.capabilities().offers
     decision = decide(problem, machine=machine, mode=mode, offers=offers)
     served = (one for one in decision.others if not engine.refuses(problem, one))

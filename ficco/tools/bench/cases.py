@@ -156,16 +156,16 @@ class Case:
         multiplied = max(map(problem.product_rows, range(world)))
         result = max(map(problem.out_rows, range(world)))
         right = max(map(problem.b_rows, range(world)))
-        elements, made = right * problem.n + 4 * left, 3 * result * problem.n
+        elements, results = right * problem.n + 4 * left, 3 * result * problem.n
         wide = 4 * result * problem.n
         if problem.kind.scatters:
-            elements, made = elements + result * problem.k, made + 8 * multiplied * problem.n
+            elements, results = elements + result * problem.k, results + 8 * multiplied * problem.n
             wide = 0
         else:
             elements += 4 * multiplied * problem.k
         if problem.scaling:
             wide += 6 * max(multiplied * problem.k, right * problem.n)
-        return elements * problem.itemsize + made * ITEMSIZES[problem.out_dtype] + wide
+        return elements * problem.itemsize + results * ITEMSIZES[problem.out_dtype] + wide
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
@@ -224,8 +224,8 @@ def weight_gradients() -> list[Case]:
     both = []
     for case in (case for case in scenarios() if case.name in ("g1", "g3", "g5", "g7")):
         label = f"{case.label}; its k are the rows that are gathered"
-        what = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
-        both += [case, replace(case, m=case.k, k=case.m, **what)]
+        changes = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
+        both += [case, replace(case, m=case.k, k=case.m, **changes)]
     return both
 
 

@@ -213,8 +213,8 @@ def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any
 def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
     """What ``auto`` takes, and the first baseline, in turns."""
     variants = work.variants()
-    theirs = next(one for one in variants.values() if one.baseline and not one.lacks)
-    calls = [one.call for one in (theirs, variants["ficco"])]
+    baseline = next(one for one in variants.values() if one.baseline and not one.lacks)
+    calls = [one.call for one in (baseline, variants["ficco"])]
     measure, times, right = seconds(watch.group, watch.device), list[list[float]](), True
     for turn in range(ROUNDS):
         work.fill(turn, exact=True)
@@ -241,8 +241,8 @@ def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | Non
         rows = []
         for operator in OPERATORS:
             operands = _operands(operator, apart, device)
-            found = _times([parse("auto")], operands, apart, 1)
-            rows.append({"operator": f"{operator} on {HOSTS} hosts", **found.iloc[0]})
+            times = _times([parse("auto")], operands, apart, 1)
+            rows.append({"operator": f"{operator} on {HOSTS} hosts", **times.iloc[0]})
         ficco.close(apart)
     finally:
         os.environ.pop(VARIABLE)

@@ -98,18 +98,18 @@ def draw(
         max(len(names) for names in lanes[i * columns : (i + 1) * columns]) for i in range(rows)
     ]
     bars = [bar for timeline in timelines for bars in timeline.ranks for bar in bars]
-    there = {bar.way or bar.kind for bar in bars}
+    shown_kinds = {bar.way or bar.kind for bar in bars}
     until_s = max((one.stop_s for one in timelines), default=0.0)
     problems, sources = (
-        list(dict.fromkeys(getattr(one, what) for one in timelines if one.ranks))
-        for what in ("problem", "source")
+        list(dict.fromkeys(getattr(one, name) for one in timelines if one.ranks))
+        for name in ("problem", "source")
     )
     world = max((len(one.ranks) for one in timelines), default=0)
     shown = "" if ranks is None else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     of_all = [*problems[:1], shown and f"{shown} of {world}"] if len(problems) < 2 else [shown]
     shared = len(sources) < 3 and "" not in sources
     title = [", ".join(filter(None, of_all)), *(sources if shared else ()), note]
-    kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in there]
+    kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in shown_kinds]
     size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8
     path = Path(path)
     with picture(path, *size, "\n".join(filter(None, title))) as figure:
@@ -180,8 +180,8 @@ def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
         for bar in bars:
             start, stop = bar.start_s * 1e6, bar.stop_s * 1e6  # microseconds, by the format
             name = f"{bar.way} {bar.label}".strip()
-            what = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": name}
-            events.append({**what, "cat": bar.kind, "ts": start, "dur": stop - start})
+            event = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": name}
+            events.append({**event, "cat": bar.kind, "ts": start, "dur": stop - start})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -180,12 +180,12 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
         return blocks.view(shape).transpose(0, 1).contiguous()
 
     by_expert = turned(moved, world, each).view(each, -1, data.case.k)
-    made = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
-    back, made = made.new_zeros(rows + 1, data.case.k), turned(made, each, world).view(rows, -1)
+    outputs = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
+    home, back = turned(outputs, each, world).view(rows, -1), moved.new_zeros(rows + 1, data.case.k)
     if travels:
-        dist.all_to_all_single(back[:-1], made, group=data.group)
+        dist.all_to_all_single(back[:-1], home, group=data.group)
     else:
-        back[:-1] = made
+        back[:-1] = home
     return weighted_sum(back, slots, data.weights, data.tokens.dtype)
 
 
@@ -203,20 +203,20 @@ def by_rows(data: ExpertData) -> torch.Tensor:
     counts = torch.zeros_like(choices[:0].new_zeros(case.experts)).scatter_add_(
         0, choices, torch.ones_like(choices)
     )
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=data.group)
-    by_source = theirs.view(world, each)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=data.group)
+    by_source = arriving.view(world, each)
     sent = counts.view(world, each).sum(1).tolist()  # the host waits for the device
     received = by_source.sum(1).tolist()
     rows = data.tokens[order // case.top_k]
     moved = rows.new_empty(sum(received), case.k)
     dist.all_to_all_single(moved, rows, received, sent, group=data.group)
     experts = torch.arange(each, device=rows.device).repeat(world)
-    by_expert = experts.repeat_interleave(theirs, output_size=len(moved)).argsort(stable=True)
+    by_expert = experts.repeat_interleave(arriving, output_size=len(moved)).argsort(stable=True)
     ends = by_source.sum(0).cumsum(0).to(torch.int32)
-    made = _grouped(data.between(_grouped(moved[by_expert], data.up, ends)), data.down, ends)
-    home = torch.empty_like(made)
-    home[by_expert] = made
+    outputs = _grouped(data.between(_grouped(moved[by_expert], data.up, ends)), data.down, ends)
+    home = torch.empty_like(outputs)
+    home[by_expert] = outputs
     back = torch.empty_like(rows)
     dist.all_to_all_single(back, home, sent, received, group=data.group)
     slots = torch.empty_like(order)

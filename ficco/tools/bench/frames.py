@@ -113,8 +113,8 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
     except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
     if missing := [name for name in required if name not in cells]:
-        there = ", ".join(map(str, cells.columns))
-        required_text = f"required columns {', '.join(missing)}, got {there}"
+        header = ", ".join(map(str, cells.columns))
+        required_text = f"required columns {', '.join(missing)}, got {header}"
         raise ConfigError(str(path), "header", required_text)
     return cells
 
@@ -397,4 +397,4 @@ def bar(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as shown:
         task = shown.add_task("", total=total, completed=done, title=title)
-        yield lambda now, what: shown.update(task, completed=now, description=what)
+        yield lambda now, action: shown.update(task, completed=now, description=action)

@@ -159,8 +159,8 @@ class Workload:
     @cached_property
     def offered(self) -> Mapping[str, Any]:
         """Variants that these ranks can run, by name."""
-        there = self.variants().items()
-        offered = {name: one for name, one in there if self.watch.meets or not one.meets}
+        variants = self.variants().items()
+        offered = {name: one for name, one in variants if self.watch.meets or not one.meets}
         if copies := self.watch.arrivals(self.problem):
             offered = {copies: Variant(torch.Tensor, MOVED), **offered}
         return offered
@@ -394,8 +394,8 @@ class _Bench:
         with bar(self.console, title, len(work.offered) * (1 + graph) + settings.rounds) as show:
             done_steps = count(1)
 
-            def tick(what: str) -> None:
-                show(next(done_steps), what)
+            def tick(action: str) -> None:
+                show(next(done_steps), action)
 
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
@@ -464,13 +464,13 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     """The rows as Markdown."""
     assert subject.heads is not None
     parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
-    for mode, found in rows[rows["status"] == "ok"].groupby("mode", sort=False):
-        text = found.astype(str)
+    for mode, timed in rows[rows["status"] == "ok"].groupby("mode", sort=False):
+        text = timed.astype(str)
         way = text["way"]
         if "took" in text:
             way = way.where(text["took"] == "", way + ": " + text["took"])
         figures = {
-            heading: cells(found[column] * factor, form)
+            heading: cells(timed[column] * factor, form)
             for heading, column, factor, form in subject.shown
         }
         table = pd.DataFrame({**subject.heads(text), "way": way, **figures})

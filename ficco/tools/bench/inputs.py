@@ -167,8 +167,8 @@ class Operands:
         for first in range(0, n_count, width):
             n = torch.arange(first, min(first + width, n_count), device=self.device)
             sign = 1 - 2 * ((k // stride + n) % 2)
-            some = torch.where((k + 7 * n) % stride == 0, sign, 0)
-            self.b_KN[:, first : first + width] = some.to(self.b_KN.dtype)
+            columns = torch.where((k + 7 * n) % stride == 0, sign, 0)
+            self.b_KN[:, first : first + width] = columns.to(self.b_KN.dtype)
 
     def random(self, seed: int) -> None:
         """Normal data, as in training: GEMMs take longer on it than on small integers."""
@@ -231,13 +231,13 @@ class Operands:
                 first, rows = problem.offsets[dst], problem.rows[dst]
             else:
                 first = 0 if problem.kind.sums else problem.lands(src, rank)
-            there = self.whole_OK[first : first + rows]
+            block_of_whole = self.whole_OK[first : first + rows]
             if src and problem.kind.sums:
-                block = torch.empty_like(there)
+                block = torch.empty_like(block_of_whole)
                 draw_block(block, src, part)
-                there += block
+                block_of_whole += block
             else:
-                draw_block(there, src, part)
+                draw_block(block_of_whole, src, part)
             draw_scale(of_whole, slice(first, first + rows), src, part)
         if self.a_symmetric_LK is not None:
             self.a_symmetric_LK.copy_(self.a_LK)

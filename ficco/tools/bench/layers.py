@@ -105,11 +105,11 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        kept, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
         if not ctx.again:
             mine, _ = _scatter(grad @ weight, ctx.group)
-            return mine, grad.t() @ kept, None, None
-        whole, gathered = _gather(kept, ctx.group, wait=False)
+            return mine, grad.t() @ saved, None, None
+        whole, gathered = _gather(saved, ctx.group, wait=False)
         ours = grad @ weight
         gathered.wait()
         mine, scattered = _scatter(ours, ctx.group, wait=False)
@@ -183,7 +183,7 @@ class LayerWay:
         compiler: options of the compiler; None for an eager step.
         calls: parts of names of operators, each of which a step must call: a compiler that does
             not find what it should replace says nothing.
-        kept: bytes that the way keeps, besides PyTorch's allocations.
+        kept_bytes: bytes that the way keeps, besides PyTorch's allocations.
         schedule, lacks: as of :class:`ficco.tools.bench.harness.Variant`.
     """
 
@@ -191,7 +191,7 @@ class LayerWay:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiler: dict[str, Any] | None = None
     calls: tuple[str, ...] = ()
-    kept: Callable[[ProcessGroup], int] = lambda group: 0
+    kept_bytes: Callable[[ProcessGroup], int] = lambda group: 0
     schedule: str = ""
     lacks: str = ""
 
@@ -218,15 +218,15 @@ WAYS = {
         _traceable,
         compiler={"_micro_pipeline_tp": True},
         calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
-        kept=pytorch_workspace_bytes,
+        kept_bytes=pytorch_workspace_bytes,
     ),
-    "ficco": LayerWay(_by_ficco, kept=ficco.memory),
+    "ficco": LayerWay(_by_ficco, kept_bytes=ficco.memory),
     "ficco, gathered A saved": LayerWay(
-        _by_ficco, partial(ficco.options, save_gathered=True), kept=ficco.memory
+        _by_ficco, partial(ficco.options, save_gathered=True), kept_bytes=ficco.memory
     ),
     "ficco, compiled": LayerWay(
         *(_by_ficco, nullcontext, {}, ("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")),
-        kept=ficco.memory,
+        kept_bytes=ficco.memory,
     ),
 }
 COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
@@ -295,7 +295,7 @@ class LayerData(Workload):
                 error = max(error, difference(self.results(forward), wanted))
                 del wanted
                 _, extra = peak_bytes(partial(self.run, forward), self.device)
-            extra += variant.kept(self.group)
+            extra += variant.kept_bytes(self.group)
         require(variant.calls, partial(self.run, forward))
         return Runner(partial(self.run, forward), context=variant.context), (error, extra)
 

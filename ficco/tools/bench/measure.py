@@ -103,14 +103,14 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     Raises:
         ValueError: there is no such mode, or the device does not have it.
     """
-    there = MODES if device == "cuda" else ("idle",)
+    available = MODES if device == "cuda" else ("idle",)
     if wanted is None:
-        return there
+        return available
     chosen = tuple(dict.fromkeys(wanted.split(",")))
     for mode in chosen:
-        if mode not in there:
+        if mode not in available:
             raise InvalidArgument(
-                "mode", f"required one of {', '.join(there)} on {device}, got {mode!r}"
+                "mode", f"required one of {', '.join(available)} on {device}, got {mode!r}"
             )
     return chosen
 
@@ -309,7 +309,7 @@ def rounds(
     seconds: float,
     least: int = 3,
     seed: int = 0,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda action: None,
 ) -> int:
     """Time all items, ``most`` rounds or as many as fit, at least ``least``; returns how many.
 
@@ -449,15 +449,15 @@ class Stopwatch:
         most: int = 25,
         least: int = 3,
         mode: str = "",
-        tick: Callable[[str], None] = lambda what: None,
+        tick: Callable[[str], None] = lambda action: None,
     ) -> dict[str, Times]:
         """Time all calls for about so many seconds; by name, the same on every rank."""
         items = [
             Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
         ]
-        _, found = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
-        return {item.name: times for item, (times, _) in zip(items, found, strict=True)}
+        _, timed = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
+        return {item.name: times for item, (times, _) in zip(items, timed, strict=True)}
 
     def rounds(
         self, items: list[Item], *, seconds: float, **how: Any
@@ -654,9 +654,9 @@ class MeasuredCalls:
             generator = torch.Generator(self.device)
             generator.manual_seed(len(name) + self.group.rank())
             self.memory.pop(key, None)
-            made = torch.empty(rows * cols, dtype=dtype, device=self.device)
-            draw_normal(made, generator)
-            numbers = self.memory[key] = made
+            drawn = torch.empty(rows * cols, dtype=dtype, device=self.device)
+            draw_normal(drawn, generator)
+            numbers = self.memory[key] = drawn
         return numbers[: rows * cols].view(rows, cols)
 
     def shard(self, nbytes: int) -> torch.Tensor:

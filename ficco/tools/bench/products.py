@@ -113,12 +113,12 @@ class ProductWork(Workload):
         return checked
 
     def _capture(self, checked: Sequence[Checked], tick: Tick) -> None:
-        there = [one for one in checked if one.runner is not None]
+        runnable = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls, which take turns on slots.
-        need = sum(bool(one.schedule) for one in there) * SLOTS * moved_bytes(self.problem)
+        need = sum(bool(one.schedule) for one in runnable) * SLOTS * moved_bytes(self.problem)
         free = self.verifier.free_bytes()
         pool = gpu.graph_pool_handle()
-        for one in there:
+        for one in runnable:
             tick(f"capture {one.name}")
             if need > free / 2:
                 one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
@@ -297,7 +297,7 @@ def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     dist.all_reduce(sums, group=group)
     mine = sums.split([len(rows) for rows in picked])[rank]
     width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
-    parts = [mine @ some.double() for some in operands.wide_b_KN.split(width, dim=1)]
+    parts = [mine @ columns.double() for columns in operands.wide_b_KN.split(width, dim=1)]
     wanted = torch.cat(parts, dim=1)
     rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
 

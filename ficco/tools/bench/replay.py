@@ -126,8 +126,8 @@ def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> l
                 untold.setdefault(step.lane, []).append(transfer)
             for signal in step.posts:
                 if signal.waiter == rank and not signal.released:
-                    told = tuple(untold.pop(step.lane, ()))
-                    coming.append(Arrival(simulation.known[rank, signal.word], signal, told))
+                    transfers = tuple(untold.pop(step.lane, ()))
+                    coming.append(Arrival(simulation.known[rank, signal.word], signal, transfers))
     return sorted(coming, key=lambda arrival: arrival.at)
 
 
@@ -233,11 +233,11 @@ class ReplayEngine(GpuEngine):
 
     courier: Courier
 
-    def __init__(self, *made: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.images: Images | None = None
         self.latest: Program | None = None
         self._turns: deque[Slot] = deque(maxlen=SLOTS)
-        super().__init__(*made)
+        super().__init__(*arguments)
 
     def _source(self) -> Allocate:
         return partial(LocalMapped, self)
@@ -285,8 +285,8 @@ class ReplayEngine(GpuEngine):
         return self._turns[0] if len(self._turns) == SLOTS else None
 
 
-def _without_peers(what: str) -> NotImplementedError:
-    return NotImplementedError(f"a replay has no peers for {what}; take another schedule")
+def _without_peers(need: str) -> NotImplementedError:
+    return NotImplementedError(f"a replay has no peers for {need}; take another schedule")
 
 
 def _dense(places: Buffers, region: Region) -> bool:
@@ -500,9 +500,9 @@ class Courier:
         """What accompanies the calls of a program in the mode in force."""
         key = "courier", self.mode
         if key not in program.state:
-            made = program.state[key] = self._timetable(program)
+            new = program.state[key] = self._timetable(program)
             kind = program.plan.problem, program.plan.schedule, self.mode
-            made.delays = self._delays.setdefault(kind, made.delays)  # of both slots
+            new.delays = self._delays.setdefault(kind, new.delays)  # of both slots
         timetable: Timetable = program.state[key]
         return timetable
 
@@ -513,10 +513,10 @@ class Courier:
         assert program.slot is not None
         words: Words = program.slot.state.words
         me, peers = engine.rank, [peer for peer in range(engine.world) if peer != engine.rank]
-        theirs = [words.address(peer, me) for peer in peers]
+        handed_over = [words.address(peer, me) for peer in peers]
         opening = [
-            *(MemOp(WAIT_32, at, 0) for at in theirs),
-            *(MemOp(WRITE_32, at, 1) for at in theirs),
+            *(MemOp(WAIT_32, at, 0) for at in handed_over),
+            *(MemOp(WRITE_32, at, 1) for at in handed_over),
             *(MemOp(WRITE_32, words.address(me, peer), 0) for peer in peers),
         ]
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
@@ -845,9 +845,9 @@ class ReplayWatch(Stopwatch):
         """Make an engine whose peers are played."""
         options = current()
         limit = options.timeout_s or limit_of(self.group, self.device)
-        made = (self.group, self.device, options.signals, limit)
+        arguments = (self.group, self.device, options.signals, limit)
         name = engine_name(self.device, options.engine)
-        engine: Any = make_engine(name, *made, kind=ReplayEngine)
+        engine: Any = make_engine(name, *arguments, kind=ReplayEngine)
         engine.courier = Courier(engine, self.machine, self._paces)
         if self._paces is None:
             self._paces = engine.courier.measure()

@@ -44,8 +44,8 @@ def spread(times: pd.DataFrame) -> pd.DataFrame:
 
 def fastest(times: pd.DataFrame, names: Sequence[str]) -> pd.Series | None:
     """The times with the smallest median, of those of the candidates that are there."""
-    there = times[[name for name in names if name in times]]
-    return None if there.empty else there[there.median().idxmin()]
+    present = times[[name for name in names if name in times]]
+    return None if present.empty else present[present.median().idxmin()]
 
 
 def over(reference: pd.Series | None, times: pd.DataFrame) -> pd.Series:
@@ -169,9 +169,9 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
     quack               QuACK's gather and product
     ==================  =============================================================
     """
-    there = measured(rows[rows["mode"] == mode])
-    there = there.drop_duplicates([*SHAPE, "candidate"], keep="last")
-    name, ours = there["candidate"], there["kind"] == "ficco"
+    timed = measured(rows[rows["mode"] == mode])
+    timed = timed.drop_duplicates([*SHAPE, "candidate"], keep="last")
+    name, ours = timed["candidate"], timed["kind"] == "ficco"
     named, tiled = ours & (name != "auto"), name.str.startswith("tiled")
     cut = name.where(ours, "auto").map(dims)
     roles = {
@@ -188,14 +188,14 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
         "pieces": name == "ficco-rccl",
         "quack": name == "quack",
     }
-    chosen = {role: there[found].sort_values("ms", kind="stable") for role, found in roles.items()}
+    chosen = {role: timed[mask].sort_values("ms", kind="stable") for role, mask in roles.items()}
     return pd.concat(
         {
-            role: (found if role in ("serial", "pytorch") else found.sort_values(by, **BEST_FIRST))
+            role: (these if role in ("serial", "pytorch") else these.sort_values(by, **BEST_FIRST))
             .drop_duplicates(SHAPE)
             .sort_index()
             .set_index(SHAPE, drop=False)
-            for role, found in chosen.items()
+            for role, these in chosen.items()
         },
         axis=1,
     )
@@ -233,11 +233,11 @@ def left_out(rows: pd.DataFrame) -> list[str]:
     rest = rows[rows["status"] != "ok"]
     first = rest["operator"] == "all_gather_matmul"
     where = rest["case"].where(first, rest["operator"] + " " + rest["case"])
-    what = rest["candidate"].where(rest["candidate"] != "", "the shape")
+    names = rest["candidate"].where(rest["candidate"] != "", "the shape")
     why = rest["status"] + ": " + rest["note"]
     return [
         f"{name} on {', '.join(cases.unique())}: {reason}"
-        for (name, reason), cases in where.groupby([what, why], sort=False)
+        for (name, reason), cases in where.groupby([names, why], sort=False)
     ]
 
 
@@ -412,25 +412,25 @@ def _costs(rows: pd.DataFrame) -> str:
         case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
         return moved_bytes(case.problem(row["world"]))
 
-    there = measured(rows)
-    each = [moved_by(row) for _, row in there.iterrows()]
-    moved = pd.Series(each, index=there.index, dtype=float)
-    there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
-    by_name = there.groupby("candidate", sort=False)
-    host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
-    hosts = host.unstack().reindex(there["candidate"].unique())
+    timed = measured(rows)
+    each = [moved_by(row) for _, row in timed.iterrows()]
+    moved = pd.Series(each, index=timed.index, dtype=float)
+    timed = timed.assign(memory=(timed["extra_bytes"] / moved).where(moved != 0))
+    by_name = timed.groupby("candidate", sort=False)
+    host = timed[timed["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
+    hosts = host.unstack().reindex(timed["candidate"].unique())
     known = [mode for mode in modes(rows) if mode in hosts]
     table = hosts[known].assign(memory=by_name["memory"].max()).dropna(how="all")
     if table.empty:
         return ""
     text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
-    what = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
-    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {what}")
+    moved_name = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
+    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {moved_name}")
     return (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
-        f"{what}; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        f"{moved_name}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
         f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
     )
@@ -453,11 +453,11 @@ def _named(names: Iterable[str]) -> str:
 
 def _accuracy(rows: pd.DataFrame) -> str:
     """Errors of sums on random data: ficco's compared with those of serial."""
-    there = measured(rows)
-    there = there.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
-    errors = there.pivot(index="case", columns="candidate", values="error")
-    ours = errors[there["candidate"][there["kind"] == "ficco"].unique()].dropna(how="all")
-    serial = there[there["candidate"] == SERIALS[0]].set_index("case", drop=False)
+    timed = measured(rows)
+    timed = timed.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
+    errors = timed.pivot(index="case", columns="candidate", values="error")
+    ours = errors[timed["candidate"][timed["kind"] == "ficco"].unique()].dropna(how="all")
+    serial = timed[timed["candidate"] == SERIALS[0]].set_index("case", drop=False)
     serial = serial[serial.index.isin(ours.index)]
     if serial.empty:
         return ""
@@ -501,17 +501,17 @@ def show_shape(rows: pd.DataFrame) -> None:
     sizes = f"m={first['m']} n={first['n']} k={first['k']} {first['dtype']}"
     title = f"{operator}{first['case']}: {sizes}, {first['world']} ranks"
     title += f"; {first['label']}" * bool(first["label"])
-    there = measured(rows)
-    if there.empty:
+    timed = measured(rows)
+    if timed.empty:
         print(f"{title}: {first['status']}: {first['note']}")
         return
-    modes_there = there["mode"].unique()
-    turn = there["mode"].map({mode: number for number, mode in enumerate(modes_there)})
-    names = there.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
-    seen = there.drop_duplicates("candidate").set_index("candidate").loc[names]
+    modes_there = timed["mode"].unique()
+    turn = timed["mode"].map({mode: number for number, mode in enumerate(modes_there)})
+    names = timed.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
+    seen = timed.drop_duplicates("candidate").set_index("candidate").loc[names]
     notes = zip(names, seen["note"], strict=True)
     table = pd.DataFrame({"candidate": [f"{n} ({note})" if note else n for n, note in notes]})
-    figures = there.pivot(index="candidate", columns="mode").reindex(names)
+    figures = timed.pivot(index="candidate", columns="mode").reindex(names)
     for mode in modes_there:
         for heading, column, form in BY_MODE:
             if (column, mode) in figures and figures[column, mode].notna().any():
@@ -579,12 +579,12 @@ def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
     drawn = []
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
-        if not (there := modes(mine)):
+        if not (timed_modes := modes(mine)):
             continue
         start = f"{stem.name}_{operator}" if several else stem.name
         share, speedup = (stem.with_name(f"{start}_{name}.png") for name in ("share", "speedup"))
-        shares(mine, there, share, f"{title}, {operator}" if several else title)
-        speedups(mine, there, speedup, f"{title}, {operator}" if several else title)
+        shares(mine, timed_modes, share, f"{title}, {operator}" if several else title)
+        speedups(mine, timed_modes, speedup, f"{title}, {operator}" if several else title)
         drawn += [share, speedup]
     return drawn
 
@@ -605,27 +605,27 @@ def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: st
     by_mode = {mode: lines(rows, mode) for mode in modes_there}
     shown = [
         (mode, measured, part)
-        for mode, there in by_mode.items()
-        for measured in [[role for role in SHARES if there[role, "share"].notna().any()]]
-        for part in _in_rows(there)
+        for mode, shapes in by_mode.items()
+        for measured in [[role for role in SHARES if shapes[role, "share"].notna().any()]]
+        for part in _in_rows(shapes)
     ]
     widest = max(len(part) for *_, part in shown)
     size = max(6.0, 1.3 * widest + 2), 2.9 * len(shown) + 0.6
     with picture(path, *size, title) as figure:
         panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-        for axes, (mode, measured, there) in zip(panels, shown, strict=True):
-            series = [(DRAWN[role][0], there[role, "share"], DRAWN[role][1]) for role in measured]
-            _bars(axes, [_shape(row) for _, row in there["shape"].iterrows()], series)
+        for axes, (mode, measured, shapes) in zip(panels, shown, strict=True):
+            series = [(DRAWN[role][0], shapes[role, "share"], DRAWN[role][1]) for role in measured]
+            _bars(axes, [_shape(row) for _, row in shapes["shape"].iterrows()], series)
             axes.set_xlim(-0.6, widest - 0.4)
             axes.set_ylabel(f"share of ideal, {mode}")
         _legend_below(figure, panels[0])
 
 
-def _in_rows(there: pd.DataFrame) -> list[pd.DataFrame]:
+def _in_rows(shapes: pd.DataFrame) -> list[pd.DataFrame]:
     """Shapes in rows of about the same length, ``MOST_SHAPES`` at most."""
-    rows = -(-len(there) // MOST_SHAPES)
-    length = -(-len(there) // rows)
-    return [there.iloc[first : first + length] for first in range(0, len(there), length)]
+    rows = -(-len(shapes) // MOST_SHAPES)
+    length = -(-len(shapes) // rows)
+    return [shapes.iloc[first : first + length] for first in range(0, len(shapes), length)]
 
 
 def _legend_below(figure: Any, axes: Any) -> None:
@@ -648,20 +648,20 @@ def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: 
         widths = {"width_ratios": [1.4, 1]}
         panels = figure.subplots(len(modes_there), 2, squeeze=False, gridspec_kw=widths)
         for (left, right), mode in zip(panels, modes_there, strict=True):
-            there = lines(rows, mode, "speedup")
-            order = balance(there).sort_values(kind="stable")
+            shapes = lines(rows, mode, "speedup")
+            order = balance(shapes).sort_values(kind="stable")
             for name, colour, role in ((*DRAWN[role], role) for role in CURVES):
-                points = there[role, "speedup"].reindex(order.index).set_axis(order).dropna()
+                points = shapes[role, "speedup"].reindex(order.index).set_axis(order).dropna()
                 left.plot(points, "o-", label=name, color=colour)
             left.axhline(1, color=GREY, linewidth=0.8)
             left.set_xscale("log", base=2)
             left.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
             left.set_xlabel("time of the GEMM / time of the communication")
             left.set_ylabel(f"speed-up over serial, {mode}")
-            means = pd.Series({role: geomean(there[role, "speedup"]) for role in MEANS}).dropna()
+            means = pd.Series({role: geomean(shapes[role, "speedup"]) for role in MEANS}).dropna()
             names, colours = zip(*(DRAWN[role] for role in means.index), strict=True)
             names = [name.replace(" ", "\n", 1) for name in names]
             right.bar_label(right.bar(names, means, color=colours), fmt="%.2f")
             right.axhline(1, color=GREY, linewidth=0.8)
-            right.set_ylabel(f"geometric mean of {len(there)} shapes")
+            right.set_ylabel(f"geometric mean of {len(shapes)} shapes")
         _legend_below(figure, panels[0, 0])

@@ -116,16 +116,16 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
         "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
         "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
     }
-    there = {name: values for name, values in series.items() if any(values)}
+    present = {name: values for name, values in series.items() if any(values)}
     colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
-    height = 0.8 / len(there)
+    height = 0.8 / len(present)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
     with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
         axes = figure.subplots()
-        for i, (name, values) in enumerate(there.items()):
+        for i, (name, values) in enumerate(present.items()):
             places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
             widths = [(value or 0.0) * 1e3 for value in values]
             axes.barh(places, widths, height=height, color=colours[name], label=name)

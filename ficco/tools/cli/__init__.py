@@ -202,10 +202,10 @@ def require_extra() -> None:
         ModuleNotFoundError: a package is missing; its ``name`` is one of ``PACKAGES``.
     """
     for package in PACKAGES:
-        there = False
+        installed = False
         with suppress(ValueError):  # imports of it are blocked
-            there = find_spec(package) is not None
-        if not there:
+            installed = find_spec(package) is not None
+        if not installed:
             raise ModuleNotFoundError(not_installed(package), name=package)
 
 
@@ -222,8 +222,8 @@ def site(
         device = launch.default_device()
         return fingerprint(device, launch.check_ranks(None, device))
 
-    asked = here() if default is None else default
-    return where(machine, world, asked, captured=captured)
+    host = here() if default is None else default
+    return where(machine, world, host, captured=captured)
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
@@ -251,9 +251,9 @@ def add_dtypes(parser: Any) -> None:
 def add_fields(parser: Any, settings: Any, *names: str) -> None:
     """Add options for fields of a dataclass, which were declared as
     :func:`ficco.tools.bench.cases.option`."""
-    there = {one.name: one for one in fields(settings)}
+    declared = {one.name: one for one in fields(settings)}
     for name in names:
-        default, how = there[name].default, dict(there[name].metadata)
+        default, how = declared[name].default, dict(declared[name].metadata)
         if isinstance(default, bool):
             how |= FLAG
         elif isinstance(default, (int, float)):
@@ -268,12 +268,12 @@ def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
-def add_files(parser: Any, folder: str, what: str) -> None:
+def add_files(parser: Any, folder: str, subject: str) -> None:
     """Add the options that say where a measurement writes to."""
     parser.add_argument(
         "--out", type=Path, default=Path(folder), help=f"folder (default: {folder})"
     )
-    parser.add_argument("--name", help=f"name of the files (default: {what}, machine and date)")
+    parser.add_argument("--name", help=f"name of the files (default: {subject}, machine and date)")
 
 
 def add_sizes(parser: Any) -> None:
@@ -281,9 +281,9 @@ def add_sizes(parser: Any) -> None:
     text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
     parser.add_argument("--operator", metavar="NAME", help=text)
     options: dict[str, dict[str, Size]] = {}  # by name, whose
-    for asked in ASKABLE.values():
-        for name, size in asked.sizes.items():
-            options.setdefault(name, {}).setdefault(asked.whose, size)
+    for askable in ASKABLE.values():
+        for name, size in askable.sizes.items():
+            options.setdefault(name, {}).setdefault(askable.whose, size)
     groups: dict[str, Any] = {}
     for name, sizes in options.items():
         (whose, size), *others = sizes.items()
@@ -301,9 +301,9 @@ def add_sizes(parser: Any) -> None:
 
 def sizes(arguments: Any) -> dict[str, Any]:
     """The sizes that were given."""
-    names = {name for asked in ASKABLE.values() for name in asked.sizes}
-    given = {name: getattr(arguments, name) for name in names}
-    return {name: value for name, value in given.items() if value is not None}
+    names = {name for askable in ASKABLE.values() for name in askable.sizes}
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def add_world(parser: Any) -> None:
@@ -353,8 +353,8 @@ def problem(arguments: Any, local_world: int) -> AnyProblem:
         rows = [list(map(int, line)) for line in table]
         rows = rows if len(rows) > 1 else rows[0]
     world, hosts = local_world * arguments.hosts, arguments.hosts
-    asked = arguments.operator or GATHERS, world, arguments.dtype, sizes(arguments)
-    return problem_of(*asked, rows=rows, hosts=hosts)
+    request = arguments.operator or GATHERS, world, arguments.dtype, sizes(arguments)
+    return problem_of(*request, rows=rows, hosts=hosts)
 
 
 def refuse_others(

@@ -58,25 +58,25 @@ PLAYED = ("rank", "machine", "products")
 
 
 def add_bench(parser: Any) -> None:
-    what = parser.add_argument_group("what is measured")
-    what.add_argument(
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument(
         "--operator",
         **NAMES,
         choices=[*OPERATORS, *OF_ATTENTION],
         help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
         f"or those of the set); with --attention {' or '.join(OF_ATTENTION)} (default: both)",
     )
-    what.add_argument(
+    measured.add_argument(
         "--set",
         **NAMES,
         choices=list(cases.SETS),
         help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
         "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
     )
-    what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
-    add_dtypes(what)
-    what.add_argument("--only", **NAMES, help="only the shapes with these names")
-    what.add_argument(
+    measured.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
+    add_dtypes(measured)
+    measured.add_argument("--only", **NAMES, help="only the shapes with these names")
+    measured.add_argument(
         "--schedules",
         **NAMES,
         help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
@@ -84,31 +84,31 @@ def add_bench(parser: Any) -> None:
         "that auto compares, candidates=3 for the three of library products that are predicted to "
         "be fastest (default: a list)",
     )
-    what.add_argument(
+    measured.add_argument(
         "--without",
         nargs="+",
         choices=OPTIONAL,
         default=[],
         help="baselines to leave out; PyTorch's native path has been seen to hang",
     )
-    what.add_argument(
+    measured.add_argument(
         "--layers",
         **FLAG,
         help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
         "weights sharded",
     )
-    what.add_argument(
+    measured.add_argument(
         "--experts",
         **FLAG,
         help="instead of products: layers of experts, with some of their experts on every rank",
     )
-    what.add_argument(
+    measured.add_argument(
         "--attention",
         **FLAG,
         help="instead of products: attention over a sequence that the ranks share, keys gathered "
         "and by heads",
     )
-    what.add_argument(
+    measured.add_argument(
         "--mode",
         help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
         "all that the ranks have)",
@@ -159,14 +159,16 @@ def run_bench(arguments: argparse.Namespace) -> int:
         if (name in OF_ATTENTION) != (others == ["attention"]):
             how = "with" if name in OF_ATTENTION else "without"
             raise ValueError(f"--operator: {name} is required {how} --attention")
-    what, kind = _others(arguments, device, others[0]) if others else _products(arguments, device)
-    what = what if arguments.replay is None else f"replay-{arguments.replay}-{what}"
+    subject, kind = (
+        _others(arguments, device, others[0]) if others else _products(arguments, device)
+    )
+    subject = subject if arguments.replay is None else f"replay-{arguments.replay}-{subject}"
     settings = BenchSettings(
         **kind,
         **field_values(arguments, BenchSettings),
         device=device,
         quiet=arguments.json,
-        csv=fresh(arguments.out, arguments.name or named(what, device, ranks)),
+        csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
         command=command(),
     )
 
@@ -228,14 +230,14 @@ def place(arguments: argparse.Namespace) -> tuple[str, int]:
     return device, ranks
 
 
-def named(what: str, device: str, ranks: int) -> str:
+def named(subject: str, device: str, ranks: int) -> str:
     """The name of the files of a run: what, the machine and the day."""
     from ficco.tools import doctor
 
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    return f"{what}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+    return f"{subject}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def fresh(folder: Path, name: str) -> Path:
@@ -265,8 +267,8 @@ def measured(
         print(f"wrote {path}", file=sys.stderr)
     bad = []
     for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
-        what = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
-        bad.append(f"{row['status']}: {' on '.join(what)}: {row['note']}")
+        names = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
+        bad.append(f"{row['status']}: {' on '.join(names)}: {row['note']}")
     for line in dict.fromkeys(bad):  # once, not in every mode
         print(line, file=sys.stderr)
     return 1 if bad else 0
@@ -285,17 +287,17 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
     from ficco.tools.bench import frames, products
     from ficco.tools.bench.candidates import choose
 
-    found, what = chosen(arguments, device)
+    shapes, subject = chosen(arguments, device)
     candidates = choose(arguments.schedules, arguments.without, device)
     if arguments.schedules:
-        _servable(candidates, found)
-    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(found)}
+        _servable(candidates, shapes)
+    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(shapes)}
     settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
     if arguments.replay is not None:
-        recipes = {one.dtype.partition("-")[2] for one in found if one.dtype in SCALED}
+        recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
         settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
         settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
-    return what, settings
+    return subject, settings
 
 
 def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
@@ -309,28 +311,28 @@ def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[s
     return {"replayed": Replayed(world=arguments.replay, products=measure, **values)}
 
 
-def _others(arguments: argparse.Namespace, device: str, what: str) -> Measurement:
+def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
     """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
     from ficco.tools.bench import attention, experts, layers
 
-    room: Any = {"layers": layers, "experts": experts, "attention": attention}[what]
+    room: Any = {"layers": layers, "experts": experts, "attention": attention}[kind]
     refused = {
         "layers": ("only", "operator", "schedules", "timelines", "json"),
         "experts": ("operator",),
     }
-    for name in ("set", "shapes", "dtype", *refused.get(what, ())):
+    for name in ("set", "shapes", "dtype", *refused.get(kind, ())):
         if getattr(arguments, name):
-            raise ValueError(f"--{what}: required without --{name}, which is for products")
-    found = [
+            raise ValueError(f"--{kind}: required without --{name}, which is for products")
+    shapes_of_kind = [
         one
         for one in room.SHAPES[device]
         if not arguments.operator or one.operator in arguments.operator
     ]
     names = arguments.schedules or ()
-    return what, {
+    return kind, {
         "subject": room.SUBJECT,
-        "cases": tuple(_only(arguments, found)),
+        "cases": tuple(_only(arguments, shapes_of_kind)),
         "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
         "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
         **_played(arguments, ("experts",) if arguments.experts else ()),
@@ -345,13 +347,13 @@ def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
     return tuple(mode for mode in modes if mode != "graph" or arguments.replay is None)
 
 
-def _only(arguments: argparse.Namespace, found: Sequence[Any]) -> list[Any]:
+def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
     """Those that ``--only`` names, of shapes; all without it."""
-    there = dict.fromkeys(case.name for case in found)
+    by_name = dict.fromkeys(case.name for case in shapes)
     for name in arguments.only or ():
-        if name not in there:
-            raise ValueError(f"--only: required some of {', '.join(there)}, got {name!r}")
-    return [case for case in found if not arguments.only or case.name in arguments.only]
+        if name not in by_name:
+            raise ValueError(f"--only: required some of {', '.join(by_name)}, got {name!r}")
+    return [case for case in shapes if not arguments.only or case.name in arguments.only]
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
@@ -362,16 +364,16 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
     """
     operators = arguments.operator
     if arguments.shapes or arguments.set:
-        what, found = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        names, selected = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
         if operators:
-            found = [case.on(operator) for operator in operators for case in found]
+            selected = [case.on(operator) for operator in operators for case in selected]
     else:  # each operator has its own
         wanted = operators or [cases.OPERATOR]
         pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
-        what = list(dict.fromkeys(name for _, name in pairs))
-        found = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
-    kept = cases.of_dtypes(_only(arguments, found), arguments.dtype or ())
-    return kept, "-".join([*what, *(arguments.dtype or ())])
+        names = list(dict.fromkeys(name for _, name in pairs))
+        selected = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+    selected = cases.of_dtypes(_only(arguments, selected), arguments.dtype or ())
+    return selected, "-".join([*names, *(arguments.dtype or ())])
 
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
@@ -444,9 +446,9 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 
 def add_tune(parser: Any) -> None:
-    what = parser.add_argument_group("what is measured")
-    add_fields(what, TuneSettings, "quick", "only")
-    what.add_argument(
+    measured = parser.add_argument_group("what is measured")
+    add_fields(measured, TuneSettings, "quick", "only")
+    measured.add_argument(
         "--operator",
         **NAMES,
         choices=OPERATORS,
@@ -455,12 +457,14 @@ def add_tune(parser: Any) -> None:
         f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
     )
     text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
-    what.add_argument("--shapes", **CSV, help=text)
+    measured.add_argument("--shapes", **CSV, help=text)
     text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
-    what.add_argument("--from-log", **FILE, help=text)
-    what.add_argument("--check", **FLAG, help="compare a few points with the file; change nothing")
+    measured.add_argument("--from-log", **FILE, help=text)
+    measured.add_argument(
+        "--check", **FLAG, help="compare a few points with the file; change nothing"
+    )
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
-    what.add_argument("--tolerance", type=float, help=text)
+    measured.add_argument("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
     add_ranks(how)
     add_fields(how, TuneSettings, "fresh")
@@ -619,17 +623,17 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     device, ranks = arguments.device or launch.default_device(), arguments.ranks
     if ranks is not None:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
-    found = doctor.report(ranks, device)
+    report = doctor.report(ranks, device)
     if ranks is not None:
         name, seen = launch.launch(
             doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
         )
-        found["engines"][name] = seen
-        found["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
+        report["engines"][name] = seen
+        report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
-        doctor.show(found)
+        doctor.show(report)
     return 0
 
 

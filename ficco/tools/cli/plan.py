@@ -52,10 +52,10 @@ def add_simulate(parser: Any) -> None:
     parser.add_argument(
         "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
     )
-    what = parser.add_argument_group("what")
+    problems = parser.add_argument_group("what")
     text = "shapes that ship with ficco (default: measured)"
-    what.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
-    what.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
+    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
+    problems.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
     add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
@@ -94,24 +94,27 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.frames import append, records
 
     picture(arguments.draw)
-    asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
-    mode = arguments.mode or ("idle" if asked.mode == "idle" else "queued")
+    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    mode = arguments.mode or ("idle" if where.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
             f"schedules: required one of {', '.join(NAMED)}, got 'auto', which stands for one of "
             "them; `ficco explain` says for which"
         )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    found = list(_asked(arguments, asked.world * arguments.hosts))
+    requests = list(_asked(arguments, where.world * arguments.hosts))
     drawn = arguments.draw or arguments.trace or arguments.timelines
-    if drawn and len(found) > 1:
+    if drawn and len(requests) > 1:
         raise ValueError(
-            f"--draw, --trace, --timelines: required one shape, got {len(found)}; "
+            f"--draw, --trace, --timelines: required one shape, got {len(requests)}; "
             "give it with --m, --n and --k"
         )
-    machine, problems = asked.simulated, [one for one, _ in found]
+    machine, problems = where.simulated, [one for one, _ in requests]
     rows = pd.concat(
-        [simulated.simulate_problem(one, shape, machine, mode, schedules) for one, shape in found],
+        [
+            simulated.simulate_problem(one, shape, machine, mode, schedules)
+            for one, shape in requests
+        ],
         ignore_index=True,
     )
     if arguments.json:
@@ -119,14 +122,14 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     else:
         print(", ".join(dict.fromkeys(map(_what, problems))))
         names = ASKABLE[problems[0].operator].required
-        what = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
-        given = sizes(arguments)
-        _print_rows(rows, f"{what}; candidate", ", ".join(str(given.get(name)) for name in names))
+        heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
+        values = sizes(arguments)
+        _print_rows(rows, f"{heads}; candidate", ", ".join(str(values.get(name)) for name in names))
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
     if drawn:
-        _timelines(arguments, found[0][0], machine, mode)
+        _timelines(arguments, requests[0][0], machine, mode)
     return 0
 
 
@@ -134,12 +137,12 @@ def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dic
     """Problems, and what rows say of them."""
     from ficco.tools.bench.simulated import shape_of
 
-    given, operator = sizes(arguments), arguments.operator
-    if sum([bool(given), arguments.set is not None, arguments.shapes is not None]) > 1:
+    values, operator = sizes(arguments), arguments.operator
+    if sum([bool(values), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
-    if given or operator not in (None, *OPERATORS):
+    if values or operator not in (None, *OPERATORS):
         hosts = arguments.hosts
-        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, given, hosts=hosts)
+        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, values, hosts=hosts)
         if one.operator in OPERATORS:
             case = Case("x".join(map(str, (one.m, one.n, one.k))), one.m, one.n, one.k)
             yield one, shape_of(case, one)
@@ -196,8 +199,8 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     tables: list[pd.DataFrame] = []
     starts, ends = [], []
     for case, mine in rows.groupby("case", sort=False):
-        given = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
-        title = given if case == given.replace(", ", "x") else f"{case}: {given}"
+        sizes_text = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
+        title = sizes_text if case == sizes_text.replace(", ", "x") else f"{case}: {sizes_text}"
         title = title if mine["m"].iloc[0] else sizes
         starts.append(sum(map(len, tables)))
         tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
@@ -242,19 +245,19 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ficco.simulate import simulate
     from ficco.tools.promela import promela
 
-    asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
-    asked_of = problem(arguments, asked.world)
-    if not 0 <= arguments.rank < asked_of.world:
-        raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
+    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    wanted = problem(arguments, where.world)
+    if not 0 <= arguments.rank < wanted.world:
+        raise ValueError(f"--rank: required 0 to {wanted.world - 1}, got {arguments.rank}")
     picture(arguments.draw)
-    drawn = asked.simulated if arguments.draw or arguments.trace else None
-    family = family_of(asked_of)
-    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
-    made = family.plans(asked_of, decision.schedule, staging_bytes=arguments.workspace_bytes)
-    check(made)
-    one = made[arguments.rank]
+    drawn = where.simulated if arguments.draw or arguments.trace else None
+    family = family_of(wanted)
+    decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
+    plans = family.plans(wanted, decision.schedule, staging_bytes=arguments.workspace_bytes)
+    check(plans)
+    one = plans[arguments.rank]
     if arguments.promela is not None:
-        model = promela(made)
+        model = promela(plans)
         if str(arguments.promela) == "-":
             print(model, end="")
             return 0
@@ -265,11 +268,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     else:
         print(render(one))
         print(_plan_text(one, decision))
-        if why := too_large(asked_of, one.rank, one.extra_bytes, asked.machine):
+        if why := too_large(wanted, one.rank, one.extra_bytes, where.machine):
             print(why)
     if drawn is not None:
-        mode = "idle" if asked.mode == "idle" else "queued"
-        write([simulate(made, drawn, mode)], arguments)
+        mode = "idle" if where.mode == "idle" else "queued"
+        write([simulate(plans, drawn, mode)], arguments)
     return 0
 
 
@@ -356,14 +359,14 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.from_log:
         return _from_log(arguments)
     _refuse(arguments)
-    asked = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
-    asked_of = problem(arguments, asked.world)
-    if arguments.measure and asked_of.operator not in OPERATORS:
+    where = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
+    wanted = problem(arguments, where.world)
+    if arguments.measure and wanted.operator not in OPERATORS:
         raise ValueError(
-            f"--measure: required an operator of products, got {asked_of.operator}; "
+            f"--measure: required an operator of products, got {wanted.operator}; "
             "`ficco bench --attention` and `ficco bench --experts` time the others"
         )
-    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
+    decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
     measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
     if arguments.json:
         print(json.dumps(as_json(decision, measured), indent=2))
@@ -389,9 +392,9 @@ def _from_log(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
     decisions = []
     for one in problems:
-        asked = site(arguments.machine, one.local_world, captured=arguments.captured)
-        mode = asked.mode
-        decisions.append(decide(one, arguments.schedule, machine=asked.machine, mode=mode))
+        where = site(arguments.machine, one.local_world, captured=arguments.captured)
+        mode = where.mode
+        decisions.append(decide(one, arguments.schedule, machine=where.machine, mode=mode))
     if arguments.json:
         print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
         return 0
@@ -430,9 +433,9 @@ def _measure(
     from ficco.tools.bench.measure import modes_of
 
     require_extra()
-    asked, device = decision.problem, launch.default_device()
-    sizes = asked.m, asked.n, asked.k, asked.kind_of_operands
-    case = Case("explained", *sizes, operator=asked.operator)
+    problem, device = decision.problem, launch.default_device()
+    sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
+    case = Case("explained", *sizes, operator=problem.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
         settings = BenchSettings(
@@ -447,7 +450,7 @@ def _measure(
             quiet=True,
         )
         limit = settings.seconds + BENCH_START_S
-        rows = launch.launch(bench, asked.world, settings, device=device, timeout_s=limit)
+        rows = launch.launch(bench, problem.world, settings, device=device, timeout_s=limit)
     measured: dict[str, dict[str, float]] = {}
     left_out: dict[str, bool] = {}  # once, not in every mode
     for row in () if rows is None else rows.itertuples():

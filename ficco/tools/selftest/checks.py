@@ -166,7 +166,7 @@ class Rank:
     def conclude(self, problems: Iterable[str]) -> None:
         """Raise on all ranks what any of them found wrong."""
         everyone = self.gather(list(problems))
-        lines = [f"rank {rank}: {line}" for rank, some in enumerate(everyone) for line in some]
+        lines = [f"rank {rank}: {line}" for rank, own in enumerate(everyone) for line in own]
         if lines:
             raise CheckFailed("\n".join(lines))
 
@@ -235,18 +235,18 @@ def compared(
 ) -> list[str]:
     """Calls that read these operands, enqueued without a wait, and what was wrong with them."""
     compare = partial(wrong_rows, operands=operands)
-    made = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
-    at.iteration += len(made)
+    outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
+    at.iteration += len(outcomes)
     ficco.synchronize(group)
-    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(made, 1)]
+    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(outcomes, 1)]
     lines = [
-        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements"
+        f"{name}, call {number} of {len(outcomes)}: {sum(many)} wrong elements"
         + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
         for name, number, many in wrong
         if any(many)
     ]
     if len(lines) > NAMED_CALLS:
-        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(made)} calls"]
+        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(outcomes)} calls"]
     return lines
 
 
@@ -278,11 +278,11 @@ def proven(
     return len(schedules) * sum(count for _, count in cases)
 
 
-def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], what: str) -> Passed:
+def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], detail: str) -> Passed:
     """Small and large calls of some schedules."""
     small, large, repeat = at.settings.small, at.settings.large, at.settings.repeat
     calls = proven(at, group, schedules, (small, repeat), (odd(small), repeat), (large, 1))
-    return Passed(f"{calls} calls exact{what}")
+    return Passed(f"{calls} calls exact{detail}")
 
 
 # The checks.
@@ -536,15 +536,15 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
 OF_PULLED, OF_COLUMNS = "events", "columns"
 
 
-def way(at: Rank, group: ProcessGroup, variable: str, what: str, value: str) -> Passed:
+def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -> Passed:
     """One of the ways that an engine can be told to go, timed by what it is about."""
-    schedule, pull = all_at_once(at), what == OF_PULLED
-    schedule = schedule.replace("-1d", "-2d" if what == OF_COLUMNS else "-1d") + ",pull" * pull
+    schedule, pull = all_at_once(at), choice == OF_PULLED
+    schedule = schedule.replace("-1d", "-2d" if choice == OF_COLUMNS else "-1d") + ",pull" * pull
     count = max(2, at.settings.iterations // 8)
     # A pulled copy whose end is told late delays only the products of its own call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        with environment(variable, f"{what}={value}"):
+        with environment(variable, f"{choice}={value}"):
             calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
@@ -654,8 +654,8 @@ def pairs(at: Rank) -> dict[tuple[int, int], float]:
         return at.pairs
     rates = {}
     for pair in combinations(range(at.world), 2):
-        made = dist.new_group(list(pair))
-        mine = made if at.rank in pair else None
+        both = dist.new_group(list(pair))
+        mine = both if at.rank in pair else None
         rates[pair] = gb_per_s(at, mine, "shard-overlap", 1)
         at.settle()
         if mine is not None:

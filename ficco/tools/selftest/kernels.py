@@ -75,8 +75,8 @@ class _Trial:
 
     def integers(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """So small that their sums are exact."""
-        made = torch.empty(shape, dtype=dtype, device=self.at.device)
-        return made.random_(-3, 4, generator=self.generator)
+        numbers = torch.empty(shape, dtype=dtype, device=self.at.device)
+        return numbers.random_(-3, 4, generator=self.generator)
 
     def words(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.at.device)
@@ -109,8 +109,8 @@ class _Trial:
             wanted[:, first : first + cols] = _sum(blocks, half)
             self.kernels.reduce(blocks[0], blocks, self.stream)
             if not torch.equal(wide[0], wanted):
-                what = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
-                problems.append(f"the sum of {what} is wrong")
+                shape = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
+                problems.append(f"the sum of {shape} is wrong")
         return problems
 
     def copied(self) -> list[str]:
@@ -135,8 +135,8 @@ class _Trial:
             self.kernels.copies(ends, shape, self.stream, signals=signals)
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
-                what = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
-                problems.append(f"copies of {what}: wrong at {wrong}")
+                part = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
+                problems.append(f"copies of {part}: wrong at {wrong}")
             if signals is not None and (left := words.tolist()) != [0, 7, 9, 0]:
                 problems.append(f"a launch of copies left {left} in words, not 0, 7, 9, 0")
             words.zero_()
@@ -192,8 +192,8 @@ class _Trial:
         order = flat.argsort(stable=True)
         begins = counts.cumsum(0) - counts
         right = torch.equal(counts, flat.bincount(minlength=11))
-        found = (begins[flat] + places.t().flatten())[order]
-        right &= torch.equal(found, torch.arange(1400, device=found.device))
+        positions = (begins[flat] + places.t().flatten())[order]
+        right &= torch.equal(positions, torch.arange(1400, device=positions.device))
         right &= torch.equal(rows, (chosen * 100 + places).where(places < 100, 1100))
         *_, rows, held = self.kernels.route(chosen, 11, 0, self.stream)
         right &= torch.equal(rows, begins[chosen] + places)
@@ -244,15 +244,17 @@ class _Trial:
         at.idle()
         took = time.monotonic() - began
         problems = []
-        missing, told = late.tolist()
+        missing, deadline_word = late.tolist()
         if missing:
             problems.append(f"a wait missed word {missing - 1}, which another stream had posted")
         elif float(seen) != 5.0:
             problems.append("after a wait was not seen what came before the post")
         if words[0].tolist() != [value for _, value in posted] or words[1].any():
             problems.append("posts wrote something else than they should")
-        if told != 1 + NEVER:
-            problems.append(f"a wait that reached its deadline wrote {told}, {1 + NEVER} is right")
+        if deadline_word != 1 + NEVER:
+            problems.append(
+                f"a wait that reached its deadline wrote {deadline_word}, {1 + NEVER} is right"
+            )
         if not (missing or 0.9 * DEADLINE_S <= took < PATIENCE_S):
             problems.append(f"a wait with a deadline of {DEADLINE_S} s was over after {took:.2f} s")
         return problems
@@ -274,8 +276,8 @@ class _Trial:
             steps = ScriptStep(each[1], 9, waits=True), ScriptStep(each[2], 5, behind=True)
             self.kernels.script(Script(steps, alone=2), self.stream)
             if not torch.equal(total, _sum(parts, dtype)):
-                what = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
-                problems.append(f"the sum of {what} with scripts is wrong")
+                tile = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
+                problems.append(f"the sum of {tile} with scripts is wrong")
             if words.tolist() != [0, 7, 9, 5, 0]:
                 problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
         return problems

@@ -151,11 +151,11 @@ WAYS = {
         ),
         *(
             Check(
-                f"{variable(engine)}={what}={value}",
-                partial(checks.way, variable=variable(engine), what=what, value=value),
-                f"leave {what} out of {variable(engine)}, or name another of {', '.join(values)}",
+                f"{variable(engine)}={choice}={value}",
+                partial(checks.way, variable=variable(engine), choice=choice, value=value),
+                f"leave {choice} out of {variable(engine)}, or name another of {', '.join(values)}",
             )
-            for what, values in choices.items()
+            for choice, values in choices.items()
             for value in values
         ),
     )
@@ -221,7 +221,7 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
     at = Rank(rank, world, local_device(device), settings, talk)
     _warm(at)
     at.settle()
-    every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
+    every = {check.name: check for group in (CHECKS, *WAYS.values()) for check in group}
     for check in (every[name] for name in names):
         if rank == 0:
             print(f"selftest: {check.name}", file=screen, flush=True)

@@ -134,7 +134,7 @@ def in_front(site: Site, copies: Copies) -> float:
     series = site.time("kernel_copies", calls, share=IN_FRONT_SHARE)
 
     def added(size: int) -> float:
-        whole, one, two = (series[f"{size} {what}"] for what in ("in front", 1, 2))
+        whole, one, two = (series[f"{size} {row}"] for row in ("in front", 1, 2))
         return median(whole - (two - one))
 
     return fits.in_front({(world - 1) * size: added(size) for size in sizes}, copies.rate)
@@ -223,19 +223,19 @@ def network(site: Site) -> Network | None:
         # By the clock: ranks wait for what their cores do not do.
         seconds, effort = site.effort.seconds["network"], site.effort
         series = watch.time(calls, seconds=seconds, least=effort.least, most=40, tick=site.tick)
-        found = {}
+        messages = {}
         for who in ("one", "all"):
             times = [
                 fits.CopyTime(size, count * (hosts.count - 1), median(series[f"{who}: {name}"]))
                 for name, (count, size, _) in rows.items()
             ]
-            found[who] = fits.messages(times)
+            messages[who] = fits.messages(times)
         by = workspace_of(rail, watch.device).engine.capabilities().network
     finally:
         ficco.close(rail)
         for group in groups:
             dist.destroy_process_group(group)
-    (latency, bandwidth), (_, shared) = found["one"], found["all"]
+    (latency, bandwidth), (_, shared) = messages["one"], messages["all"]
     note = (
         f"{hosts.count} hosts, {by}; {min(sizes)} to {max(sizes)} bytes; one rank of a host "
         f"{bandwidth / 1e9:.4g} GB/s, each of {each} at once {shared / 1e9:.4g} GB/s"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,13 +69,13 @@ def attends(
     return tuple(
         Attends(*rows, *one, causal, back)
         for one in heads
-        for causal, back, some in (
+        for causal, back, pairs in (
             (False, False, [(q, k) for q in queries for k in keys]),
             (True, False, squares),
             (False, True, squares[:2]),
             (True, True, squares[:2]),
         )
-        for rows in some
+        for rows in pairs
     )
 
 
@@ -172,11 +171,9 @@ def by_experts(
     take no more operations: the first, whose result is gated, and the second; and of every other
     number of rows the two of their gradients, by the same matrices."""
     sizes = [(n, k) for inner, outer in widths for n, k in ((2 * inner, outer), (outer, inner))]
-    made = partial(Shape, apart=True)
-    every = [made(m, n, k, batch) for batch in experts for m in rows for n, k in sizes]
-    every += [
-        made(m, k, n, batch, turned=True) for batch in experts for m in rows[::2] for n, k in sizes
-    ]
+    every = [Shape(m, n, k, b, apart=True) for b in experts for m in rows for n, k in sizes]
+    back = [(m, k, n, b) for b in experts for m in rows[::2] for n, k in sizes]
+    every += [Shape(*size, apart=True, turned=True) for size in back]
     return tuple(one for one in every if one.flops <= most_flops)
 
 

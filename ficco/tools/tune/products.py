@@ -69,13 +69,13 @@ def gemm(site: Site) -> Gemm:
 def scaled(site: Site, recipe: str) -> Gemm | None:
     """The library's products of float8 operands by a recipe, where it has them and the effort gives
     them time."""
-    there = scaled_site(site, recipe)
-    if there is None:
+    own = scaled_site(site, recipe)
+    if own is None:
         return None
     gemm = site.machine.gemm
     heat = fits.heat_of(gemm) if gemm else fits.COLD
-    measured = samples(there, there.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
-    return fitted(there, measured, heat, "burst and sustained as of gemm")
+    measured = samples(own, own.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
+    return fitted(own, measured, heat, "burst and sustained as of gemm")
 
 
 def scaled_site(site: Site, recipe: str) -> Site | None:
@@ -261,62 +261,62 @@ def attention(site: Site) -> AttentionCalls:
     gemm = site.machine.gemm
     if gemm is None:
         raise ValueError("attention: required the block 'gemm', whose rate it is a share of")
-    asked = site.effort.attends
-    counted, seconds = list(map(call_of, asked)), attention_seconds(site, asked)
+    calls = site.effort.attends
+    counted, seconds = list(map(call_of, calls)), attention_seconds(site, calls)
     start, block, more, rates = fits.attention(gemm.units, counted, seconds)
     full = gemm.rate(site.itemsize)
     shares, backwards = (
         tuple((float(size), rate / full) for (back, size), rate in rates.items() if back == one)
         for one in (False, True)
     )
-    kept = {"backward": backwards, "backward_start": more}
-    model = partial(AttentionCalls, start, block, shares, **kept)
+    backward_of = {"backward": backwards, "backward_start": more}
+    model = partial(AttentionCalls, start, block, shares, **backward_of)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
     taken = zip(counted, seconds, strict=True)
     errors = [abs(times(*one)[0] / took - 1) for one, took in taken]
-    note = f"{len(asked)} calls of {site.effort.dtype}, errors {median(errors):.1%} median, "
+    note = f"{len(calls)} calls of {site.effort.dtype}, errors {median(errors):.1%} median, "
     note += f"{mean(errors):.1%} mean, {max(errors):.1%} worst; burst and sustained as of gemm"
     return model(site.provenance("fitted", note))
 
 
-def call_of(asked: Attends) -> LibraryCall:
+def call_of(call: Attends) -> LibraryCall:
     """As plans count it."""
-    products = BACKWARD_PRODUCTS if asked.back else FORWARD_PRODUCTS
-    return rectangle_of(asked).call(asked.heads, asked.size, products)
+    products = BACKWARD_PRODUCTS if call.back else FORWARD_PRODUCTS
+    return rectangle_of(call).call(call.heads, call.size, products)
 
 
-def rectangle_of(asked: Attends) -> Rectangle:
+def rectangle_of(call: Attends) -> Rectangle:
     """Its rows and its mask."""
-    return Rectangle(0, asked.queries, 0, asked.keys, None, 0 if asked.causal else None)
+    return Rectangle(0, call.queries, 0, call.keys, None, 0 if call.causal else None)
 
 
-def attention_seconds(site: Site, asked: Sequence[Attends]) -> list[float]:
+def attention_seconds(site: Site, attends: Sequence[Attends]) -> list[float]:
     """Seconds of calls, without the pace of the device's temperature."""
     parts, gemm = site.parts(), site.machine.gemm
     reserve(parts, (site.effort.reference,))
-    parts.matrix("q", max(one.queries * one.heads * one.size for one in asked), 1)
-    parts.matrix("kv", max(2 * one.keys * one.kv_heads * one.size for one in asked), 1)
-    calls = {str(i): attention_call(parts, one) for i, one in enumerate(asked)}
+    parts.matrix("q", max(one.queries * one.heads * one.size for one in attends), 1)
+    parts.matrix("kv", max(2 * one.keys * one.kv_heads * one.size for one in attends), 1)
+    calls = {str(i): attention_call(parts, one) for i, one in enumerate(attends)}
     heat = fits.heat_of(gemm) if gemm else fits.COLD
     seconds = cold_seconds(site, parts, calls, heat, "attention")
-    return [seconds[str(i)] for i in range(len(asked))]
+    return [seconds[str(i)] for i in range(len(attends))]
 
 
-def attention_call(parts: MeasuredCalls, asked: Attends) -> Callable[[], Any]:
+def attention_call(parts: MeasuredCalls, call: Attends) -> Callable[[], Any]:
     """A call on rows as plans have them: of all heads, keys and values side by side."""
-    q = parts.matrix("q", asked.queries, asked.heads * asked.size)
-    kv = parts.matrix("kv", asked.keys, 2 * asked.kv_heads * asked.size)
-    kv = kv.view(asked.keys, 2, 1, asked.kv_heads, asked.size)
+    q = parts.matrix("q", call.queries, call.heads * call.size)
+    kv = parts.matrix("kv", call.keys, 2 * call.kv_heads * call.size)
+    kv = kv.view(call.keys, 2, 1, call.kv_heads, call.size)
     heads = Heads(
-        by_heads(q.view(asked.queries, 1, asked.heads, asked.size)),
+        by_heads(q.view(call.queries, 1, call.heads, call.size)),
         by_heads(kv[:, 0]),
         by_heads(kv[:, 1]),
     )
-    rectangle, scale = rectangle_of(asked), asked.size**-0.5
-    if not asked.back:
+    rectangle, scale = rectangle_of(call), call.size**-0.5
+    if not call.back:
         return partial(attend, heads, rectangle, scale)
-    given = Result(*attend(heads, rectangle, scale), grad=heads.q)
-    return partial(backward, heads, given, rectangle, scale)
+    forward = Result(*attend(heads, rectangle, scale), grad=heads.q)
+    return partial(backward, heads, forward, rectangle, scale)
 
 
 def memory(site: Site) -> Memory:

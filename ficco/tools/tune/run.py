@@ -83,8 +83,8 @@ def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
         ConfigError: the path is no file, or the file is damaged or of another kind of host.
     """
     if path.exists() and not path.is_file():
-        what = "a folder" if path.is_dir() else "something else"
-        raise ConfigError(str(path), "file", f"required a file, got {what}; name one with --out")
+        kind = "a folder" if path.is_dir() else "something else"
+        raise ConfigError(str(path), "file", f"required a file, got {kind}; name one with --out")
     if path.exists():
         try:
             machine = load(path)
@@ -283,8 +283,8 @@ class _TuningRun:
             past = whole - sum(forecast.rest.values())
             with bar(self.console, title, whole, past) as show:
 
-                def tick(what: str, past=past, own=own, began=began, show=show) -> None:
-                    show(past + min(time.monotonic() - began, own), what)
+                def tick(action: str, past=past, own=own, began=began, show=show) -> None:
+                    show(past + min(time.monotonic() - began, own), action)
 
                 site.tick = tick
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
@@ -318,7 +318,8 @@ class _TuningRun:
         """The figures of a step, old against new."""
         if name in STEPS:
             lines = [
-                f"{name}.{what}: {old} -> {new}" for what, old, new in changes(before, after, name)
+                f"{name}.{figure}: {old} -> {new}"
+                for figure, old, new in changes(before, after, name)
             ]
         else:
             entry = after.tuned[-1]
@@ -413,7 +414,7 @@ class Point:
     """Seconds that the stored figures give for something, and those measured now."""
 
     block: str
-    what: str
+    subject: str
     stored: float
     measured: float
 
@@ -433,8 +434,8 @@ def check(machine: Machine, device: str) -> list[Point]:
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for some in (_gemm, _scaled, _attention, _experts, _copies, _collective, _memory, _calls):
-            points += some(site)
+        for one in (_gemm, _scaled, _attention, _experts, _copies, _collective, _memory, _calls):
+            points += one(site)
             watch.release()
     watch.close()
     return points
@@ -464,8 +465,8 @@ def _products(site: Site, block: str, model: Gemm, shapes: Sequence[Shape]) -> I
         row = rows[(*size, one.batch)]
         how = {"batch": one.batch, "rights": one.rights, "itemsize": site.itemsize}
         stored = model.heated(row * model.seconds(*size, **how)) / row
-        what = f"{one.batch} of " * (one.batch > 1) + "{} x {} x {}".format(*size)
-        yield Point(block, what, stored, one.seconds)
+        product = f"{one.batch} of " * (one.batch > 1) + "{} x {} x {}".format(*size)
+        yield Point(block, product, stored, one.seconds)
 
 
 def _attention(site: Site) -> Iterator[Point]:
@@ -473,11 +474,11 @@ def _attention(site: Site) -> Iterator[Point]:
     if model is None or gemm is None:
         return
     chosen = site.effort.attends[2::4]
-    for asked, seconds in zip(chosen, products.attention_seconds(site, chosen), strict=True):
-        stored, _ = model.times(gemm, site.itemsize, *products.call_of(asked))
-        what = f"{asked.queries} x {asked.keys}, size {asked.size}" + ", causal" * asked.causal
-        what += ", backward" * asked.back
-        yield Point("attention", what, stored, seconds)
+    for call, seconds in zip(chosen, products.attention_seconds(site, chosen), strict=True):
+        stored, _ = model.times(gemm, site.itemsize, *products.call_of(call))
+        attended = f"{call.queries} x {call.keys}, size {call.size}" + ", causal" * call.causal
+        attended += ", backward" * call.back
+        yield Point("attention", attended, stored, seconds)
 
 
 def _experts(site: Site) -> Iterator[Point]:
@@ -489,9 +490,9 @@ def _experts(site: Site) -> Iterator[Point]:
 def _scaled(site: Site) -> Iterator[Point]:
     """Products of float8 operands, by each recipe of which the file has some."""
     for recipe, block in SCALED_PRODUCTS.items():
-        model, there = getattr(site.machine, block), products.scaled_site(site, recipe)
-        if model is not None and there is not None:
-            yield from _products(there, block, model, _plain(there))
+        model, scaled = getattr(site.machine, block), products.scaled_site(site, recipe)
+        if model is not None and scaled is not None:
+            yield from _products(scaled, block, model, _plain(scaled))
 
 
 def _copies(site: Site) -> Iterator[Point]:
@@ -501,13 +502,13 @@ def _copies(site: Site) -> Iterator[Point]:
     if site.crowded:  # the block has the bytes' time alone; the rest is in the block host
         curve = fits.copies(communication.copy_times(site, sizes, site.effort.pieces)).curve
         for nbytes, rate in curve[1:]:
-            what = f"{nbytes / 1024:.0f} KiB"
-            yield Point("copies", what, nbytes / model.rate(nbytes), nbytes / rate)
+            copies = f"{nbytes / 1024:.0f} KiB"
+            yield Point("copies", copies, nbytes / model.rate(nbytes), nbytes / rate)
         return
     for one in communication.copy_times(site, (sizes[1], sizes[-1]), (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
-        what = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
-        yield Point("copies", what, model.latency + row, one.seconds)
+        copies = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
+        yield Point("copies", copies, model.latency + row, one.seconds)
 
 
 def _collective(site: Site) -> Iterator[Point]:
@@ -516,8 +517,8 @@ def _collective(site: Site) -> Iterator[Point]:
         if model is None or site.world < 2:
             continue
         for nbytes, seconds in communication.collective(site, name).curve[1::2]:
-            what = f"{nbytes / 1024:.0f} KiB a rank"
-            yield Point(name, what, model.seconds(nbytes), seconds)
+            block = f"{nbytes / 1024:.0f} KiB a rank"
+            yield Point(name, block, model.seconds(nbytes), seconds)
 
 
 def _memory(site: Site) -> Iterator[Point]:
@@ -554,7 +555,7 @@ def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> 
     for point in points:
         stored, measured = (f"{s * 1e3:.4g} ms" for s in (point.stored, point.measured))
         mark = "" if point.holds(tolerance) else "  off"
-        name = f"{point.block} {point.what}"
+        name = f"{point.block} {point.subject}"
         lines.append(f"{name:44} {stored:>12} {measured:>12} {point.ratio:6.2f}{mark}")
     off = [point.block for point in points if not point.holds(tolerance)]
     rule = f"no more than {1 + tolerance:g} times as much or as little"

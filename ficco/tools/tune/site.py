@@ -33,7 +33,7 @@ class Site:
     effort: Effort
     machine: Machine
     source: Callable[[str, str], Provenance]
-    tick: Tick = lambda what: None
+    tick: Tick = lambda action: None
 
     @property
     def world(self) -> int:
