@@ -1,7 +1,7 @@
-"""Attention of the demo and of benches: inputs with one right answer, and ways to make it.
+"""Workload: attention with one right answer, by ficco and by other ways.
 
-What users do today is to gather keys and values, or to exchange heads, by the library's collectives
-and to attend by the library's kernels; or PyTorch's ``context_parallel``.
+The baselines gather keys and values, or exchange heads, by the library's collectives and attend by
+the library's kernels. PyTorch's ``context_parallel`` is timed, too.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from ficco.tools.bench.measure import Stopwatch, all_gather
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0
-#: Values repeat after so many, which all dtypes have.
+#: Number of distinct values, all exact in every dtype.
 VALUES = 251
 
 
 class AttentionOperands(NamedTuple):
-    """A rank's queries, keys and values, and the result that there is.
+    """A rank's queries, keys and values, and the expected result.
 
     Attributes:
-        kv: [S/W, 2, batch, kv_heads, size], of which k and v are views, as those of one projection
-            are; None if they are apart.
+        kv: [S/W, 2, batch, kv_heads, size]; k and v are views of it, as after one projection. None
+            if k and v are separate.
     """
 
     q: torch.Tensor
@@ -65,8 +65,9 @@ class AttentionOperands(NamedTuple):
 def exact_operands(
     problem: AttentionProblem, rank: int, iteration: int, device: torch.device
 ) -> AttentionOperands:
-    """Every query finds one key: that of half its own position. Positions are spelt in bits, as 1
-    and -1, so that scores are whole numbers and the result is a value, in any dtype."""
+    """Operands whose attention is exact: a query matches only the key at half its position. Bits of
+    a position are coded as 1 and -1, so that scores are whole numbers and the result is a value, in
+    any dtype."""
     dtype = getattr(torch, problem.dtype)
     at = torch.cat([torch.arange(p, p + n) for _, p, n in problem.segments[rank]]).to(device)
     bits = torch.arange(problem.size, device=device)
@@ -95,7 +96,7 @@ def exact_operands(
 
 
 def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> list[Part]:
-    """What the library's kernels give of each rectangle."""
+    """Results of the library's kernels, a part for each rectangle."""
     q, k, v = heads
     return [
         Part(
@@ -132,7 +133,7 @@ def gather_then_attend(
     scale: float,
     combine: Merge = merge,
 ) -> torch.Tensor:
-    """The collective of the group's library for keys and values, then the library's attention."""
+    """Gather keys and values by the library's collective, then attend by its kernels."""
     whole, segments = gather(problem, operands, group), problem.segments
     firsts = {part.position: rank * problem.rows + part.row for rank, mine in enumerate(segments)
               for part in mine}  # fmt: skip
@@ -147,13 +148,13 @@ def gather_then_attend(
 
 
 def rectangles_of(problem: AttentionProblem, rank: int) -> tuple[Rectangle, ...]:
-    """What a rank's queries attend to of all keys in the order of the sequence."""
+    """Rectangles of a rank's queries and all keys, in the order of the sequence."""
     whole = list(problem.mask.segments([Segment(0, 0, problem.length)]))
     return problem.mask.rectangles(problem.segments[rank], whole)
 
 
 def exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """[W, ...], of which a rank gets what all have for it, by the library's all-to-all."""
+    """Exchange [W, ...] by the library's all-to-all: a rank receives its part from every rank."""
     moved = torch.empty_like(rows)
     dist.all_to_all_single(moved, rows, group=group)
     return moved
@@ -166,14 +167,14 @@ def to_heads(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """And back."""
+    """The inverse of :func:`to_heads`."""
     apart = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
     return exchanged(apart, group).transpose(0, 1).flatten(1, 2)
 
 
 @contextmanager
 def nothing_merged() -> Iterator[None]:
-    """Calls of ficco leave parts of attention as they are, to see what merging them adds."""
+    """Skip the merge of attention parts in ficco's calls, to time the merge."""
     with (
         mock.patch.object(Kernels, "merge", lambda *_: None),
         mock.patch("ficco.dma.gpu.merge", lambda *_: None),
@@ -188,7 +189,7 @@ def nothing_merged() -> Iterator[None]:
 def context_parallel(
     group: ProcessGroup, device: torch.device, backend: SDPBackend, rotation: str
 ) -> Iterator[None]:
-    """PyTorch's attention is that of ranks that share the sequence, head and tail."""
+    """Make PyTorch's attention context-parallel, with the head-tail placement."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel as enabled
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -200,7 +201,7 @@ def context_parallel(
         yield
 
 
-#: Kernels that PyTorch's ``context_parallel`` serves, and ways in which it moves keys.
+#: Kernels and key rotations of PyTorch's ``context_parallel``.
 BACKENDS = {
     name.partition("_")[0].lower(): backend
     for name, backend in SDPBackend.__members__.items()
@@ -354,7 +355,7 @@ class AttentionData(Workload):
         }
 
     def _merge(self) -> Merge:
-        """By ficco's kernel, as its own calls do."""
+        """The merge of ficco's engine, as in ficco's calls."""
         engine = workspace_of(self.watch.group, self.watch.device).engine
         found: Merge = getattr(engine, "merge", merge)
         return found
@@ -386,7 +387,7 @@ class AttentionData(Workload):
         return Rectangle(0, length, 0, length, None, 0 if self.base.causal else None)
 
     def _alone(self) -> Callable[[], Any]:
-        """The library's attention to keys that are all there, without merging."""
+        """The library's attention with all keys local, without merging."""
         base, rank = self.base, self.watch.rank
         if self.case.operator == GATHERS:
             queries, rectangles = base.heads, rectangles_of(base, rank)
@@ -423,7 +424,7 @@ class AttentionData(Workload):
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     shared = text["heads"] + " (" + text["kv_heads"] + "), " + text["head_size"]
     return {
         "operator": text["operator"],

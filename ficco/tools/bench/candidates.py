@@ -36,15 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchCandidate:
-    """One thing that is timed.
+    """A call that is timed.
 
     Attributes:
-        name: its name in reports; for ficco the schedule's name and, after ``@``, what else is
-            special about the call.
-        kind: how it is called, a key of ``ficco.tools.bench.candidates.BUILDERS``.
+        name: its name in reports; for ficco the schedule, followed by ``@`` and marks of the call.
+        kind: a key of ``ficco.tools.bench.candidates.BUILDERS``.
         schedule: for ficco.
         symmetric: the left operand lies in symmetric memory (``ficco.empty``).
-        stages: staging is capped at so many steps; 0 for no cap.
+        stages: cap on staging, in steps; 0 for no cap.
         operators: those that have it; none for all of them.
     """
 
@@ -83,7 +82,7 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
 
-#: What every shape is held against.
+#: References of every shape.
 REFERENCES = (
     BenchCandidate("gemm", "gemm"),
     BenchCandidate("collective", "collective"),
@@ -207,7 +206,7 @@ def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None =
 
 
 def moved_bytes(problem: Problem) -> int:
-    """Bytes of what is exchanged on a rank: the gathered A, or the product."""
+    """Bytes that a rank exchanges: the gathered A, or the product."""
     return problem.m * problem.moved_bytes
 
 
@@ -221,8 +220,8 @@ def block_bytes(problem: Problem) -> int:
 # Calls of candidates.
 
 
-#: Rows of the gathered A for which PyTorch takes its native path: more than the first, up to the
-#: second (torch/distributed/_symmetric_memory, PyTorch 2.11).
+#: PyTorch takes its native path if the gathered A has more rows than the first number, and no more
+#: than the second (torch/distributed/_symmetric_memory, PyTorch 2.11).
 NATIVE_ROWS = (2048, 4096)
 NATIVE_SWITCH = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
@@ -245,8 +244,8 @@ QUACK_TILINGS = (
 
 
 def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -> str:
-    """Why a candidate does not exist for this shape on this device, whose ranks are on so many
-    hosts; empty if it does."""
+    """Why a candidate does not exist for this shape and device; empty if it exists. ``hosts``:
+    number of hosts of the ranks."""
     scaling = operands.problem.scaling
     if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack"):
         return "it copies through memory that ranks of one host share"
@@ -279,12 +278,12 @@ def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -
 
 
 def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """A candidate on these operands."""
+    """The calls of a candidate on operands."""
     return BUILDERS[candidate.kind](candidate, operands, group)
 
 
 def expected(runner: Runner, operands: Operands) -> torch.Tensor:
-    """What a runner's result must equal, from what only this rank computed."""
+    """Expected result of a runner, computed locally."""
     if runner.expected == "whole":
         return operands.whole_OK
     if runner.expected == "product":
@@ -300,7 +299,7 @@ def call(
     schedule: str,
     **more: Any,
 ) -> Any:
-    """A call of the operator that a problem is of."""
+    """Call the operator of a problem."""
     if not problem.equal and not problem.kind.returns:
         more["rows"] = problem.blocks or problem.rows
     operator = getattr(ficco, problem.operator)
@@ -308,13 +307,13 @@ def call(
 
 
 def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[], Any]:
-    """A call on these operands."""
+    """A call of the operator on operands."""
     where = operands.a_LK, operands.b_KN, group, schedule
     return partial(call, operands.problem, *where, **operands.scales)
 
 
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
-    """What ``auto`` stands for in a call of this group, or in one of a mode."""
+    """Decision of ``auto`` for a call of a group; ``mode`` replaces the mode of its device."""
     mode = mode or ("idle" if device.type == "cpu" else "eager")
     workspace = workspace_of(group, device)
     machine, engine = workspace.known(current().machine).machine, workspace.engine
@@ -366,7 +365,7 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
 
     @contextmanager
     def fresh() -> Iterator[None]:
-        """What is summed in place would grow from call to call."""
+        """Draw the product again: sums in place would grow from call to call."""
         product.normal_()
         yield
 
@@ -396,7 +395,7 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
     if problem.operator == "all_gather_matmul":
         gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
         return Runner(run, "whole", proof=lambda: gathered()[1])
-    # The same copies with products, which show whether rows arrive.
+    # The proof makes the same copies with products, which show whether rows arrive.
     return Runner(run, proof=_ficco(candidate, operands, group).run)
 
 
@@ -419,8 +418,8 @@ def _serial_collective(
 def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
 
-    The pieces of a step come from all ranks, as an all-gather delivers them (uniform-fused-1d).
-    The collective runs on its own stream, and each product waits for its own piece.
+    The pieces of a step come from all ranks, as an all-gather delivers them (uniform-fused-1d). The
+    collective runs on its own stream. Each product waits for its piece.
     """
     problem = operands.problem
     world, k, n, rows = problem.world, problem.k, problem.n, problem.rows[0]
@@ -489,8 +488,8 @@ def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
 
 
 def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """QuACK's gather by copy engines, for which the tiles of its GEMM wait, by the fastest of some
-    tilings for the whole product."""
+    """QuACK's gather by copy engines. The tiles of its GEMM wait for the gather. The tiling is the
+    fastest of ``QUACK_TILINGS`` for the whole product."""
     library: Any = import_module("quack.gemm")
     transport: Any = import_module("quack.distributed")
     a, b = operands.a_LK, operands.b_KN
@@ -521,7 +520,7 @@ def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner
 
     @contextmanager
     def quiet() -> Iterator[None]:
-        """Eager calls and replays of graphs must not meet."""
+        """Keep eager calls and replays of graphs apart."""
         gathering.quiesce()
         yield
 
@@ -530,7 +529,7 @@ def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment, which is as it was afterwards."""
+    """Set a variable of the environment, and restore it afterwards."""
     before = {name: os.environ[name]} if name in os.environ else {}
     os.environ[name] = value
     try:
@@ -550,7 +549,7 @@ def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -
 
     if not candidate.stages:
         return Runner(run)
-    # Symmetric memory for so many steps of the schedule, signals included.
+    # Symmetric memory for ``stages`` steps of the schedule, signals included.
     whole = plan(operands.problem, Schedule.parse(candidate.schedule), 0)
     others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(0))
     staging = aligned(candidate.stages * step_bytes(whole))

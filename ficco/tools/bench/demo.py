@@ -47,7 +47,7 @@ KNOBS = (
     "uniform-fused-2d:pull,compute=2",
 )
 
-#: What everything is compared with.
+#: The baseline of the demo.
 TORCH = BenchCandidate("torch.distributed, then matmul", "serial-collective")
 
 #: Rounds of calls, each with inputs of its own: of all schedules, then of each operator and torch's
@@ -63,7 +63,7 @@ SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16
 #: The same for attention: rows, heads and heads of keys per rank, size of a head, dtype.
 ATTENTION_SIZES = {"cpu": (192, 2, 1, 64, "float32"), "cuda": (2048, 4, 1, 128, "bfloat16")}
 
-#: The machine on which the demo decides, and the one on which it simulates.
+#: The machine of the printed decisions, and the machine of the simulated Table I.
 DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
 
@@ -153,7 +153,7 @@ def verdict(results: pd.DataFrame, world: int, by_operator: pd.DataFrame) -> tup
 
 
 def about_times(decision: Decision, device: torch.device) -> str:
-    """Why ``auto`` takes its schedule, and what the times of all schedules say."""
+    """Explain why ``auto`` takes its schedule, and how far the times can be trusted."""
     text = f"auto takes {decision.schedule} for {OPERATOR} ({decision.why})."
     if "margin" in decision.reason:
         text += " The margin stands for waits and smaller products, which the model leaves out."
@@ -194,7 +194,7 @@ def _taking(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, An
 
 @torch.no_grad()
 def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The same for attention over a sequence that the ranks share, and for a layer of experts."""
+    """Rows of attention over a sharded sequence, and of a layer of experts."""
     watch, world = Stopwatch(group, device), group.size()
     rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
     for operator in (attention.GATHERS, attention.BY_HEADS):
@@ -211,7 +211,7 @@ def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any
 
 
 def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
-    """What ``auto`` takes, and the first baseline, in turns."""
+    """Time ``auto`` and the first baseline of a workload, in turns."""
     variants = work.variants()
     baseline = next(one for one in variants.values() if one.baseline and not one.lacks)
     calls = [one.call for one in (baseline, variants["ficco"])]

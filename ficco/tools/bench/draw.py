@@ -1,5 +1,4 @@
-"""The style of all pictures, with colours that can be told apart, and Timelines as pictures and as
-traces."""
+"""Style and colours of all pictures; Timelines as pictures and as traces."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ STYLE = {
 
 @contextmanager
 def picture(path: Path, width: float, height: float, title: str = "") -> Iterator[Any]:
-    """A figure of so many inches, written once it is drawn; the suffix is the format."""
+    """A figure of ``width`` x ``height`` inches, saved on exit; the suffix of ``path`` is the
+    format."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
         figure.savefig(path, dpi=130)
 
 
-#: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
+#: Colours of the kinds of bars; dark, middle and light, for readers who cannot see hues.
 COLOURS = {
     "matmul": BLUE,
     "attend": BLUE,
@@ -76,8 +76,8 @@ def draw(
         ranks: the ranks to show; None for all.
         note: a line below the title.
 
-    The title has what all of them share of problem and source; what differs is in the panels'. All
-    have one scale.
+    The title of the picture has the shared problem and source; titles of panels have those that
+    differ. All panels have one scale.
     """
     from matplotlib.patches import Patch
 

@@ -1,8 +1,8 @@
-"""Layers of experts: ficco compared with the collectives and the library's products in turn.
+"""Workload: a layer of experts, by ficco, and by collectives and grouped products in turn.
 
-What users do today is an all-to-all, grouped products and an all-to-all back. It is timed with the
-same blocks of a fixed capacity as ficco's, and with exactly the rows that there are, whose numbers
-the host learns first, as torchtitan does it. The routes are such that no token is dropped.
+The baseline is an all-to-all, grouped products and an all-to-all back. It is timed with blocks of
+the same fixed capacity as ficco's, and with exact row counts, for which the host waits, as in
+torchtitan. No token is dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ExpertCase:
         experts: number of all experts.
         tokens: rows of each rank.
         k: columns of the tokens and of the result.
-        inner: columns between the products, on which there is a gate, too.
+        inner: columns between the products, without the gate.
         skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
             1 / i**skew. Ranks have popular experts by turns.
     """
@@ -110,8 +110,8 @@ class ExpertData(Workload):
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
-        """Normal data, or small whole numbers without a smooth function, of which all ways make
-        exactly the same; and routes, as skewed as the case has them. Other ones on every rank."""
+        """Draw normal data and SiLU, or small whole numbers and ReLU, which are exact for all
+        variants. Draw routes with the skew of the case. Ranks draw different data."""
         case, generator = self.case, torch.Generator(self.device)
         generator.manual_seed(seed * self.group.size() + self.group.rank())
         self.activation = "relu" if exact else "silu"
@@ -152,22 +152,23 @@ class ExpertData(Workload):
         return {**parts, **theirs, **ours, "ficco, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the second product multiplies."""
+        """The left operand of the second product."""
         gate, up = hidden.chunk(2, -1)
         active: torch.Tensor = getattr(F, self.activation)(gate) * up
         return active
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The products of rows with the matrices of their experts, whose last rows are given."""
+    """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
+    expert."""
     grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
     result: torch.Tensor = grouped(rows, weights, offs=ends)
     return result
 
 
 def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
-    """One after the other, with blocks of a fixed capacity; without ``travels`` blocks stay where
-    they are."""
+    """Exchange and multiply in turn, with blocks of a fixed capacity; without ``travels``, skip
+    both exchanges."""
     world, each = data.group.size(), data.up.shape[0]
     how: Any = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
@@ -190,13 +191,13 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
 
 
 def exchanges(data: ExpertData) -> torch.Tensor:
-    """The two exchanges of blocks alone."""
+    """Only the two exchanges of blocks."""
     rows = data.case.experts * data.capacity
     return exchanged(exchanged(data.tokens.new_empty(rows, data.case.k), data.group), data.group)
 
 
 def by_rows(data: ExpertData) -> torch.Tensor:
-    """One after the other, with the rows that there are."""
+    """Exchange and multiply in turn, with exact row counts."""
     case, world, each = data.case, data.group.size(), data.up.shape[0]
     choices = data.indices.reshape(-1)
     order = choices.argsort(stable=True)
@@ -226,7 +227,8 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 
 
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
-    """In blocks, or exactly the rows that there are, for which the host waits."""
+    """Call ficco with blocks of a fixed capacity, or with exact row counts, for which the host
+    waits."""
     return ficco.experts(
         data.tokens,
         data.indices,
@@ -240,7 +242,7 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
     )
 
 
-#: The first is what the others must agree with.
+#: The baselines. The first is the reference of the others.
 COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
     "collectives, blocks": by_blocks,
     "collectives, exact rows": by_rows,
@@ -248,7 +250,7 @@ COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
     return {
         "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,

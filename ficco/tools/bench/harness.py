@@ -130,7 +130,7 @@ class Workload:
         self.case, self.watch, self.schedules = case, watch, schedules
         self.group, self.device = watch.group, watch.device
 
-    # What each kind of workload says.
+    # Overridden by each kind of workload.
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Workload:
         raise NotImplementedError
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """Draw random data, or data of which all variants compute exactly the same."""
+        """Draw random data, or data for which all variants are exact."""
         raise NotImplementedError
 
     def right(self, result: torch.Tensor) -> bool:
@@ -298,7 +298,7 @@ class Subject:
         work: the workload of a case, on the ranks of a stopwatch, with some schedules.
         heads: columns of :func:`report` that describe a case, from the columns of the schema as
             text; None if the kind has a report of its own.
-        about, how: text of the report: what the variants are, and how they are timed.
+        about, how: text of the report about the variants, and about the protocol.
         shown: columns of the report.
         case: column with the name of a case.
         gradients: calls record gradients.
@@ -490,7 +490,7 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
 # Traced calls.
 
 
-#: Rate of what took no time that could be measured.
+#: Rate of steps whose time is too short to measure.
 UNSEEN = 1e18
 
 #: About 20 ms of a GPU: a traced call of hundreds of steps is enqueued by then.
@@ -516,7 +516,7 @@ def trace_all(
             if len(seen) != 2:  # each call is several, that go by columns
                 continue
             plan, mine = seen[-1]
-            bare: Any = plan.problem  # without what it has made of itself, functions among it
+            bare: Any = plan.problem  # without its cached attributes, which have functions
             everyone: list[Any] = [None] * group.size()
             bare_plan = replace(plan, problem=replace(bare)), mine
             dist.all_gather_object(everyone, bare_plan, group=group)
@@ -550,9 +550,9 @@ def measured(
 
 
 def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
-    """A machine with the mean rates at which the steps of a measured call ran.
+    """A machine with the mean rates of the steps of a measured call.
 
-    What was shared or in the way of something else is part of these rates.
+    The rates include contention.
     """
     spent: dict[str, float] = defaultdict(float)
     done: dict[str, float] = defaultdict(float)

@@ -1,9 +1,9 @@
-"""Steps of tensor-parallel layers, forward and backward: ficco compared with the collectives.
+"""Workload: forward and backward of tensor-parallel layers, by ficco and by collectives.
 
 A layer is a column-parallel product and the row-parallel one that follows. Between two steps the
 sequence is sharded, so that the first gathers it and the second scatters its sums; backward the
-second gathers and the first scatters. What stands between the products in a model is an activation
-here (``mlp``), or nothing (``attention``: the queries go on, attention itself is not timed).
+second gathers and the first scatters. Between the products is an activation (``mlp``) or nothing
+(``attention``: the queries pass, attention itself is not timed).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layer:
         tokens: rows of the whole sequence.
         hidden: columns of x and of the result.
         columns: columns of the first product on all ranks together; twice ``inner`` for a gate.
-        inner: columns of what the second multiplies, on all ranks together.
+        inner: columns of the second product's left operand, on all ranks together.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Layer:
     dtype: str = "bfloat16"
 
     def between(self, y: torch.Tensor) -> torch.Tensor:
-        """What the second product takes of the first one's result."""
+        """The left operand of the second product, from the result of the first."""
         if self.columns == 2 * self.inner:
             gate, up = y.chunk(2, -1)
             return F.silu(gate) * up
@@ -153,12 +153,12 @@ def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
 
 
 def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
-    """Functional collectives, which the compiler can see, and fuses with products if told to."""
+    """Functional collectives, which the compiler can trace, and fuse with products."""
     from torch.distributed import _functional_collectives as functional
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
-        # Deprecated as needless, and what the compiler still asks for before it fuses (2.11, 2.13).
+        # Deprecated, but the compiler still requires it for fusion (PyTorch 2.11 and 2.13).
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
@@ -179,11 +179,11 @@ class LayerWay:
 
     Attributes:
         make: gives the forward pass.
-        context: what the step runs inside of.
+        context: entered around steps.
         compiler: options of the compiler; None for an eager step.
-        calls: parts of names of operators, each of which a step must call: a compiler that does
-            not find what it should replace says nothing.
-        kept_bytes: bytes that the way keeps, besides PyTorch's allocations.
+        calls: parts of operators' names. A step must call an operator for each, since the compiler
+            does not report a fusion that failed.
+        kept_bytes: persistent bytes of the way, besides PyTorch's allocations.
         schedule, lacks: as of :class:`ficco.tools.bench.harness.Variant`.
     """
 
@@ -209,7 +209,7 @@ class LayerWay:
         return compiled
 
 
-#: The first is what the others must agree with.
+#: Ways to compute a step. The first is the reference of the others.
 WAYS = {
     "collectives": LayerWay(partial(_by_collectives, again=False)),
     "collectives, gathered again": LayerWay(partial(_by_collectives, again=True)),
@@ -235,9 +235,9 @@ ASYNC_TP = "pytorch-async-tp"
 # Steps, and their times.
 
 Tensors = tuple[torch.Tensor, ...]
-#: Largest difference from the collectives' step, as a share of the root mean square: a result
-#: passes four products and two sums over ranks, each rounded to so many digits. What is stale or
-#: missing differs by tenths.
+#: Largest difference from the collectives' step, as a share of the root mean square. A result
+#: passes four products and two sums over ranks, each rounded. Stale or missing data differ by
+#: tenths.
 TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 1e-4}
 
 
@@ -246,8 +246,8 @@ class LayerData(Workload):
 
     def __init__(self, case: Layer, watch: Stopwatch, schedules: Sequence[Any] = ()) -> None:
         super().__init__(case, watch, schedules)
-        # The compiler would take another layer's sizes for a sign that sizes change, and compile
-        # for any; and of many layers it would refuse the last.
+        # After another layer's sizes the compiler would compile for dynamic sizes, and after many
+        # layers refuse to compile.
         torch.compiler.reset()
         world, dtype = watch.world, getattr(torch, case.dtype)
         rows = case.tokens // world
@@ -320,7 +320,7 @@ class LayerData(Workload):
 
 
 def difference(results: Tensors, wanted: Tensors) -> float:
-    """Root mean square of the difference over that of what is wanted; the largest of several."""
+    """Root mean square of the difference, relative to ``wanted``; the largest over the tensors."""
     shares = [
         float((one.double() - other.double()).norm() / other.double().norm())
         for one, other in zip(results, wanted, strict=True)
@@ -329,7 +329,7 @@ def difference(results: Tensors, wanted: Tensors) -> float:
 
 
 def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
-    """Raise if a step does not call an operator that is named after each of these."""
+    """Raise if a step does not call an operator for each of these parts of names."""
     if not calls:
         return
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -341,7 +341,7 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
     return {"layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes}
 

@@ -56,23 +56,22 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 #: A graph of one would be launching and ending more than anything else; those of a model hold many.
 CALLS_IN_GRAPH = 8
 
-#: Calls in a row of which the host's time is taken, and how often.
+#: Calls in a row for the host's time, and number of rows.
 HOST_CALLS, HOST_ROWS = 5, 5
 
-#: A call that takes so many seconds needs few calls to warm up, and hides its host whatever that
-#: takes.
+#: Seconds of a long call: it needs few warm-up calls, and is never host-bound.
 LONG_S = 0.05
 
-#: Calls to warm up of any candidate: one on each slot, for which memory may be allocated, and one.
+#: Least number of warm-up calls: one on each slot, which may allocate memory, and one more.
 LEAST_WARM = 3
 
-#: How long the GPU sleeps: so many times what the host takes at its best, and so many seconds more,
-#: in which the collective that lines the ranks up is enqueued; not longer than the last.
+#: Sleep of the GPU: a multiple of the fastest host time, plus a constant in which the collective
+#: that aligns the ranks is enqueued; up to a limit.
 SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 SLEEP_MOST_S = 5e-3
 
-#: Turns of a waiting rank between two looks at the clock.
+#: Polls of a waiting rank between two checks of the clock.
 LOOK = 1 << 10
 
 #: Seconds that ranks may take to meet at a new barrier, at most.
@@ -85,10 +84,10 @@ class Runner:
 
     Attributes:
         run: one call; returns its result.
-        expected: what the result must equal: ``"result"``, the operator's; ``"whole"``, what that
-            is a product of; ``"product"``, what this rank multiplies.
+        expected: reference of the result: ``"result"``, the operator's result; ``"whole"``, the
+            left operand of the whole product; ``"product"``, the product of this rank.
         proof: the call whose result is compared, where that is not the timed one.
-        context: what the calls run inside of; entered outside of the timed part.
+        context: entered around calls, outside of the timed part.
     """
 
     run: Call
@@ -118,10 +117,9 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
 class Barrier:
     """Lets the ranks of this machine go on within about a microsecond of each other.
 
-    A count per rank in shared memory; no data is ordered by it. Collectives are no substitute:
-    they leave the ranks tens of microseconds apart, which is as long as what is timed. Between
-    hosts there is nothing better; they are those of a group of its own, since another thread may
-    carry out collectives of the caller's, and ranks must begin those of a group in one order.
+    Each rank has a counter in shared memory; the barrier orders no data. Collectives would leave
+    the ranks tens of microseconds apart, as long as a timed call. Ranks of several hosts use
+    collectives of a separate group, since another thread may run collectives of the caller's group.
 
     ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``. No two barriers
     have the same ``hosts`` of several.
@@ -134,7 +132,7 @@ class Barrier:
         self._rank, self._world = hosts.near.rank(), hosts.near.size()
         self._timeout_s = timeout_s
         self._count = 0
-        # The rank's count, then two words of what is decided.
+        # The rank's counter, then two words for decisions.
         memory = HostMemory(hosts.near, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
         self._words = [memoryview(part).cast("q") for part in memory.maps]
         memory.close()  # the words keep the maps
@@ -161,7 +159,7 @@ class Barrier:
                     raise TimeoutError(f"rank {rank} did not come within {self._timeout_s:.0f} s")
 
     def decide(self, value: int) -> int:
-        """What rank 0 says, on every rank."""
+        """The value of rank 0, on every rank."""
         if self._between is not None:
             said = torch.tensor([value])
             self._await(self._between.broadcast(said, 0))
@@ -188,8 +186,8 @@ class Barrier:
 class Item:
     """One candidate in one mode.
 
-    All times are this rank's, in seconds, by call: ``times_s`` of one or a replay's, once a round;
-    ``host_s`` what the host takes to enqueue one of several in a row.
+    Times are seconds of one call on this rank. ``times_s``: of each round. ``host_s``: to enqueue
+    one of several calls in a row.
     """
 
     mode: str
@@ -222,7 +220,7 @@ class HostClock:
         return seconds, seconds
 
     def host(self, item: Item) -> float:
-        """Not told apart from the call's own time."""
+        """NaN: the host carries out the call."""
         return math.nan
 
 
@@ -266,7 +264,7 @@ class DeviceClock:
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
 
     def _line_up(self, item: Item) -> None:
-        """Put in front of a call what keeps the GPU from it until all of it is enqueued."""
+        """Keep the GPU busy until the whole call is enqueued."""
         if item.mode != "idle":
             gpu._sleep(int(item.sleep_s * self._hertz))
             dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
@@ -293,7 +291,7 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
     """
     graph = gpu.CUDAGraph()
-    # Other threads, such as NCCL's, may go on with what they do.
+    # Other threads, such as NCCL's, may use the GPU during the capture.
     mode = gpu.graph(graph, pool=pool, capture_error_mode="thread_local")
     with runner.context(), mode:
         for _ in range(CALLS_IN_GRAPH):
@@ -317,14 +315,14 @@ def rounds(
     """
     shuffle = random.Random(seed)
     gc.collect()
-    gc.disable()  # out of what is timed
+    gc.disable()  # not inside timed calls
     try:
         for item in items:
             with item.runner.context():
                 _warm(item, clock, barrier)
         rest = max((item.sleep_s for item in items), default=0.0)
         for item in items:
-            item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
+            item.sleep_s = rest  # a longer rest cools the card, which makes it faster
         began = time.monotonic()
         done, late = 0, False
         while done < most and not late:
@@ -341,11 +339,11 @@ def rounds(
 
 
 def _warm(item: Item, clock: HostClock | DeviceClock, barrier: Barrier) -> None:
-    """Call until nothing is slow for being new, and see what the host takes."""
+    """Make the warm-up calls, and take the host's time."""
     taken = []
     for _ in range(clock.warm_calls):
         taken.append(clock.time(item))
-        # Not by the slowest ones, for which memory was allocated.
+        # The fastest counts: slow ones allocated memory.
         long = bool(barrier.decide(min(seconds for seconds, _ in taken) > LONG_S * item.calls))
         if long and len(taken) >= LEAST_WARM:
             break
@@ -389,16 +387,14 @@ Call = Callable[[], Any]
 #: Seconds of the slowest rank, one per round.
 Times = np.ndarray
 
-#: The calls in the background run for so many times as long as the call that is timed: neither
-#: slows the other down by more.
+#: Length of the background calls, as a multiple of the timed call, which slows down by less.
 COVER = 2.0
 
 #: Most calls in the background: a device's queue holds about a thousand operations, and a call of
 #: ficco's is up to fifty of them.
 MOST_IN_BACKGROUND = 24
 
-#: Seconds after which Python's threads take turns while several run: by default they
-#: may keep each other waiting for longer than what is timed takes.
+#: Switch interval of Python's threads: the default can exceed the time of a call.
 SWITCH_S = 50e-6
 
 #: Seconds that a rank waits for its peers before it takes them to have failed.
@@ -416,10 +412,11 @@ class Stopwatch:
     ``timeout_s``: seconds that a rank waits for its peers, ``PEERS_S`` if it is None.
 
     Attributes:
-        mode: the mode that shows what a device takes: queued on GPUs, idle on CPUs.
-        hosts: where the ranks are; found out unless told, which one Stopwatch may be.
+        mode: the mode for times of a device: queued on GPUs, idle on CPUs.
+        hosts: the hosts of the ranks. At most one Stopwatch may share the ``hosts`` of another
+            user.
         meets: whether the peers are there.
-        note: what has to be said of its times.
+        note: remark on the times, for reports.
     """
 
     meets = True
@@ -451,7 +448,7 @@ class Stopwatch:
         mode: str = "",
         tick: Callable[[str], None] = lambda action: None,
     ) -> dict[str, Times]:
-        """Time all calls for about so many seconds; by name, the same on every rank."""
+        """Time all calls for about ``seconds``; by name, the same on every rank."""
         items = [
             Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
@@ -485,7 +482,7 @@ class Stopwatch:
         """The result of an action that all ranks carry out, or None and why one of them could not.
 
         The reason is the same on every rank: class and first line of the error of the lowest rank
-        that has one. What the action has enqueued on a GPU is waited for, so that its errors count.
+        that has one. The GPU is synchronized, so that asynchronous errors count.
 
         Args:
             fatal: errors that are raised at once instead, and that the peers do not hear of.
@@ -507,11 +504,10 @@ class Stopwatch:
         return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
 
     def arrivals(self, problem: AnyProblem) -> str:
-        """The name of what stands, instead of calls, for all that a problem moves to this rank;
-        empty where it can be moved."""
+        """Name of the simulated arrivals of a problem in rows; empty where peers run."""
         return ""
 
-    # What a stopwatch of a rank without peers does otherwise.
+    # Overridden for a rank without peers.
 
     def operands(self, problem: Problem) -> Operands:
         """Operands of a problem on this rank."""
@@ -547,7 +543,7 @@ class Stopwatch:
 
 
 def calls_to_cover(front: Times, back: Times) -> int:
-    """How many calls in the background outlast one that is timed, from their exclusive times."""
+    """Number of background calls that outlast a timed call, from their exclusive times."""
     return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
 
 
@@ -570,9 +566,9 @@ def timed_during(
 
 
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
-    """A call that is timed while so many others run in the background.
+    """A call that is timed while ``count`` others run in the background.
 
-    On a GPU they run on a stream of their own, on a CPU on a thread of their own.
+    The others run on a second stream of a GPU, or on a second thread of a CPU.
     """
     if device.type != "cuda":
         return _on_thread(front, back, count)
@@ -624,8 +620,7 @@ def _on_thread(front: Call, back: Call, count: int) -> Runner:
 
 @dataclass
 class MeasuredCalls:
-    """The calls that are measured, on one rank: copies and collectives of so many bytes, and
-    products, all on operands that stay the same.
+    """Calls to measure on one rank: copies, collectives and products, on constant operands.
 
     Attributes:
         dtype: of all operands.
@@ -660,22 +655,22 @@ class MeasuredCalls:
         return numbers[: rows * cols].view(rows, cols)
 
     def shard(self, nbytes: int) -> torch.Tensor:
-        """A shard of about so many bytes, in whole rows of 2 KiB."""
+        """A shard of about ``nbytes``, in whole rows of 2 KiB."""
         return self.matrix("shard", max(nbytes // 2048, 1), 2048 // self.dtype.itemsize)
 
     def gathered(self, nbytes: int) -> torch.Tensor:
-        """As many bytes of every rank."""
+        """Memory for shards of ``nbytes`` of all ranks."""
         rows, cols = self.shard(nbytes).shape
         return self.matrix("gathered", rows * self.world, cols)
 
     def copies(self, schedule: str, nbytes: int) -> Call:
-        """The copies of a schedule with a shard of so many bytes, without products."""
+        """The copies of a schedule for a shard of ``nbytes``, without products."""
         shard = self.shard(nbytes)
         none = shard.new_empty((shard.shape[1], 0))
         return partial(ficco.all_gather_matmul, shard, none, group=self.group, schedule=schedule)
 
     def collective(self, nbytes: int) -> Call:
-        """The vendor's all-gather of shards of so many bytes."""
+        """The vendor's all-gather of shards of ``nbytes``."""
         return partial(all_gather, self.gathered(nbytes), self.shard(nbytes), group=self.group)
 
     def matmul(
@@ -709,7 +704,7 @@ class MeasuredCalls:
         return partial(torch.mm, a, b, out=out)
 
     def operands(self, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Those of a product, and its result."""
+        """The operands of a product, and its result."""
         return self.matrix("a", m, k), self.matrix("b", k, n), self.matrix("out", m, n)
 
     def _scaled(self, m: int, n: int, k: int, wide: bool) -> Call:

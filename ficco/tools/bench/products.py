@@ -1,4 +1,4 @@
-"""Products: every operator by schedules and by what else there is, proven right and timed."""
+"""Workload: an operator by all candidates, each proven right and timed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class ProductWork(Workload):
                 self.verifier.graph(one, self.operands, pool)
 
     def annotate(self, checked: Sequence[Checked]) -> None:
-        """Add what is left of exactness on random operands, where products are summed."""
+        """Add the error on random operands, where products are summed."""
         if not self.problem.kind.sums or not self.watch.meets:
             return
         error = accuracy(self.operands, self.group)
@@ -173,7 +173,8 @@ SUBJECT = Subject("products", BENCH, ProductWork, gradients=True, show=show_shap
 
 @dataclass
 class Verifier:
-    """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
+    """Verification by all ranks of a group: a candidate that fails on one rank is skipped on
+    all."""
 
     watch: Stopwatch
     iteration: int = field(default=1, init=False)
@@ -192,7 +193,7 @@ class Verifier:
         return min(self.watch.gather(free))
 
     def renew(self, operands: Operands, symmetric: bool) -> None:
-        """Begin anew with ficco's memory, and with an operand in it if one is wanted."""
+        """Free ficco's memory. If ``symmetric``, allocate the left operand in symmetric memory."""
         operands.a_symmetric_LK = None
         self.watch.free()
         if symmetric:
@@ -280,8 +281,8 @@ class Verifier:
 
 
 def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:
-    """What gives the error of a result of an operator that sums: the root mean square of its
-    differences over that of what the operands should give, in some rows of each rank. Collective.
+    """A function for the error of a summed result: root mean square of its differences from
+    float64, relative to the result, in some rows of each rank. Collective.
 
     All ranks have the same B, so that the sum of their products is the product of their sum; that
     is added up and multiplied in float64.
