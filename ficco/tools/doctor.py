@@ -139,7 +139,7 @@ def cpu_name() -> str:
 
 
 def links() -> dict[str, Any]:
-    """Which GPUs can access each other's memory, and over which links."""
+    """Access of GPUs to each other's memory, and their links."""
     count = gpu.device_count() if gpu.is_available() else 0
     if count < 2:
         return {"peer access": [], "topology": "fewer than two GPUs"}
@@ -156,7 +156,7 @@ def _run(tool: list[str]) -> str:
 
 
 def engines() -> dict[str, Any]:
-    """What each engine can do here, or why it cannot be used."""
+    """Capabilities of each engine, or the reason why it cannot be used."""
     return {
         name: _tried(partial(capabilities, name), lambda error: f"cannot be used here: {error}")
         for name in ENGINES
@@ -164,7 +164,7 @@ def engines() -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """What an engine can do, by one that is made for a group of this process only."""
+    """Capabilities of an engine, which is made for a group of this process only."""
     if name == "cpu":
         device = torch.device("cpu")
     elif not gpu.is_available():
@@ -237,7 +237,7 @@ def _own_group(device: torch.device) -> Iterator[None]:
 
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
-    """Which engine each kind of tensor uses, which schedules ranks take, and why."""
+    """The engine of each kind of tensor, the schedules of ranks, and the reasons."""
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
     engines = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}

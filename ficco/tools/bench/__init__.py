@@ -1,4 +1,4 @@
-"""The bench: what is timed, how it is timed, and reports of the figures.
+"""The bench: workloads, the timing protocol, and reports.
 
 ==========  ======================================================================
 module      subject

@@ -357,8 +357,8 @@ class AttentionData(Workload):
     def _merge(self) -> Merge:
         """The merge of ficco's engine, as in ficco's calls."""
         engine = workspace_of(self.watch.group, self.watch.device).engine
-        found: Merge = getattr(engine, "merge", merge)
-        return found
+        own: Merge = getattr(engine, "merge", merge)
+        return own
 
     def _by_heads(self) -> dict[str, Variant]:
         base, group = self.base, self.watch.group
@@ -369,8 +369,8 @@ class AttentionData(Workload):
 
         def by_collectives() -> torch.Tensor:
             heads = Heads(*(to_heads(one, group) for one in self.operands[:3]))
-            made, _ = attention(heads, self._whole, self.scale)
-            return to_positions(made, group)
+            out, _ = attention(heads, self._whole, self.scale)
+            return to_positions(out, group)
 
         lacks = f"{base.kv_heads} heads of keys for {base.world} ranks" if (
             base.kv_heads % base.world) else ""  # fmt: skip

@@ -413,8 +413,8 @@ class Stopwatch:
 
     Attributes:
         mode: the mode for times of a device: queued on GPUs, idle on CPUs.
-        hosts: the hosts of the ranks. At most one Stopwatch may share the ``hosts`` of another
-            user.
+        hosts: hosts of the ranks, determined unless passed. At most one Stopwatch may use the same
+            ``hosts``.
         meets: whether the peers are there.
         note: remark on the times, for reports.
     """

@@ -22,17 +22,17 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
 from ficco.tools.bench.frames import cells, markdown, place, read_description, show
 
-#: Candidates that others are compared with: the serial compositions, and PyTorch's fused op.
+#: Baselines: the serial compositions, and PyTorch's fused op.
 SERIALS = ("serial-collective", "serial")
 PYTORCH = ("pytorch-fused", "pytorch-native")
 
-#: Candidates that are one part of the operator, and the bound that follows from them.
+#: Candidates that are one part of the operator, and their bound.
 PARTS = ("gemm", "collective", "copies")
 IDEAL = "ideal"
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Geometric mean of positive numbers, without those that are NaN; NaN for none."""
+    """Geometric mean of positive numbers without NaN; NaN for no number."""
     return float(np.exp(np.log(pd.Series(list(values), dtype=float).dropna()).mean()))
 
 
@@ -43,21 +43,21 @@ def spread(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest(times: pd.DataFrame, names: Sequence[str]) -> pd.Series | None:
-    """The times with the smallest median, of those of the candidates that are there."""
+    """Times of the candidate with the smallest median; None if ``times`` has none of them."""
     present = times[[name for name in names if name in times]]
     return None if present.empty else present[present.median().idxmin()]
 
 
 def over(reference: pd.Series | None, times: pd.DataFrame) -> pd.Series:
-    """How many times as long as each candidate a reference takes: medians of the rounds' ratios;
-    NaN without a reference."""
+    """Time of a reference over the time of each candidate: medians of the rounds' ratios; NaN
+    without a reference."""
     if reference is None:
         return pd.Series(math.nan, times.columns)
     return times.rdiv(reference, axis=0).median()
 
 
 def ideal(times: pd.DataFrame) -> pd.Series | None:
-    """In every round the longer of the GEMM alone and the fastest communication alone."""
+    """The longer of the exclusive GEMM and the fastest exclusive communication, in every round."""
     moves = [name for name in PARTS[1:] if name in times]
     if "gemm" not in times or not moves:
         return None
@@ -69,8 +69,8 @@ def overlap_efficiency(times: pd.DataFrame) -> pd.Series:
 
     The effective communication time (ECT) of a method is its time less that of the fastest whole
     GEMM. The efficiency is 1 - ECT / ECT of the serial composition with the vendor's collective:
-    0 for that composition, 1 where nothing but the GEMM is left, negative below serial. Median
-    over the rounds in which serial takes longer than its GEMM.
+    0 for that composition, 1 where nothing but the GEMM is left, negative below serial. Median over
+    rounds with serial longer than its GEMM.
     """
     if SERIALS[0] not in times or "gemm" not in times:
         return pd.Series(math.nan, times.columns)
@@ -106,28 +106,28 @@ def summarise(
     return figures.join(ratios.loc[whole])
 
 
-# What reports and pictures say of rows.
+# Figures of rows.
 
-#: Modes in the order in which reports take them.
+#: Modes in the order of reports.
 MODES = ("queued", "idle", "graph")
 
-#: What identifies a shape.
+#: Columns that identify a shape.
 SHAPE = ["operator", "case"]
 
 #: Sorts candidates by a ratio: the largest ratio first, equal ratios in their order.
 BEST_FIRST: dict[str, Any] = {"ascending": False, "kind": "stable"}
 
-#: Figures of which reports give geometric means, with their headings.
+#: Figures with geometric means in reports, and their headings.
 RATIOS = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
 
 
 def measured(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of what was measured."""
+    """The rows with figures."""
     return rows[rows["status"] == "ok"]
 
 
 def modes(rows: pd.DataFrame) -> list[str]:
-    """The modes in which something was measured."""
+    """The modes that have figures."""
     return [mode for mode in MODES if (measured(rows)["mode"] == mode).any()]
 
 
@@ -229,7 +229,7 @@ def shape_text(shapes: pd.DataFrame) -> pd.Series:
 
 
 def left_out(rows: pd.DataFrame) -> list[str]:
-    """What was not measured, on which shapes, and why."""
+    """Lines for candidates without figures: their shapes, and the reason."""
     rest = rows[rows["status"] != "ok"]
     first = rest["operator"] == "all_gather_matmul"
     where = rest["case"].where(first, rest["operator"] + " " + rest["case"])
@@ -268,7 +268,7 @@ SUMS = (
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
-#: Rows of each rank's part of a result whose errors are looked at.
+#: Rows of each rank's result that are compared for the error.
 ERROR_ROWS = 64
 
 #: Milliseconds of a product that is not short.
@@ -317,7 +317,7 @@ def about_table(about: dict[str, Any]) -> str:
 
 
 def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{}") -> pd.DataFrame:
-    """A table of text with two rows more: the geometric mean and the least of some columns."""
+    """A table of text with two more rows: geometric mean and least of the columns ``ratios``."""
     ends = pd.DataFrame("", ["geometric mean", "worst"], table.columns, dtype=object)
     for head, values in ratios.items():
         ends[head] = cells(pd.Series([geomean(values), values.min()], ends.index))
@@ -337,7 +337,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
         **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
         "ficco": "best",
     }
-    # The name of a column is its heading, but for the second of two alike.
+    # Columns are named by their headings, except for a heading that occurs twice.
     table = pd.DataFrame({"shape": shape_text(shapes)})
     for head, role in timed.items():
         table[head] = cells(shapes[role, "ms"], ".3f")
@@ -358,7 +358,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
 
 
 def _punctual(rows: pd.DataFrame) -> str:
-    """How far the signals of a replay are off."""
+    """Deviations of the signals of a replay."""
     if "off_us" not in rows or rows["off_us"].isna().all():
         return ""
     off, worst = rows["off_us"], rows.loc[rows["off_us"].idxmax()]
@@ -398,7 +398,7 @@ def _tiled(rows: pd.DataFrame, mode: str) -> str:
 
 
 def _sizes(operator: str) -> str:
-    """What the three sizes of a shape are."""
+    """Heading of the three sizes of a shape."""
     kind = OPERATORS[operator]
     if kind.blocks:
         return "rows per rank, n, k"
@@ -436,7 +436,7 @@ def _costs(rows: pd.DataFrame) -> str:
     )
 
 
-#: Candidates whose names do not say what they are.
+#: Candidates that need an explanation.
 NAMES = {
     "serial-collective": "the library's collective and the product one after the other, without "
     "ficco",
@@ -446,7 +446,7 @@ NAMES = {
 
 
 def _named(names: Iterable[str]) -> str:
-    """What those of these candidates are that need it said."""
+    """Explanations of candidates."""
     said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
     return f" {'; '.join(said)}." if said else ""
 
@@ -495,7 +495,7 @@ BY_MODE = (
 
 
 def show_shape(rows: pd.DataFrame) -> None:
-    """Print one shape's rows: a table, fastest first, and what was left out."""
+    """Print one shape's rows: a table, fastest first, and the candidates without figures."""
     first = rows.iloc[0]
     operator = "" if first["operator"] == "all_gather_matmul" else f"{first['operator']} "
     sizes = f"m={first['m']} n={first['n']} k={first['k']} {first['dtype']}"
@@ -525,7 +525,7 @@ def show_shape(rows: pd.DataFrame) -> None:
 
 
 def show_best(rows: pd.DataFrame) -> None:
-    """Print what the best schedule reaches on each shape, a table per operator and mode."""
+    """Print the figures of the best schedule for each shape, a table per operator and mode."""
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
             shapes = lines(mine, mode)
@@ -543,7 +543,7 @@ def show_best(rows: pd.DataFrame) -> None:
 
 # Pictures.
 
-#: What is drawn, by role: name and colour.
+#: Names and colours of roles in pictures.
 DRAWN = {
     "serial": ("serial", GREY),
     "pytorch": ("PyTorch fused op", ORANGE),
@@ -556,8 +556,8 @@ DRAWN = {
     "pieces": ("ficco rccl", PURPLE),
 }
 
-#: Roles that the first picture compares, that the second draws over the balance of GEMM and
-#: communication, and of which it shows geometric means.
+#: Roles of the first picture; roles that the second picture draws over the balance of GEMM and
+#: communication; roles with geometric means in the second picture.
 SHARES = ("serial", "pytorch", "overlap", "auto", "best")
 CURVES = ("ideal", "overlap", "best")
 MEANS = ("ideal", "overlap", "best_1d", "best_2d", "pieces", "pytorch")
@@ -567,15 +567,16 @@ MOST_SHAPES = 10
 
 
 def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
-    """Draw the rows of a CSV file, to files that begin with its name; returns them."""
+    """Draw the rows of a CSV file, to files whose names begin with its name; returns their
+    paths."""
     about = read_description(csv)
     title = f"{csv.stem}: {place(about)}"
     return draw(rows, csv.with_suffix(""), title)
 
 
 def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    """Draw all pictures for which there are rows, to files that begin with ``stem``; those of
-    several operators one by one; returns them."""
+    """Draw the pictures of each operator, to files whose names begin with ``stem``; returns their
+    paths."""
     drawn = []
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
@@ -629,7 +630,7 @@ def _in_rows(shapes: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _legend_below(figure: Any, axes: Any) -> None:
-    """What is in these axes, below all axes of the figure."""
+    """Draw the legend of ``axes`` below all axes of the figure."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False

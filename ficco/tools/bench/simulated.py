@@ -19,7 +19,7 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
 from ficco.tools.bench.frames import SIMULATED, show
 
-#: What every shape is held against: bounds, not schedules.
+#: References of every shape: bounds, not schedules.
 BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
 
 
@@ -32,7 +32,7 @@ def simulate_case(
 
 
 def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
-    """What a row says of a shape."""
+    """Columns of a shape."""
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
 
@@ -46,8 +46,9 @@ def simulate_problem(
 ) -> pd.DataFrame:
     """The bounds of a problem, then every schedule, as ``ficco.tools.bench.frames.SIMULATED``.
 
-    As in measured reports, ideal is the longer of what is computed, in one whole, and the faster of
-    the vendor's collective and the copies; serial is the better of the two followed by that.
+    As in measured reports, ideal is the longer of the whole product and the faster communication:
+    the vendor's collective or the copies. Serial is the faster communication followed by the
+    product.
     """
     family = family_of(problem)
     bounds, usual = family.bounds(problem, machine, mode), family.schedules(problem, machine)

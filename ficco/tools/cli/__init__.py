@@ -99,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code. Errors become one line on the standard error."""
     try:
         parsed = _parser(arguments).parse_args(arguments)
-    except SystemExit as end:  # argparse has printed what is wrong, or the help
+    except SystemExit as end:  # argparse has printed the error or the help
         return int(end.code or 0)
 
     try:
@@ -131,7 +131,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether what is printed goes into a pipe that nobody reads: ``ficco plan ... | head``."""
+    """Whether the reader of the output has left: ``ficco plan ... | head``."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -179,8 +179,7 @@ DTYPE_TEXT = (
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
 
-#: What figures, pictures and tables need, and nothing that a program with ficco imports: the
-#: extra ``bench``.
+#: Packages of the extra ``bench``, for figures, pictures and tables; ``import ficco`` needs none.
 PACKAGES = ("pandas", "matplotlib", "rich")
 
 #: Kinds of options, as argparse takes them.
@@ -191,7 +190,7 @@ CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
 
 
 def not_installed(package: str) -> str:
-    """What to do about a package of the extra that is not installed."""
+    """Error text for a package of the extra that is not installed."""
     return f'{package}: required, and not installed; `pip install "ficco[bench]"` adds it'
 
 
@@ -227,7 +226,7 @@ def site(
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
-    """Add the options that say how many ranks are started, and on what."""
+    """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
     parser.add_argument("--ranks", type=int, help=ranks)
     parser.add_argument(
         "--device",
@@ -242,7 +241,7 @@ def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or
 
 
 def add_dtypes(parser: Any) -> None:
-    """Add the option that says what the operands of shapes are."""
+    """Add ``--dtype``, the dtypes of shapes."""
     text = "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
     text += ", ".join(DTYPES)
     parser.add_argument("--dtype", **NAMES, choices=DTYPES, help=text)
@@ -269,7 +268,7 @@ def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
 
 
 def add_files(parser: Any, folder: str, subject: str) -> None:
-    """Add the options that say where a measurement writes to."""
+    """Add ``--out`` and ``--name``, the files of a measurement."""
     parser.add_argument(
         "--out", type=Path, default=Path(folder), help=f"folder (default: {folder})"
     )
@@ -277,7 +276,7 @@ def add_files(parser: Any, folder: str, subject: str) -> None:
 
 
 def add_sizes(parser: Any) -> None:
-    """Add the options that say which operator is asked about, and what its sizes are."""
+    """Add ``--operator`` and the sizes of every operator."""
     text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
     parser.add_argument("--operator", metavar="NAME", help=text)
     options: dict[str, dict[str, Size]] = {}  # by name, whose
@@ -300,14 +299,14 @@ def add_sizes(parser: Any) -> None:
 
 
 def sizes(arguments: Any) -> dict[str, Any]:
-    """The sizes that were given."""
+    """The sizes on the command line."""
     names = {name for askable in ASKABLE.values() for name in askable.sizes}
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_world(parser: Any) -> None:
-    """Add the options that say how many ranks there are, and on how many hosts."""
+    """Add ``--world`` and ``--hosts``."""
     parser.add_argument(
         "--world", type=int, help="number of ranks (default: the machine's on each host)"
     )
@@ -315,7 +314,7 @@ def add_world(parser: Any) -> None:
 
 
 def add_ranks_of_rows(parser: Any) -> None:
-    """Add the options that say how many ranks there are, and how rows are spread over them."""
+    """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
     parser.add_argument(
         "--rows",
@@ -339,7 +338,7 @@ def ranks_per_host(arguments: Any) -> int | None:
 
 
 def problem(arguments: Any, local_world: int) -> AnyProblem:
-    """The problem that options ask about, with so many ranks on each host.
+    """The problem of the options; ``local_world``: ranks of each host.
 
     Raises:
         ValueError: an option is wrong, or they do not fit together.
@@ -360,7 +359,7 @@ def problem(arguments: Any, local_world: int) -> AnyProblem:
 def refuse_others(
     arguments: argparse.Namespace, options: Callable[[Any], object], *allowed: str
 ) -> None:
-    """Refuse what the command line has besides the allowed options, one of which is given.
+    """Refuse options other than ``allowed``; one of those is present.
 
     Raises:
         ValueError: another of the command's options is given, too.

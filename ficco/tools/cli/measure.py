@@ -190,7 +190,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def _check_replay(arguments: argparse.Namespace) -> None:
-    """Refuse what a replay cannot have, and what is for a replay where there is none."""
+    """Refuse options that a replay cannot have, and options of a replay without ``--replay``."""
     world, rank = arguments.replay, arguments.rank
     if world is None:
         for name in PLAYED:
@@ -207,7 +207,7 @@ def _check_replay(arguments: argparse.Namespace) -> None:
     if "graph" in (arguments.mode or ""):
         raise ValueError("--mode: required queued or idle for --replay, got graph")
     arguments.ranks = 1
-    # All there are: in one that it shares, the stream that plays the peers would hold up a lane.
+    # All hardware queues: in a shared queue, the courier's stream would block a lane.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
@@ -231,7 +231,7 @@ def place(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def named(subject: str, device: str, ranks: int) -> str:
-    """The name of the files of a run: what, the machine and the day."""
+    """Name of the files of a run: subject, machine and date."""
     from ficco.tools import doctor
 
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
@@ -257,8 +257,8 @@ def measured(
     timeout_s: float,
     finish: Callable[[pd.DataFrame], Iterable[Path]],
 ) -> int:
-    """Measure on ranks, and say what was wrong or failed; the exit code. ``finish`` writes what
-    follows from the rows, and gives its files."""
+    """Measure on ranks, and print wrong and failed variants; returns the exit code. ``finish``
+    writes reports of the rows, and returns their paths."""
     how: Any = {"device": settings.device, "timeout_s": timeout_s}
     rows = launch.launch(measure, arguments.ranks, settings, **how)
     if rows is None:  # under torchrun, a rank other than 0
@@ -357,7 +357,7 @@ def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    """The shapes of the command line, and what they are called.
+    """The shapes of the command line, and their name in files.
 
     Raises:
         ValueError: there is no shape of a name that was asked for.
@@ -389,7 +389,7 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
 
 
 def _pictures(csv: Path) -> list[Path]:
-    from ficco.tools.bench.frames import REPLAY  # whose columns are those of all benches and more
+    from ficco.tools.bench.frames import REPLAY  # its columns include those of all benches
     from ficco.tools.bench.report import draw_next_to
 
     return draw_next_to(csv, REPLAY.read(csv))
@@ -437,11 +437,11 @@ def run_demo(arguments: argparse.Namespace) -> int:
 TUNE_START_S = 120.0
 PATIENCE = 4.0
 
-#: Share by which a point of ``--check`` may be off. On CPUs ranks share cores with whatever else
+#: Tolerance of the points of ``--check``, as a share. On CPUs ranks share cores with whatever else
 #: runs: on an idle host points were up to 1.3 times as much, beside other work up to twice.
 TOLERANCE = {"cuda": 0.25, "cpu": 1.0}
 
-#: What ``--check`` has no use for.
+#: Options that ``--check`` refuses.
 NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 
@@ -484,7 +484,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if arguments.check:
         return _check(arguments, device, ranks, path)
     if not (arguments.fresh and path.is_file()):
-        opened(path, here)  # says what is wrong with the file before any rank is started
+        opened(path, here)  # raises for a wrong file before ranks are started
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
@@ -518,7 +518,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """Refuse options that say nothing together.
 
     Raises:
-        ValueError: which one, and what it needs.
+        ValueError: an option needs another option.
     """
     tolerance = arguments.tolerance
     if tolerance is not None and not arguments.check:
@@ -606,7 +606,7 @@ def add_doctor(parser: Any) -> None:
     parser.add_argument(
         "--selftest",
         **FLAG,
-        help="start ranks (default: a GPU each, or 2) and test what the engine assumes",
+        help="start ranks (default: a GPU each, or 2) and test the engine's assumptions",
     )
     parser.add_argument(
         "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"

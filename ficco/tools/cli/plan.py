@@ -175,13 +175,13 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
 
 
 def _what(problem: Any) -> str:
-    """What stands above a table: sizes are in it, but none of those that have defaults."""
+    """Heading of a table: the operator, or the problem with its sizes."""
     return problem.operator if problem.operator in OPERATORS else str(problem)
 
 
 def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
-    """The rows as a table. ``heading``: of what is in its first column, sizes first; ``sizes``: of
-    a call of another operator than products."""
+    """Print the rows as a table. ``heading``: of the first column, sizes first. ``sizes``: sizes of
+    an operator other than products."""
     import pandas as pd
 
     from ficco.tools.bench.frames import cells, show
@@ -333,7 +333,7 @@ def _plain(value: Any) -> Any:
 # Explain.
 
 
-#: Seconds that ``--measure`` times; starting ranks and proving candidates right take more.
+#: Seconds of ``--measure`` for timing; the start of ranks and the proofs take more.
 MEASURE_S = 20.0
 
 
@@ -343,7 +343,7 @@ def add_explain(parser: Any) -> None:
     parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
     parser.add_argument("--machine", help="a name or a file (default: this host's)")
     parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
-    text = "instead: what each problem takes that a program noted with options(log_problems=FILE)"
+    text = "instead: schedules of problems that a program logged with options(log_problems=FILE)"
     parser.add_argument("--from-log", **FILE, help=text)
     parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
     parser.add_argument(
@@ -407,7 +407,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
     """Refuse options that say nothing together.
 
     Raises:
-        ValueError: which one, and what it needs.
+        ValueError: an option needs another option.
     """
     if arguments.rows and arguments.measure:
         raise ValueError("--measure: required without --rows; it times equal rows only")
@@ -566,7 +566,7 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
 
 
 def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
-    """Row by row, and the number of columns: what shows the same schedule stands side by side."""
+    """Timelines row by row, and the number of columns; timelines of a schedule share a row."""
     from ficco.simulate.timeline import Timeline
 
     rows: dict[str, list[Timeline]] = {}

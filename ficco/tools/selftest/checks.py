@@ -1,4 +1,4 @@
-"""The checks of the self-test: what engines assume, tried by calls with known results."""
+"""The checks of the self-test: assumptions of engines, tested by calls with known results."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from ficco.tools.tune.effort import GPU
 
 @dataclass(frozen=True)
 class SelftestSettings:
-    """How much is tried.
+    """Extent of the self-test.
 
     Attributes:
-        iterations: calls with small pieces per schedule that is to show the order of copy and
-            signal; an eighth of them with large ones.
-        repeat: calls per schedule where that is not the question.
+        iterations: calls with small pieces per schedule in the check of copy and signal order; an
+            eighth as many with large pieces.
+        repeat: calls per schedule in the other checks.
         small, large: rows per rank, k and n of calls.
         dtype: of the operands.
-        pair_bytes: bytes that a rank receives from a peer where bandwidth is measured.
+        pair_bytes: bytes that a rank receives from a peer in measurements of bandwidth.
         rounds: times that each bandwidth is measured; the best counts.
         timeout_s: seconds that a call may wait for a peer.
         limit_s: seconds after which a check has hung.
@@ -66,7 +66,7 @@ class SelftestSettings:
 
     @classmethod
     def of(cls, device: str) -> SelftestSettings:
-        """What suits a device."""
+        """Settings for ``"cpu"`` or ``"cuda"``."""
         if device == "cpu":
             return cls()
         return cls(
@@ -83,7 +83,7 @@ class SelftestSettings:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a check that passed has seen, in a line, and what the report says of it."""
+    """Outcome of a check that passed: one line, and details for the report."""
 
     seen: str
     details: str = ""
@@ -94,8 +94,8 @@ class CheckFailed(Exception):
 
 
 class NotOffered(Exception):
-    """This machine does not have what was to be checked, or not as it should be; ``details`` are
-    for the report."""
+    """This machine lacks the feature of a check, or has it only in part; ``details`` are for the
+    report."""
 
     def __init__(self, why: str, details: str = "") -> None:
         super().__init__(why)
@@ -111,7 +111,7 @@ class Rank:
     """One rank of the self-test.
 
     Attributes:
-        talk: a group by which ranks tell each other what they saw, whatever their devices do.
+        talk: a group for the ranks' outcomes, independent of devices.
         iteration: number of the next inputs.
         pairs: GB/s of each pair of ranks, once they are measured.
     """
@@ -157,14 +157,14 @@ class Rank:
         dist.destroy_process_group(group)
 
     def _left(self) -> None:
-        """Wait until every rank has left the check; one that has not learns by this that it is
-        over."""
+        """Wait until every rank has left the check. Ranks that are still in it learn that it has
+        ended."""
         self.idle()
         while not all(left for left, _ in self._exchange((True, None))):
             pass
 
     def conclude(self, problems: Iterable[str]) -> None:
-        """Raise on all ranks what any of them found wrong."""
+        """Raise the problems of all ranks, on every rank."""
         everyone = self.gather(list(problems))
         lines = [f"rank {rank}: {line}" for rank, own in enumerate(everyone) for line in own]
         if lines:
@@ -174,9 +174,9 @@ class Rank:
         return workspace_of(group, self.device).engine
 
 
-# Calls with integers whose results are known exactly, and what was wrong with them.
+# Calls with integers, whose results are known exactly.
 
-#: Wrong calls that are named; the others are counted.
+#: Wrong calls that are listed; further ones are counted.
 NAMED_CALLS = 4
 
 #: Rows per rank, k and n.
@@ -190,7 +190,7 @@ def operands_of(at: Rank, problem: Problem) -> Operands:
 
 
 def sized(at: Rank, shape: Shape, operator: str = GATHER, dtype: str = "") -> Operands:
-    """Operands with so many rows per rank, or per pair of ranks."""
+    """Operands with the rows of ``shape`` per rank, or per pair of ranks."""
     rows, k, n = shape
     dtype = dtype or at.settings.dtype
     case = Case("", rows * at.world, n, k, dtype, operator=operator)
@@ -198,7 +198,7 @@ def sized(at: Rank, shape: Shape, operator: str = GATHER, dtype: str = "") -> Op
 
 
 def uneven_operands(at: Rank, operator: str) -> Operands:
-    """Operands of which some ranks, or pairs of ranks, have no rows."""
+    """Operands with different rows of ranks or pairs of ranks, and no rows for some."""
     rows, k, n = odd(at.settings.small)
     ranks = range(at.world)
     table = [[rows * ((i + 2 * j) % 3) for j in ranks] for i in ranks]
@@ -211,7 +211,7 @@ def uneven_operands(at: Rank, operator: str) -> Operands:
 
 
 def odd(shape: Shape) -> Shape:
-    """Sizes that nothing divides."""
+    """Odd sizes."""
     rows, k, n = shape
     return rows - 7, k - 3, n - 1
 
@@ -219,8 +219,8 @@ def odd(shape: Shape) -> Shape:
 def exact(
     at: Rank, group: ProcessGroup, schedules: Iterable[str], where: Operands | Shape, count: int
 ) -> list[str]:
-    """Calls of schedules with changing integers, and what was wrong with them; on operands, or on
-    those of an all-gather of so many rows per rank."""
+    """Problems of calls of schedules with changing integers, on operands, or on the operands of an
+    all-gather of a shape."""
     operands = where if isinstance(where, Operands) else sized(at, where)
     make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
     return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
@@ -233,7 +233,7 @@ def compared(
     operands: Operands,
     count: int,
 ) -> list[str]:
-    """Calls that read these operands, enqueued without a wait, and what was wrong with them."""
+    """Problems of calls that read the operands and are enqueued without a wait."""
     compare = partial(wrong_rows, operands=operands)
     outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
     at.iteration += len(outcomes)
@@ -251,8 +251,8 @@ def compared(
 
 
 def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Wrong elements in the rows that each rank gave or has summed, on the device; one number where
-    every row is of all ranks, or of this one."""
+    """Number of wrong elements in the rows of each source rank, on the device; one number if each
+    row depends on all ranks, or on this rank only."""
     problem, rank = operands.problem, operands.rank
     wrong = (result != operands.reference()).sum(1)
     kind = problem.kind
@@ -271,7 +271,7 @@ def proven(
     schedules: Sequence[str],
     *cases: tuple[Operands | Shape, int],
 ) -> int:
-    """So many calls of each schedule in each case, all right on all ranks; their number."""
+    """Make the calls of each schedule in each case; return their number, or raise on all ranks."""
     at.conclude(
         line for where, count in cases for line in exact(at, group, schedules, where, count)
     )
@@ -279,7 +279,7 @@ def proven(
 
 
 def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], detail: str) -> Passed:
-    """Small and large calls of some schedules."""
+    """Make small and large calls of schedules."""
     small, large, repeat = at.settings.small, at.settings.large, at.settings.repeat
     calls = proven(at, group, schedules, (small, repeat), (odd(small), repeat), (large, 1))
     return Passed(f"{calls} calls exact{detail}")
@@ -390,7 +390,7 @@ def columns(at: Rank, group: ProcessGroup) -> Passed:
     capabilities = at.engine(group).capabilities()
     by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
     seen = f"{passed.seen}, {by[0]}" if by else passed.seen
-    if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
+    if at.world > 1 and capabilities.engine != "cpu":  # on CPUs, threads share the cores
         of_rows = all_at_once(at)
         of_columns = of_rows.replace("-1d", "-2d")
         rows, cols = (gb_per_s(at, group, name, at.world - 1) for name in (of_rows, of_columns))
@@ -413,8 +413,8 @@ TILES = "tiled tiled:pull tiled:pieces=3,order=piece tiled:pieces=2,tail=2".spli
 
 
 def tiles(at: Rank, group: ProcessGroup) -> Passed:
-    """Rows that wait, and rows that are announced; in a dtype and sizes that every kernel takes,
-    with numbers of rows that nothing divides."""
+    """Test tiles that wait, and tiles that announce rows; in a dtype and sizes of every kernel,
+    with odd numbers of rows."""
     settings = at.settings
 
     def operands(shape: Shape, operator: str) -> Operands:
@@ -532,16 +532,16 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"SignalTimeout after {limits}; other groups are well")
 
 
-#: What says how the end of a pulled copy is told, and how columns travel.
+#: Choices of an engine for the end of a pulled copy, and for copies of columns.
 OF_PULLED, OF_COLUMNS = "events", "columns"
 
 
 def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -> Passed:
-    """One of the ways that an engine can be told to go, timed by what it is about."""
+    """Test and time one value of an engine's choice."""
     schedule, pull = all_at_once(at), choice == OF_PULLED
     schedule = schedule.replace("-1d", "-2d" if choice == OF_COLUMNS else "-1d") + ",pull" * pull
     count = max(2, at.settings.iterations // 8)
-    # A pulled copy whose end is told late delays only the products of its own call.
+    # A late signal of a pulled copy delays only products of the same call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
         with environment(variable, f"{choice}={value}"):
@@ -549,7 +549,7 @@ def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
-    except RuntimeError as error:  # of the engine, or of PyTorch's memory
+    except RuntimeError as error:  # raised by the engine, or by PyTorch's memory
         raise NotOffered(f"{type(error).__name__}: {error}") from error
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
@@ -578,21 +578,20 @@ def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
 # Speed of copies, exclusively and during products, as the tuner times them.
 
 
-#: How many times as long products and copies may take during each other as without, if the copies
-#: look as if they left the compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12
-#: in the mean on MI300X; ``ficco tune`` saw 1.05 and 1.02 on 2 H200.
+#: Largest slowdown of products and copies during each other for copies that seem to leave the
+#: compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12 in the mean on MI300X;
+#: ``ficco tune`` saw 1.05 and 1.02 on 2 H200.
 SLOWER = 1.3
-#: Share of what is to be expected below which a rate is no longer taken for it. Pairs of 4 H200 lay
-#: within 4 % of their median (docs/results/selftest-h200-4.md); 7 lanes that share 4 queues would
-#: reach 0.57.
+#: Least share of the expected rate. Pairs of 4 H200 lay within 4 % of their median
+#: (docs/results/selftest-h200-4.md); 7 lanes that share 4 queues would reach 0.57.
 SLOW = 0.7
-#: Seconds in which products and copies are timed during each other.
+#: Seconds for the times of products and copies during each other.
 OVERLAP_S = 5.0
 
 
 def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n: int = 0) -> float:
-    """GB/s that each rank of a group receives in a call, by the slowest of them. Collective over
-    all ranks, of which those outside of the group wait.
+    """GB/s that each rank of a group receives in a call, by the slowest rank. Collective over all
+    ranks; ranks outside of the group wait.
 
     Products have ``n`` columns.
     """
@@ -615,7 +614,7 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
 
 
 def overlap(at: Rank, group: ProcessGroup) -> Passed:
-    """Whether copies seem to leave the compute units to products that fill the device."""
+    """Test whether copies seem to leave the compute units to products that fill the device."""
     if at.device.type == "cpu":
         raise NotOffered("there are no DMA engines: on a CPU the cores do all work")
     if at.world == 1:
@@ -633,7 +632,7 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def looks(products: float, copies: float) -> Passed:
-    """What it looks like if products and copies take so many times as long during each other."""
+    """Outcome from the slowdowns of products and of copies during each other."""
     seen = (
         f"during each other products take {products:.2f} and copies {copies:.2f} times as long as "
         "without; only a profile proves it"
@@ -644,7 +643,7 @@ def looks(products: float, copies: float) -> Passed:
 
 
 def all_at_once(at: Rank) -> str:
-    """A schedule in which every peer has a copy lane."""
+    """A schedule with a copy lane for every peer."""
     return f"hetero-fused-1d:pieces=4,copy={max(1, at.world - 1)}"
 
 
@@ -674,7 +673,7 @@ def bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
-    """What rates of pairs say; where pairs share cores, a slow one is chance."""
+    """Outcome from the rates of pairs; a slow pair counts only if pairs do not share cores."""
     middle = statistics.median(rates.values())
     slow = [pair for pair, rate in rates.items() if rate < SLOW * middle]
     seen = f"{middle:.1f} GB/s received per rank, both ways at once"
@@ -714,8 +713,8 @@ def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
 
 
 def _meshed(at: Rank, group: ProcessGroup) -> bool:
-    """Whether every pair is taken to have a link of its own: by the machine's description, or,
-    where nobody has described it, if the engine cannot tell how many copies run at once."""
+    """Whether every pair is assumed to have a separate link: by the machine's description, or
+    without one, if the engine does not know how many copies run at once."""
     engine = at.engine(group)
     machine = where(None, at.world, engine.fingerprint()).machine
     if machine is None or machine.topology is None:

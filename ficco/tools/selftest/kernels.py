@@ -35,10 +35,10 @@ PARTS = ((64, 512, 512, 0), (33, 100, 160, 8), (17, 23, 40, 3))
 IN_PLACE = ((64, 512, 1024, 512), *PARTS[1:])
 #: Places that copies of one launch lead to.
 PLACES = 3
-#: Words of one signal, more than a launch takes, and which of them nobody posts.
+#: Words of one signal, more than a launch takes, and the word that is never posted.
 WORDS, NEVER = 70, 67
-#: Seconds after which a kernel goes on by itself that waits for what nobody posts, and for what
-#: somebody does.
+#: Deadlines in seconds of a kernel that waits for the word that is never posted, and for posted
+#: words.
 DEADLINE_S, PATIENCE_S = 0.2, 2.0
 
 
@@ -66,7 +66,7 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
 
 @dataclass
 class _Trial:
-    """Each method launches kernels of one kind, and says what was wrong."""
+    """Each method launches kernels of one kind, and returns problems."""
 
     at: Rank
     kernels: Any
@@ -74,7 +74,7 @@ class _Trial:
     generator: torch.Generator
 
     def integers(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """So small that their sums are exact."""
+        """Integers whose sums are exact."""
         numbers = torch.empty(shape, dtype=dtype, device=self.at.device)
         return numbers.random_(-3, 4, generator=self.generator)
 
@@ -172,8 +172,7 @@ class _Trial:
         return problems
 
     def gated(self) -> list[str]:
-        """Functions of half a row: ReLU of small integers, SiLU of numbers that it keeps, or makes
-        zero."""
+        """Gates of half a row: ReLU of small integers, and SiLU of numbers with exact results."""
         problems = []
         for function, dtype in product(GATES, GATED):
             rows = self.integers(dtype, 2, 9, 128)
@@ -233,8 +232,8 @@ class _Trial:
             return [f"a wait after its own posts missed word {index - 1}"]
         words.zero_()
         at.idle()
-        # What a wait is for is launched first, in case that both streams share a queue. Until the
-        # first wait has reached its deadline the second finds nothing posted.
+        # Posts are launched before the wait for them, since both streams may share a queue. The
+        # wait sees no post until the first wait has reached its deadline.
         began = time.monotonic()
         kernels.wait(unposted, DEADLINE_S, missed + 4, poster)
         kernels.place(data, five, poster)
@@ -260,8 +259,8 @@ class _Trial:
         return problems
 
     def scripted(self) -> list[str]:
-        """Sums that carry out scripts before and after, and a script by itself. They wait for
-        nothing but what they have written."""
+        """Sums with scripts before and after, and a script by itself. Scripts wait only for words
+        that they have written."""
         problems = []
         dtypes = sorted({part for part, out in REDUCTIONS if part == out}, key=str)
         for dtype, (rows, cols, pitch, first) in product(dtypes, PARTS):
@@ -283,7 +282,7 @@ class _Trial:
         return problems
 
     def new_stream(self) -> Any:
-        """A stream of its own, as kernels take it; on a CPU, which has none, the one there is."""
+        """A new stream, as kernels take it; on a CPU the current one."""
         if self.at.device.type == "cpu":
             return self.stream
         with gpu.stream(gpu.Stream(self.at.device)):

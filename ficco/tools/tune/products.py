@@ -1,5 +1,5 @@
-"""What a rank's own work takes: products, one by one and in rows that heat up the device, calls of
-attention, and copies within its memory."""
+"""Steps that time a rank's own work: products, one by one and in rows that heat up the device,
+calls of attention, and copies within memory."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from ficco.tools.tune.effort import EFFORTS, Attends, Shape
 from ficco.tools.tune.fits import Sample, errors, fit
 from ficco.tools.tune.site import Site
 
-#: The call by which an engine is asked whether its library has a recipe.
+#: The operator and schedule that show whether an engine's library has a recipe.
 GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")
-#: Share of the seconds for products in which rows heat up the device.
+#: Share of the seconds of products for rows that heat up the device.
 HEAT_SHARE = 0.1
-#: Columns of what the product whose tiles wait can address are multiples of this.
+#: Columns of the tiled product's operands are multiples of this.
 TMA = 8
 #: Rows and columns of its tiles (ficco/compute/tiled/worklist.py); two blocks of 128 rows can share
 #: loads.
@@ -67,8 +67,8 @@ def gemm(site: Site) -> Gemm:
 
 
 def scaled(site: Site, recipe: str) -> Gemm | None:
-    """The library's products of float8 operands by a recipe, where it has them and the effort gives
-    them time."""
+    """The library's products of float8 operands by a recipe; None without them, or without seconds
+    for them."""
     own = scaled_site(site, recipe)
     if own is None:
         return None
@@ -79,8 +79,8 @@ def scaled(site: Site, recipe: str) -> Gemm | None:
 
 
 def scaled_site(site: Site, recipe: str) -> Site | None:
-    """The same with float8 operands by a recipe, and the products that these can have; None where
-    the library has none, or the effort gives them no time."""
+    """The site with float8 operands by a recipe, and the products that the recipe allows; None
+    without such products in the library, or without seconds for them."""
     if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
         return None
     engine = workspace_of(site.watch.group, site.watch.device).engine
@@ -100,7 +100,7 @@ def scaled_site(site: Site, recipe: str) -> Site | None:
 
 
 def tiled(site: Site) -> Gemm | None:
-    """The product whose tiles wait, with nothing to wait for."""
+    """The tiled product, without waits; None without it."""
     engine = workspace_of(site.watch.group, site.watch.device).engine
     gemm = site.machine.gemm
     if not engine.capabilities().tiles or gemm is None:
@@ -126,7 +126,7 @@ def experts(site: Site) -> Gemm:
 
 
 def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
-    """The model of products that take so long, from what is ``known`` of them."""
+    """The model fitted to samples; ``known``: arguments of :func:`ficco.tools.tune.fits.fit`."""
     model = fit(measured, units=units(site), **known)
     error = errors(model, measured)
     errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
@@ -203,7 +203,7 @@ def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
 
 
 def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
-    """So many products in a row."""
+    """A call of ``count`` products in a row."""
     how = ("batch", "wide", "apart", "turned")
     call = parts.matmul(*shape[:3], **{name: getattr(shape, name) for name in how})
     return repeated(call, count)
@@ -218,7 +218,7 @@ def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:
 
 
 def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[fits.RowTime]:
-    """Seconds of so many products in a row, few and so many that the device heats up.
+    """Seconds of rows of products, of few products up to a number that heats up the device.
 
     Each row is repeated for a while, with pauses as between benchmarked calls: a power limit looks
     back over many rows, so that shuffled ones would all be as slow as the longest. The second half
@@ -236,8 +236,8 @@ def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[
 
 
 def known_gemm(site: Site) -> Gemm | None:
-    """The block of the file or, for a GPU, of the nearest machine with this accelerator: it holds
-    the dtypes that are not measured."""
+    """The block of the file or, for a GPU, of the nearest machine with this accelerator; it has the
+    dtypes that are not measured."""
     machine = site.machine
     if machine.gemm is not None or not site.watch.on_gpu:
         return machine.gemm
@@ -280,13 +280,13 @@ def attention(site: Site) -> AttentionCalls:
 
 
 def call_of(call: Attends) -> LibraryCall:
-    """As plans count it."""
+    """The call as plans count it."""
     products = BACKWARD_PRODUCTS if call.back else FORWARD_PRODUCTS
     return rectangle_of(call).call(call.heads, call.size, products)
 
 
 def rectangle_of(call: Attends) -> Rectangle:
-    """Its rows and its mask."""
+    """The rectangle of a call."""
     return Rectangle(0, call.queries, 0, call.keys, None, 0 if call.causal else None)
 
 
@@ -303,7 +303,7 @@ def attention_seconds(site: Site, attends: Sequence[Attends]) -> list[float]:
 
 
 def attention_call(parts: MeasuredCalls, call: Attends) -> Callable[[], Any]:
-    """A call on rows as plans have them: of all heads, keys and values side by side."""
+    """A call on rows as in plans: of all heads, with keys and values in one matrix."""
     q = parts.matrix("q", call.queries, call.heads * call.size)
     kv = parts.matrix("kv", call.keys, 2 * call.kv_heads * call.size)
     kv = kv.view(call.keys, 2, 1, call.kv_heads, call.size)

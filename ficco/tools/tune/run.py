@@ -76,8 +76,7 @@ def damaged(path: Path) -> Path:
 
 
 def opened(path: Path, here: Fingerprint, fresh: bool = False) -> Machine:
-    """The machine to begin with: that of the file, else what is known of such a host, else an empty
-    one.
+    """The initial machine: from the file, else the known machine of such a host, else an empty one.
 
     Raises:
         ConfigError: the path is no file, or the file is damaged or of another kind of host.
@@ -151,7 +150,7 @@ class Journal:
     """Steps of a run that are done.
 
     Attributes:
-        settings: what the run measures, in words; another run with the same continues it.
+        settings: text of the run's settings; another run with the same text continues it.
         done: names of its steps that are in the file.
     """
 
@@ -160,7 +159,7 @@ class Journal:
 
     @staticmethod
     def path(machine: Path) -> Path:
-        """Where the journal of a machine's file lies, hidden from those who look for machines."""
+        """Path of the journal of a machine's file, hidden from searches for machines."""
         return machine.with_name(f".{machine.stem}.tune.json")
 
     @classmethod
@@ -176,7 +175,7 @@ class Journal:
         return replace(self, done=(*self.done, step))
 
     def write(self, machine: Path) -> None:
-        """Write it, entirely or not at all.
+        """Write the journal atomically.
 
         Raises:
             ConfigError: the folder cannot be written, or the disk is full.
@@ -201,7 +200,7 @@ class Journal:
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
 
-#: What measures the block of each step; None leaves the block as it is.
+#: The function that measures each step's block; a result of None leaves the block unchanged.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
     **products.MORE,
@@ -221,7 +220,7 @@ MEASURES: dict[str, Callable[[Site], Any]] = {
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
         machine: with all that was measured.
@@ -244,7 +243,7 @@ def tune(settings: TuneSettings) -> Outcome:
 
 
 class _TuningRun:
-    """A run on this rank; on rank 0 it says what it does, and about how long it will take."""
+    """A run on this rank; rank 0 prints progress, and the expected time."""
 
     def __init__(self, settings: TuneSettings) -> None:
         self.settings = settings
@@ -341,7 +340,7 @@ class _TuningRun:
         journal = None if settings.fresh else Journal.read(settings.path)
         if journal is None or journal.settings != text or not settings.path.exists():
             journal = Journal(text)
-        journal.write(settings.path)  # before anything is measured in vain
+        journal.write(settings.path)  # raises before anything is measured
         return machine, journal
 
     def _keep(self, machine: Machine, journal: Journal) -> None:
@@ -360,14 +359,14 @@ class _TuningRun:
         return outcome[0], outcome[1]
 
     def _measure(self, name: str, site: Site) -> Machine:
-        """The machine with what a step has measured, which a file can hold."""
+        """The machine with the block of a step."""
         if name in MEASURES:
             measured = MEASURES[name](site)
             if measured is None:
                 return site.machine
             block = {name: rounded(measured)}
             single = Machine("block", self.here.accelerator, self.here.ranks, **block)
-            loads(dumps(single), str(self.settings.path))  # else the step has failed
+            loads(dumps(single), str(self.settings.path))  # raises for a wrong block
             return replace(site.machine, **block)
         problem = next(p for p in self.settings.problems if name_of(p) == name)
         entry, left_out = calls.best(site, problem)
@@ -376,7 +375,7 @@ class _TuningRun:
         return calls.with_entry(site.machine, rounded(entry))
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
-        """Free what the step held. After a failure, ranks begin with a new barrier."""
+        """Free the memory of a step. After a failure, ranks begin with a new barrier."""
         if failed:
             watch.close()
             watch = Stopwatch(self.group, self.device)
@@ -405,13 +404,13 @@ class _TuningRun:
 #: Products that are measured again, of those that a tuning run measures.
 PRODUCTS = 4
 
-#: What is predicted as a whole call.
+#: Schedules of whole calls that are predicted.
 CALLS = ("serial", "shard-overlap")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds that the stored figures give for something, and those measured now."""
+    """Seconds by the stored figures, and measured seconds, of one check point."""
 
     block: str
     subject: str
@@ -423,7 +422,7 @@ class Point:
         return self.measured / self.stored if self.stored > 0 else float("inf")
 
     def holds(self, tolerance: float) -> bool:
-        """Whether neither is more than ``1 + tolerance`` times the other."""
+        """Whether the ratio, or its inverse, is at most ``1 + tolerance``."""
         return 1 / (1 + tolerance) <= self.ratio <= 1 + tolerance
 
 
@@ -488,7 +487,7 @@ def _experts(site: Site) -> Iterator[Point]:
 
 
 def _scaled(site: Site) -> Iterator[Point]:
-    """Products of float8 operands, by each recipe of which the file has some."""
+    """Products of float8 operands, by each recipe in the file."""
     for recipe, block in SCALED_PRODUCTS.items():
         model, scaled = getattr(site.machine, block), products.scaled_site(site, recipe)
         if model is not None and scaled is not None:
@@ -550,7 +549,8 @@ def _calls(site: Site) -> Iterator[Point]:
 
 
 def report(points: list[Point], tolerance: float, again: str = "ficco tune") -> str:
-    """The points as text, and whether all of them hold; ``again`` measures the machine anew."""
+    """The points as text, and whether all hold; ``again``: the command that measures the machine
+    anew."""
     lines = [f"{'':44} {'stored':>12} {'measured':>12} {'ratio':>6}"]
     for point in points:
         stored, measured = (f"{s * 1e3:.4g} ms" for s in (point.stored, point.measured))
