@@ -234,7 +234,7 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     for sustained, least, most in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
         made_up.machine = replace(made_up.machine, gemm=replace(TRUTH, sustained=sustained))
         *points, row = tuning._gemm(made_up)
-        assert row.what == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
+        assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
         assert [point.ratio for point in points] == pytest.approx([1.0] * 4)
 
 
