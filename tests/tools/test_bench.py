@@ -31,22 +31,8 @@ from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
 from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
-from ficco.tools.bench.candidates import (
-    COMPARED,
-    REFERENCES,
-    SCHEDULES,
-    block_bytes,
-    build,
-    caller,
-    choose,
-    expected,
-    moved_bytes,
-    named_again,
-    of_problem,
-    parse,
-    refused,
-    unavailable,
-)
+from ficco.tools.bench import candidates as table
+from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
 from ficco.tools.bench.harness import BenchSettings, Checked, bench, trace_all
@@ -162,7 +148,11 @@ def _problem(operator: str, world: int = 4, m: int = 32, n: int = 16, k: int = 2
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     problem, every = _problem(operator), choose(None)
-    assert len({one.name for one in every}) == len(every) == len(REFERENCES) + len(SCHEDULES)
+    assert (
+        len({one.name for one in every})
+        == len(every)
+        == len(table.REFERENCES) + len(table.SCHEDULES)
+    )
     found = {one.name for one in of_problem(every, problem)}
     assert {"gemm", "collective", "copies", "serial-collective", "growing", "auto"} <= found
     fused, first = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
@@ -175,7 +165,7 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert COMPARED in chosen and not {"ficco-rccl", "pytorch-native"} & {o.name for o in compared}
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
     assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
-    assert "beta" in refused(parse("growing:beta"), problem) or problem.kind.sums
+    assert "beta" in table.refused(parse("growing:beta"), problem) or problem.kind.sums
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 
@@ -216,7 +206,7 @@ def test_marks_of_schedules_and_names_of_one_plan() -> None:
     names = ["growing", "auto", "shard-overlap", "shard-overlap@stages=2", "shard-overlap:pull"]
     for world, same in ((2, {parse("shard-overlap"): parse("growing")}), (4, {})):
         problem = _problem(OPERATOR, world=world)
-        assert named_again(of_problem(choose(names), problem), problem) == same  # timed once
+        assert table.named_again(of_problem(choose(names), problem), problem) == same  # timed once
 
 
 # Operands.
@@ -279,15 +269,15 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
         problem = problem_of_sizes(operator, 64, 32, 384, kind, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact_b()
-        for turn, one in enumerate(REFERENCES):
-            if unavailable(one, operands) or operator not in (one.operators or OPERATORS):
+        for turn, one in enumerate(table.REFERENCES):
+            if table.unavailable(one, operands) or operator not in (one.operators or OPERATORS):
                 continue
-            runner = build(one, operands, group)
+            runner = table.build(one, operands, group)
             with runner.context():
                 runner.run()
                 operands.exact(turn)
                 found = (runner.proof or runner.run)()
-            if wrong_elements(found, expected(runner, operands)):
+            if wrong_elements(found, table.expected(runner, operands)):
                 wrong.append(f"{operator}: {one.name}")
         if not operands.problem.kind.sums:
             continue
@@ -349,8 +339,8 @@ def test_quack_gathers_for_its_fastest_product(monkeypatch: pytest.MonkeyPatch) 
     for name in ("quack", "quack.gemm", "quack.distributed"):
         monkeypatch.setitem(sys.modules, name, double)
     monkeypatch.setattr(gpu, "Event", double.event)
-    candidate = next(one for one in REFERENCES if one.kind == "quack")
-    runner = build(candidate, operands, None)
+    candidate = next(one for one in table.REFERENCES if one.kind == "quack")
+    runner = table.build(candidate, operands, None)
     for turn in range(2):
         operands.b_KN.add_(turn)  # captured calls see new operands
         with runner.context():
@@ -366,8 +356,8 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
         width = problem.n if kind.scatters else problem.k
         assert {(one.flops, one.k) for one in alone} == {(0, width)}
         assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
-        assert moved_bytes(problem) == 32 * width * 4
-        assert block_bytes(problem) == 8 * width * 4
+        assert table.moved_bytes(problem) == 32 * width * 4
+        assert table.block_bytes(problem) == 8 * width * 4
 
 
 def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
@@ -781,7 +771,7 @@ def _traced(at: ranks.Rank) -> list[list[Timeline]]:
         operands = Operands(problem, at.rank, at.device)
         operands.exact(0)
         operands.exact_b()
-        calls = {name: caller(operands, group, name) for name in ("serial", "growing")}
+        calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
         found.append(trace_all(calls, group, at.device))
     return found
 

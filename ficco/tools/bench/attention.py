@@ -282,7 +282,6 @@ class AttentionData(Workload):
         self.fill(0)
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         self.scale = SCALE if exact else self.base.size**-0.5
         self.operands = self._exact(seed) if exact else self._random(seed)
         if self.case.operator == GATHERS:
@@ -304,19 +303,10 @@ class AttentionData(Workload):
         return AttentionOperands(q, k, v, q)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, self.operands.wanted)
 
     def variants(self) -> dict[str, Variant]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
-        ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Variant(
-                partial(self._by_ficco, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.meets,
-            )
-            for name in self.schedules or SCHEDULES[self.case.operator]
-        }
+        ours = self.by_ficco(self._by_ficco, SCHEDULES[self.case.operator])
         alone = {"attention": Variant(self._alone(), COMPUTED)}
         if self.case.operator == BY_HEADS:
             return {**alone, **self._by_heads(), **ours}
@@ -410,7 +400,6 @@ class AttentionData(Workload):
         return result
 
     def others(self, call: Callable[[], Any]) -> float:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             call()
             gpu.synchronize()

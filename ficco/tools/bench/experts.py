@@ -129,27 +129,20 @@ class ExpertData(Workload):
             self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, by_blocks(self))
 
     def variants(self) -> dict[str, Variant]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
-        ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Variant(
-                partial(by_ficco, self, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.meets,
-            )
-            for name in self.schedules or ("auto", *EXPERTS_FAMILY.compared)
+        ours = self.by_ficco(partial(by_ficco, self), ("auto", *EXPERTS_FAMILY.compared))
+        collectives = {
+            way: Variant(partial(call, self), baseline=True, meets=True)
+            for way, call in COLLECTIVES.items()
         }
-        theirs = {way: Variant(partial(call, self), baseline=True, meets=True) for way, call in
-                  COLLECTIVES.items()}  # fmt: skip
         parts = {
             "products": Variant(partial(by_blocks, self, travels=False), COMPUTED),
             "all-to-alls": Variant(partial(exchanges, self), MOVED, meets=True),
         }
         exact = Variant(partial(by_ficco, self, "auto", exact=True), meets=True)
-        return {**parts, **theirs, **ours, "ficco, exact rows": exact}
+        return {**parts, **collectives, **ours, "ficco, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """The left operand of the second product."""

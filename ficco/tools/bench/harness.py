@@ -154,6 +154,19 @@ class Workload:
         unknown."""
         return math.nan
 
+    def by_ficco(
+        self, call: Callable[[str], torch.Tensor], usual: Sequence[str]
+    ) -> dict[str, Variant]:
+        """Variants by ficco, one for each schedule of the bench, or of ``usual`` without any."""
+        return {
+            "ficco" if name == "auto" else f"ficco, {name}": Variant(
+                partial(call, name),
+                schedule=name,
+                baseline=name == "serial" and not self.watch.meets,
+            )
+            for name in self.schedules or usual
+        }
+
     # Proofs.
 
     @cached_property

@@ -300,7 +300,6 @@ class LayerData(Workload):
         return Runner(partial(self.run, forward), context=variant.context), (error, extra)
 
     def judge(self, everyone: Sequence[tuple[float, int]]) -> tuple[str, dict[str, Any]]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         error, extra = map(max, zip(*everyone, strict=True))
         limit = TOLERANCE[self.case.dtype]
         if error > limit:
@@ -311,7 +310,6 @@ class LayerData(Workload):
     def figures(
         self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
     ) -> pd.DataFrame:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         frame = pd.DataFrame(times)
         return spread(frame).assign(
             speedup=over(fastest(frame, COLLECTIVES), frame),

@@ -89,15 +89,12 @@ class ProductWork(Workload):
 
     @cached_property
     def offered(self) -> Mapping[str, BenchCandidate]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return {one.name: one for one in self.candidates if one not in self.again}
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         (self.operands.exact if exact else self.operands.random)(seed)
 
     def checked(self, graph: bool, tick: Tick) -> list[Checked]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         self.operands.exact_b()
         checked = []
         for name, candidate in self.offered.items():
@@ -138,13 +135,11 @@ class ProductWork(Workload):
                 one.columns["error"] = max(self.watch.gather(mine))
 
     def label(self, name: str) -> dict[str, str]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         one = self.offered.get(name)
         kind = one.kind if one else "bound" if name == IDEAL else "arrivals"
         return {"candidate": name, "kind": kind}
 
     def columns(self, one: Checked, mode: str) -> dict[str, Any]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         if one.schedule != "auto":
             return one.columns
         kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
@@ -154,11 +149,9 @@ class ProductWork(Workload):
     def figures(
         self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
     ) -> pd.DataFrame:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return summarise(times, queued)
 
     def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return [
             {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
             for one, timed in self.again.items()

@@ -656,7 +656,6 @@ class ReplayOperands(Operands):
             peer.exact_b()
 
     def random(self, seed: int) -> None:
-        """See :class:`ficco.tools.bench.inputs.Operands`."""
         self.peers.clear()
         super().random(seed)
 

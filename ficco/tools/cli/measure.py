@@ -211,7 +211,7 @@ def _check_replay(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-# What every measurement does.
+# Every measurement.
 
 
 def place(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -274,7 +274,7 @@ def measured(
     return 1 if bad else 0
 
 
-# What is measured.
+# Kinds of measurements.
 
 
 #: Name of a measurement, and the fields of :class:`ficco.tools.bench.cases.BenchSettings` that
