@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 226,
+    "files": 178,
     "loose files": 9,
     "lines of the longest file": 1078,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
