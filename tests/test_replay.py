@@ -33,10 +33,9 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.board import Board
 from ficco.runtime.workspace import Workspace, adopt
 from ficco.schedules import NAMED, Schedule, plans, refusal
-from ficco.tools.bench import attention, experts, harness, measure, replay, replay_run
+from ficco.tools.bench import attention, experts, harness, measure, replay
 from ficco.tools.bench import products as bench_products
-from ficco.tools.bench.calls import caller
-from ficco.tools.bench.candidates import choose
+from ficco.tools.bench.candidates import caller, choose
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.tools.bench.replay import (
@@ -47,10 +46,11 @@ from ficco.tools.bench.replay import (
     Paces,
     Piece,
     ReplayEngine,
+    ReplayOperands,
     Timetable,
     arrivals,
+    proven,
 )
-from ficco.tools.bench.replay_run import ReplayOperands, proven
 from ficco.tools.bench.report import draw, report, show_best
 from ficco.tools.tune import products
 
@@ -390,12 +390,12 @@ def _played_by_threads(lost: str) -> None:
         assert kind is ReplayEngine
         return ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
 
-    measure.gpu = replay_run.gpu = device  # type: ignore[assignment]
+    measure.gpu = replay.gpu = device  # type: ignore[assignment]
     measure.DeviceClock.__init__ = clock  # type: ignore[method-assign]
-    replay_run.make_engine = engine  # type: ignore[assignment]
+    replay.make_engine = engine  # type: ignore[assignment]
     replay.PACE_ROWS = 2
     ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
-    products.REFIT_S, replay_run.TIMEOUT_S = 0.5, 3.0
+    products.REFIT_S, replay.TIMEOUT_S = 0.5, 3.0
 
 
 def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]:
@@ -409,7 +409,7 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
         rounds=2,
         seconds=600,
         csv=Path(folder) / "rows.csv",
-        replayed=replay_run.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
+        replayed=replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
     )
     rows = harness.bench(settings)
     assert rows is not None
@@ -456,14 +456,14 @@ LOST = "hetero-fused-1d:pieces=2"
 
 def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     _played_by_threads(LOST)
-    replay_run.TIMEOUT_S = 0.5
-    replay_run.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
+    replay.TIMEOUT_S = 0.5
+    replay.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
     known, slow = find("h200-4", None), Path(folder) / "slow.yaml"
     assert known is not None
     save(replace(known, copies=None), slow)
-    replayed = replay_run.Replayed(world=2, rank=1, machine=str(slow))
+    replayed = replay.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        replay_run.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
+        replay.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
     save(link(known, latency_us=2000.0), slow)
     found = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):

@@ -16,8 +16,15 @@ import pandas as pd
 
 from ficco.errors import ConfigError
 from ficco.tools.bench.frames import BENCH, markdown, read_description
-from ficco.tools.bench.report import HINDSIGHT, MODE_WORDS
-from ficco.tools.bench.stats import RATIOS, by_operator, geomean, lines, modes
+from ficco.tools.bench.report import (
+    HINDSIGHT,
+    MODE_WORDS,
+    RATIOS,
+    by_operator,
+    geomean,
+    lines,
+    modes,
+)
 
 #: A bench in a table of several: its rows, the description of the machine, a link to its report.
 Results = tuple[pd.DataFrame, dict[str, Any], str]

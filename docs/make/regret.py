@@ -26,8 +26,7 @@ from ficco.schedules import Schedule, same_plans
 from ficco.simulate import predict
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, commit, markdown, read_description
-from ficco.tools.bench.report import MODE_WORDS
-from ficco.tools.bench.stats import by_operator, measured
+from ficco.tools.bench.report import MODE_WORDS, by_operator, measured
 from ficco.version import version
 
 #: Kinds of rows that ``auto`` must be no slower than.

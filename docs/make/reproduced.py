@@ -24,7 +24,7 @@ from ficco.problems.products import Problem
 from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, LOSSES, markdown
-from ficco.tools.bench.stats import geomean, measured
+from ficco.tools.bench.report import geomean, measured
 
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "results/mi300x-simulated.md"

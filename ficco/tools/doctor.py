@@ -139,7 +139,7 @@ def cpu_name() -> str:
 
 
 def links() -> dict[str, Any]:
-    """Which GPUs can access each other's memory, and over which links."""
+    """Access of GPUs to each other's memory, and their links."""
     count = gpu.device_count() if gpu.is_available() else 0
     if count < 2:
         return {"peer access": [], "topology": "fewer than two GPUs"}
@@ -156,7 +156,7 @@ def _run(tool: list[str]) -> str:
 
 
 def engines() -> dict[str, Any]:
-    """What each engine can do here, or why it cannot be used."""
+    """Capabilities of each engine, or the reason why it cannot be used."""
     return {
         name: _tried(partial(capabilities, name), lambda error: f"cannot be used here: {error}")
         for name in ENGINES
@@ -164,7 +164,7 @@ def engines() -> dict[str, Any]:
 
 
 def capabilities(name: str) -> dict[str, Any]:
-    """What an engine can do, by one that is made for a group of this process only."""
+    """Capabilities of an engine, which is made for a group of this process only."""
     if name == "cpu":
         device = torch.device("cpu")
     elif not gpu.is_available():
@@ -237,10 +237,10 @@ def _own_group(device: torch.device) -> Iterator[None]:
 
 
 def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
-    """Which engine each kind of tensor uses, which schedules ranks take, and why."""
+    """The engine of each kind of tensor, the schedules of ranks, and the reasons."""
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
-    found = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
+    engines = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
     if gpu.is_available():
         build = "ROCm" if torch.version.hip else "CUDA"
         name = engine_name(torch.device("cuda"), wanted)
@@ -251,7 +251,7 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         )
     else:
         on_cuda = "none: this torch is built for CPUs only"
-    return {**found, "tensors on cuda": on_cuda, "schedule='auto'": _auto(ranks, device)}
+    return {**engines, "tensors on cuda": on_cuda, "schedule='auto'": _auto(ranks, device)}
 
 
 def _auto(ranks: int | None, device: str | None) -> str:
@@ -259,30 +259,30 @@ def _auto(ranks: int | None, device: str | None) -> str:
     gpus = gpu.device_count() if device != "cpu" and gpu.is_available() else 0
     ranks = ranks or gpus or 4
     here = fingerprint("cuda" if gpus else "cpu", ranks)
-    asked = where(None, ranks, here)
+    place = where(None, ranks, here)
     sizes = (1024,) * ranks, 1024, 1024, "bfloat16"
-    decision = decide(Problem("all_gather_matmul", *sizes), machine=asked.machine, mode=asked.mode)
+    decision = decide(Problem("all_gather_matmul", *sizes), machine=place.machine, mode=place.mode)
     whose = f"for {ranks} rank{'s' * (ranks > 1)} on {here.accelerator}"
     if decision.source == "fallback" or ranks == 1:
         return f"{whose}: {decision.schedule}, since {decision.reason}"
-    assert asked.machine is not None  # else the source is the fallback
+    assert place.machine is not None  # else the source is the fallback
     return (
-        f"{whose}: by the figures of {asked.machine.name} ({asked.machine.source}); `ficco "
+        f"{whose}: by the figures of {place.machine.name} ({place.machine.source}); `ficco "
         "explain` says what it takes for a problem and why"
     )
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print a report as text."""
     width = shutil.get_terminal_size((110, 24)).columns
-    devices = found["devices"]
+    devices = report["devices"]
     if isinstance(devices, list):
         devices = {one["kind"]: _device(one) for one in devices}
-    parts = {"Versions": found["versions"], "Devices": devices, "Links": found["links"]}
-    parts |= {f"Engine {name}": value for name, value in found["engines"].items()}
-    parts["What would be used"] = found["use"]
-    if "call" in found:
-        parts["A call"] = found["call"]
+    parts = {"Versions": report["versions"], "Devices": devices, "Links": report["links"]}
+    parts |= {f"Engine {name}": value for name, value in report["engines"].items()}
+    parts["What would be used"] = report["use"]
+    if "call" in report:
+        parts["A call"] = report["call"]
     for title, values in parts.items():
         values = values if isinstance(values, dict) else {"": values}
         blank = " " * (4 + max((len(str(name)) for name in values), default=0))

@@ -75,7 +75,7 @@ def own_rank() -> int:
 
 
 def ranks_of_a_host(ranks: int) -> int:
-    """How many of so many ranks a launcher has started on this host; all without a launcher."""
+    """Ranks on this host, of ``ranks`` that a launcher has started; all without a launcher."""
     here = under_torchrun() and "LOCAL_WORLD_SIZE" in os.environ
     return _number("LOCAL_WORLD_SIZE") if here else ranks
 
@@ -157,15 +157,15 @@ def launch(
     before = _on_terminate(_terminate)
     try:
         for rank in range(ranks):
-            here, there = context.Pipe(duplex=False)
-            told = (there, rank, ranks, store.port, device, timeout_s, fn, args)
+            near_end, far_end = context.Pipe(duplex=False)
+            arguments = (far_end, rank, ranks, store.port, device, timeout_s, fn, args)
             process = context.Process(
-                target=_rank, args=told, name=f"ficco rank {rank}", daemon=True
+                target=_rank, args=arguments, name=f"ficco rank {rank}", daemon=True
             )
             process.start()
-            there.close()
+            far_end.close()
             processes.append(process)
-            pipes.append(here)
+            pipes.append(near_end)
         return _collect(processes, pipes, timeout_s)
     finally:
         _on_terminate(before)
@@ -175,7 +175,7 @@ def launch(
 
 
 def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
-    """The number of ranks to start here, at least so many; ``ValueError`` if they cannot run."""
+    """The number of ranks to start here, at least ``least``; ``ValueError`` if they cannot run."""
     from ficco.accelerator import gpu
 
     if device not in ("cpu", "cuda"):
@@ -214,7 +214,7 @@ def check_load(ranks: int | None, device: str | None) -> None:
 
 
 def check_seconds(seconds: float) -> float:
-    """How long to measure; ``ValueError`` if not above 0, or too long to wait for."""
+    """The seconds of a measurement; ``ValueError`` if not above 0, or above ``LONGEST_S``."""
     if not 0 < seconds <= LONGEST_S:
         raise InvalidArgument(
             "seconds", f"required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
@@ -263,7 +263,7 @@ def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> tuple[Any] | 
 
 
 def _end(processes: list[BaseProcess]) -> None:
-    """End those that still run, all within the same seconds."""
+    """End the running processes at once: terminate, then kill after ``TERMINATE_S``."""
     for end in (BaseProcess.terminate, BaseProcess.kill):
         for process in processes:
             if process.is_alive():

@@ -1,6 +1,6 @@
-"""What the self-test asks of a device below the interface of its engine, by the engine's name.
+"""Probes of a device below the interface of its engine, by the engine's name, for the self-test.
 
-Nothing here needs an engine: where none can be made, this still tells what is missing.
+No probe needs an engine, so that probes run where no engine can be made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.build import can_compile
 from ficco.hip_kernels.launch import Kernels
 
-#: Attributes of a device that engines go by, and what is used where one is 0.
+#: Attributes of a device that engines use, and the fallback for an attribute of 0.
 ATTRIBUTES: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {
@@ -43,7 +43,7 @@ REPORTED = {
         *("AsyncEngineCount", "UnifiedAddressing", "FineGrainSupport", "ComputeMode"),
     ),
 }
-#: Kinds of memory that processes share by handles, and what is used where they cannot.
+#: Kinds of memory that processes share by handles, and the fallback of each kind.
 SHARED: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {},  # PyTorch's symmetric memory alone
@@ -53,7 +53,7 @@ SHARED: dict[str, dict[str, str]] = {
         "signal": "signals in uncached memory: FICCO_HIP=signals=uncached",
     },
 }
-#: What else helps on an engine where a check of the self-test fails, by the name of the check.
+#: Further advice for an engine after a failed check of the self-test, by the name of the check.
 ADVICE: dict[str, dict[str, str]] = {
     "cpu": {},
     "cuda": {},
@@ -66,7 +66,7 @@ ADVICE: dict[str, dict[str, str]] = {
 }
 #: Bytes of an allocation, as much as signal memory has.
 _BYTES = 8
-#: Seconds that they may take to move.
+#: Seconds that a copy of them may take.
 _PATIENCE_S = 5.0
 
 
@@ -121,7 +121,7 @@ def own_kernels(device: torch.device) -> tuple[Kernels, Any]:
 
 
 def _device(device: torch.device, rank: int) -> int:
-    """The number of this rank's device; a double gives each rank one."""
+    """The number of this rank's device; a double of the driver has a device for each rank."""
     from ficco.dma import hip_api
 
     count = hip_api.start()
@@ -131,22 +131,22 @@ def _device(device: torch.device, rank: int) -> int:
 
 
 class Seen(NamedTuple):
-    """What a rank met: calls that were refused, and data that arrived wrong."""
+    """Refused calls and wrong data of a rank."""
 
     refused: list[str]
     wrong: list[str]
 
 
 def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], list[Any]]) -> Seen:
-    """Whether ranks map each other's memory of a kind, read what its owner wrote there, and write
-    what its owner reads. Collective; ``gather`` returns what every rank gives it."""
+    """Test that ranks map each other's memory of a kind, read the owner's data there, and write
+    data that the owner reads. Collective; ``gather`` returns the values of all ranks."""
     from ficco.dma import hip_api as hip
 
-    found = Seen([], [])
+    outcome = Seen([], [])
     index = _device(device, rank)
     owned: list[int] = []  # memory of this rank
-    theirs: dict[int, int] = {}  # memory of peers, by rank
-    taken = ExitStack()  # what is given back
+    mapped: dict[int, int] = {}  # memory of peers, by rank
+    taken = ExitStack()  # released in the end
     host = stream = 0
 
     def settle() -> None:
@@ -160,12 +160,12 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         return list((ctypes.c_uint32 * 2).from_address(host))
 
     def steps() -> Iterator[None]:
-        """Between two of them all ranks are through with the first, and none was refused."""
+        """All ranks finish a step, without a refused call, before the next step."""
         nonlocal host, stream
         stream, host = hip.make_stream(URGENT), hip.malloc_host(_BYTES)
         taken.callback(hip.destroy_stream, stream)
         taken.callback(hip.free_host, host)
-        for one in ("plain", kind):  # the first to copy from and to
+        for one in ("plain", kind):  # the first is the source and target of copies
             owned.append(hip.malloc(_BYTES, one))
             taken.callback(hip.free, owned[-1])
         for address in owned:
@@ -182,19 +182,21 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             if other != index and not hip.reach(index, other):
                 raise BackendError("hipDeviceCanAccessPeer", "0", f"no access to rank {peer}'s")
             if peer != rank:
-                theirs[peer] = hip.open_shared(handle)
+                mapped[peer] = hip.open_shared(handle)
         yield
-        for peer, address in theirs.items():
+        for peer, address in mapped.items():
             if (seen := read(address)[0]) != _mark(peer):
-                found.wrong.append(f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}")
+                outcome.wrong.append(
+                    f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
+                )
         yield
         hip.write_32(stream, owned[0], _mark(rank))
-        hip.copy(theirs[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
+        hip.copy(mapped[(rank + 1) % len(met)] + 4, owned[0], 4, stream)
         settle()
         yield
         before = (rank - 1) % len(met)
         if (seen := read(owned[1])[1]) != _mark(before):
-            found.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
+            outcome.wrong.append(f"{seen:#x} by rank {before}, not {_mark(before):#x}")
 
     try:
         all_steps, over = steps(), False
@@ -202,14 +204,14 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
             try:
                 over = next(all_steps, True) is True
             except BackendError as error:
-                found.refused.append(str(error))
-            if any(gather(bool(found.refused))):
+                outcome.refused.append(str(error))
+            if any(gather(bool(outcome.refused))):
                 break
-        return found
+        return outcome
     finally:
-        for address in theirs.values():
+        for address in mapped.values():
             hip.close_shared(address)
-        gather(None)  # nobody maps this rank's any more
+        gather(None)  # no peer maps this rank's memory any more
         taken.close()
 
 

@@ -179,8 +179,8 @@ def _atoms(plans: Sequence[Plan]) -> Iterator[Atom]:
             for row in rows[rows.index(one.row) : rows.index(one.row_stop)]:
                 for col in cols[cols.index(one.col) : cols.index(one.col_stop)]:
                     cells[row, col].setdefault(user, []).append(mode)
-        found = (tuple((who, _together(did)) for who, did in one.items()) for one in cells.values())
-        yield from (Atom(name, rank, memory == "slot", dict(one)) for one in sorted({*found}))
+        atoms = (tuple((who, _together(did)) for who, did in one.items()) for one in cells.values())
+        yield from (Atom(name, rank, memory == "slot", dict(one)) for one in sorted({*atoms}))
 
 
 class _Model:

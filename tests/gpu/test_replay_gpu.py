@@ -21,9 +21,9 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
 from ficco.tools.bench import replay
-from ficco.tools.bench.calls import Runner, call
-from ficco.tools.bench.measure import Item
-from ficco.tools.bench.replay_run import Replayed, ReplayOperands, ReplayWatch, proven
+from ficco.tools.bench.candidates import call
+from ficco.tools.bench.measure import Item, Runner
+from ficco.tools.bench.replay import Replayed, ReplayOperands, ReplayWatch, proven
 
 pytestmark = pytest.mark.gpu
 

@@ -198,7 +198,7 @@ FAULTS = (
     ),
     Fault(
         "ratio-of-medians",
-        "ficco/tools/bench/stats.py",
+        "ficco/tools/bench/report.py",
         "candidates are compared over all rounds, not round by round",
         ("bench.py::test_ratios_are_taken_round_by_round",),
         "return times.rdiv(reference, axis=0).median()",

@@ -30,29 +30,16 @@ from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
-from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report, stats
-from ficco.tools.bench.calls import Runner, build, caller, expected, unavailable
-from ficco.tools.bench.candidates import (
-    COMPARED,
-    REFERENCES,
-    SCHEDULES,
-    block_bytes,
-    choose,
-    moved_bytes,
-    named_again,
-    of_problem,
-    parse,
-    refused,
-)
+from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
+from ficco.tools.bench import candidates as table
+from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
-from ficco.tools.bench.harness import BenchSettings, Checked, bench
+from ficco.tools.bench.harness import BenchSettings, Checked, bench, trace_all
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
-from ficco.tools.bench.measure import SLEEP_LEAST_S, SLEEP_MOST_S, Barrier, Item, modes_of, rounds
+from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
 from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
-from ficco.tools.bench.series import Stopwatch, slowest
-from ficco.tools.bench.traces import trace_all
-from ficco.tools.cli import bench as command
+from ficco.tools.cli import measure as command
 
 # Figures.
 
@@ -64,13 +51,13 @@ def _times(**by_name: list[float]) -> pd.DataFrame:
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the second round; the ratio is 2 in two of three.
     times = _times(slow=[2.0, 6.0, 2.2], fast=[1.0, 3.0, 2.2])
-    assert stats.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
-    assert stats.over(None, times).isna().all()
+    assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
+    assert report.over(None, times).isna().all()
     seconds = {
         "gemm": 1.0, "collective": 0.5, "copies": 0.4, "serial-collective": 1.5, "serial": 1.4,
         "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
     }  # fmt: skip
-    found = stats.summarise(
+    found = report.summarise(
         {name: [one, 2 * one, one] for name, one in seconds.items()},
         queued={"growing": [1.0, 2.0, 1.0]},
     )
@@ -86,20 +73,20 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
-    assert stats.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
-    assert math.isnan(stats.geomean([])) and math.isnan(stats.geomean([math.nan]))
+    assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
+    assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
     both = _times(gemm=[3.0, 3.0], collective=[2.0, 5.0], copies=[4.0, 4.0])
-    assert list(stats.ideal(both)) == [3.0, 4.0]
-    assert list(stats.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
-    assert stats.ideal(both[["gemm"]]) is None and stats.ideal(both.drop(columns="gemm")) is None
+    assert list(report.ideal(both)) == [3.0, 4.0]
+    assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
+    assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None
     # Overlap efficiency is that of Flux.
     times = {"gemm": [10.0], "serial-collective": [14.0], "a": [11.0], "b": [18.0]}
-    found = stats.overlap_efficiency(pd.DataFrame(times))
+    found = report.overlap_efficiency(pd.DataFrame(times))
     assert found.to_dict() == {"serial-collective": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
     times["serial-collective"] = times["gemm"]
-    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
+    assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
     del times["gemm"]
-    assert stats.overlap_efficiency(pd.DataFrame(times)).isna().all()
+    assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
 
 
 # Shapes and candidates.
@@ -161,7 +148,11 @@ def _problem(operator: str, world: int = 4, m: int = 32, n: int = 16, k: int = 2
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     problem, every = _problem(operator), choose(None)
-    assert len({one.name for one in every}) == len(every) == len(REFERENCES) + len(SCHEDULES)
+    assert (
+        len({one.name for one in every})
+        == len(every)
+        == len(table.REFERENCES) + len(table.SCHEDULES)
+    )
     found = {one.name for one in of_problem(every, problem)}
     assert {"gemm", "collective", "copies", "serial-collective", "growing", "auto"} <= found
     fused, first = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
@@ -174,7 +165,7 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert COMPARED in chosen and not {"ficco-rccl", "pytorch-native"} & {o.name for o in compared}
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
     assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
-    assert "beta" in refused(parse("growing:beta"), problem) or problem.kind.sums
+    assert "beta" in table.refused(parse("growing:beta"), problem) or problem.kind.sums
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 
@@ -199,10 +190,10 @@ def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
     chosen = choose(["candidates", "growing:compute=2"], device="cpu")
     found = [one.name for one in of_problem(chosen, _problem(OPERATOR), cpu)]
     assert len(found) > 10 and [n for n in found if "compute" in n] == ["growing:compute=2"]
-    assert modes_of("cpu", None) == ("idle",)
-    assert modes_of("cuda", "idle,queued") == ("idle", "queued")
+    assert measure.modes_of("cpu", None) == ("idle",)
+    assert measure.modes_of("cuda", "idle,queued") == ("idle", "queued")
     with pytest.raises(ValueError, match="queued"):
-        modes_of("cpu", "queued")
+        measure.modes_of("cpu", "queued")
 
 
 def test_marks_of_schedules_and_names_of_one_plan() -> None:
@@ -215,7 +206,7 @@ def test_marks_of_schedules_and_names_of_one_plan() -> None:
     names = ["growing", "auto", "shard-overlap", "shard-overlap@stages=2", "shard-overlap:pull"]
     for world, same in ((2, {parse("shard-overlap"): parse("growing")}), (4, {})):
         problem = _problem(OPERATOR, world=world)
-        assert named_again(of_problem(choose(names), problem), problem) == same  # timed once
+        assert table.named_again(of_problem(choose(names), problem), problem) == same  # timed once
 
 
 # Operands.
@@ -278,15 +269,15 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
         problem = problem_of_sizes(operator, 64, 32, 384, kind, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact_b()
-        for turn, one in enumerate(REFERENCES):
-            if unavailable(one, operands) or operator not in (one.operators or OPERATORS):
+        for turn, one in enumerate(table.REFERENCES):
+            if table.unavailable(one, operands) or operator not in (one.operators or OPERATORS):
                 continue
-            runner = build(one, operands, group)
+            runner = table.build(one, operands, group)
             with runner.context():
                 runner.run()
                 operands.exact(turn)
                 found = (runner.proof or runner.run)()
-            if wrong_elements(found, expected(runner, operands)):
+            if wrong_elements(found, table.expected(runner, operands)):
                 wrong.append(f"{operator}: {one.name}")
         if not operands.problem.kind.sums:
             continue
@@ -348,8 +339,8 @@ def test_quack_gathers_for_its_fastest_product(monkeypatch: pytest.MonkeyPatch) 
     for name in ("quack", "quack.gemm", "quack.distributed"):
         monkeypatch.setitem(sys.modules, name, double)
     monkeypatch.setattr(gpu, "Event", double.event)
-    candidate = next(one for one in REFERENCES if one.kind == "quack")
-    runner = build(candidate, operands, None)
+    candidate = next(one for one in table.REFERENCES if one.kind == "quack")
+    runner = table.build(candidate, operands, None)
     for turn in range(2):
         operands.b_KN.add_(turn)  # captured calls see new operands
         with runner.context():
@@ -365,8 +356,8 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
         width = problem.n if kind.scatters else problem.k
         assert {(one.flops, one.k) for one in alone} == {(0, width)}
         assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
-        assert moved_bytes(problem) == 32 * width * 4
-        assert block_bytes(problem) == 8 * width * 4
+        assert table.moved_bytes(problem) == 32 * width * 4
+        assert table.block_bytes(problem) == 8 * width * 4
 
 
 def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
@@ -528,9 +519,9 @@ def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
     # A card that rests for longer is cooler, and faster.
     clock = _Clock(one=[(0.4, 0.3), (0.01, 1e-4)], other=[(0.01, 7e-4)])
     one, other = _timed(clock)
-    assert one.sleep_s == other.sleep_s == pytest.approx(SLEEP_LEAST_S + 2 * 7e-4)
+    assert one.sleep_s == other.sleep_s == pytest.approx(measure.SLEEP_LEAST_S + 2 * 7e-4)
     assert clock.sleeps[-8:] == [one.sleep_s] * 8
-    assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == SLEEP_MOST_S
+    assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == measure.SLEEP_MOST_S
 
 
 # The whole, on the CPU engine.
@@ -756,7 +747,7 @@ def _traced(at: ranks.Rank) -> list[list[Timeline]]:
         operands = Operands(problem, at.rank, at.device)
         operands.exact(0)
         operands.exact_b()
-        calls = {name: caller(operands, group, name) for name in ("serial", "growing")}
+        calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
         found.append(trace_all(calls, group, at.device))
     return found
 

@@ -11,6 +11,8 @@ import pickle
 import re
 import sys
 import time
+from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,15 @@ from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
 from ficco.schedules import NAMED
 from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
-from ficco.tools.bench import demo, experts
-from ficco.tools.bench.calls import Runner
+from ficco.tools.bench import demo, experts, products
 from ficco.tools.bench.candidates import BenchCandidate, parse
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.demo import verdict
 from ficco.tools.bench.draw import draw
 from ficco.tools.bench.frames import BENCH
-from ficco.tools.cli import bench as bench_command
+from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.measure import Runner, Stopwatch
+from ficco.tools.cli import measure as commands
 
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "4"]
 ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world 4".split()
@@ -256,7 +259,7 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
         def refuse(*_: object, error: ValueError = error, **__: object) -> None:
             raise pickle.loads(pickle.dumps(error))
 
-        for path in ("heuristics.decide", "heuristics.where", "tools.cli.site.problem_of"):
+        for path in ("heuristics.decide", "heuristics.where", "tools.cli.problem_of"):
             with monkeypatch.context() as patch:
                 patch.setattr(f"ficco.{path}", refuse)
                 assert cli.run(["explain", *SIZES]) == 2
@@ -380,9 +383,9 @@ def test_sizes_that_others_cannot_have_are_refused(
 def test_what_a_bench_of_attention_and_experts_is_told() -> None:
     def told(words: str) -> Any:
         arguments = cli._parser().parse_args(["bench", *words.split()])
-        bench_command._check_replay(arguments)
+        commands._check_replay(arguments)
         what = "experts" if arguments.experts else "attention"
-        return bench_command._others(arguments, "cuda", what)
+        return commands._others(arguments, "cuda", what)
 
     what, more = told("--attention --operator ulysses_attention --only 64k")
     assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
@@ -502,43 +505,38 @@ def _demo(at: ranks.Rank, out: Path) -> tuple[int, str]:
         return demo.demo("cpu", out), text.getvalue()
 
 
-def _wrong_demo(at: ranks.Rank) -> tuple[pd.DataFrame, list[str]]:
-    """Rows and calls of the demo, where the last call of rank 1 is wrong."""
-    group, called = dist.group.WORLD, []
-    operands = demo._operands("all_gather_matmul", group, at.device)
+def _wrong_demo(at: ranks.Rank) -> pd.DataFrame:
+    """Rows of the demo, where the second call of rank 1 is wrong."""
 
-    def build(candidate: BenchCandidate, *_: object) -> Runner:
+    def build(candidate: BenchCandidate, operands: Operands, _: object) -> Runner:
+        calls = count(1)
+
         def run() -> torch.Tensor:
-            if candidate.name == "ring":
+            if candidate.name == "hetero-fused-1d":
                 raise NotImplementedError("not here")
-            called.append(candidate.name)
             result = operands.reference()
-            if at.rank == 1 and candidate.name == "growing" and called.count("growing") == 21:
-                result[0, 0] += 1
+            result[0, 0] += at.rank == 1 and candidate.name == "growing" and next(calls) == 2
             return result
 
         return Runner(run)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "build", build)
-        names = [parse(name) for name in ("growing", "serial", "ring")]
-        rows = demo._times(names, operands, group, 20)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        closing(Stopwatch(dist.group.WORLD, at.device)) as watch,
+    ):
+        patch.setattr(products, "build", build)
+        names = map(parse, ("growing", "serial", "hetero-fused-1d"))
+        rows = demo._table(demo._product("all_gather_matmul", watch, *names), 2)
         patch.setattr(ficco, "all_gather_matmul", lambda a, b: torch.full((16, 16), 17.0))
         with pytest.raises(ficco.FiccoError, match="required 16 everywhere"):
             doctor.after_a_call("cpu")
-    return rows, called
+    return rows
 
 
 def test_demo_and_doctor_see_one_wrong_result_on_one_rank() -> None:
-    by_rank = ranks.run(2, _wrong_demo)
-    rows, called = by_rank[0]
-    rows = rows.set_index("schedule")
-    assert rows["exact"].to_dict() == {"growing": False, "serial": True, "ring": None}
-    assert rows.loc["growing", "ms"] > 0 and rows.loc["ring", "note"] == "not here"
-    assert all(one[1] == called for one in by_rank)  # the same order on all ranks
-    rounds = [called[i : i + 2] for i in range(0, len(called), 2)]
-    assert len(rounds) == 21 and all(sorted(one) == ["growing", "serial"] for one in rounds)
-    assert 5 <= sum(one[0] == "serial" for one in rounds) <= 15
+    rows = ranks.run(2, _wrong_demo)[0].iloc[1:].set_index("schedule")
+    assert rows["exact"].to_dict() == {"growing": False, "serial": True, "hetero-fused-1d": None}
+    assert rows.loc["serial", "ms"] > 0 and "not here" in rows.loc["hetero-fused-1d", "note"]
 
 
 READER_LEAVES = """

@@ -18,10 +18,10 @@ from ficco.errors import ConfigError
 from ficco.heuristics import candidates, decide
 from ficco.machine import find
 from ficco.problems.products import Problem
-from ficco.tools.bench import report, stats
+from ficco.tools.bench import report
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, append, records
-from ficco.tools.bench.stats import lines, modes
+from ficco.tools.bench.report import lines, modes
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -167,7 +167,7 @@ def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
     found = lines(rows, "queued")
     for role in ("auto", "overlap", "best_1d", "best_2d"):
         assert (found["best", "share"] >= found[role, "share"]).all(), role
-    assert list(stats.schedules(found["best"])) == ["x"]
+    assert list(report.schedules(found["best"])) == ["x"]
     assert "| 2.400 | x | 2.00 |" in report.report(rows, {}, "name", [])
     found = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]  # medians choose
     assert list(found) == ["hetero-fused-1d:pieces=4"]

@@ -35,7 +35,7 @@ from ficco.hip_kernels.launch import NAMES, Kernels, Script
 from ficco.machine import Fingerprint
 from ficco.tools import cli, probe, selftest
 from ficco.tools.launch import launch
-from ficco.tools.selftest.rank import CheckFailed, NotOffered, Rank, SelftestSettings
+from ficco.tools.selftest.checks import CheckFailed, NotOffered, Rank, SelftestSettings
 from ficco.tools.selftest.run import CheckResult, report
 
 FAST = SelftestSettings(
@@ -175,7 +175,7 @@ def test_wrong_columns_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None
 
 def _short_sums_a_slow_pair_and_no_kernels() -> None:
     """Rank 1 leaves a part out of sums."""
-    engine, speed = cpu.CpuEngine, selftest.speed
+    engine, speed = cpu.CpuEngine, selftest.checks
     reduce, capabilities, alike = engine.reduce, engine.capabilities, speed.alike
 
     def short_sum(self: Any, program: Any, step: int, reduction: Any) -> Any:
@@ -626,9 +626,9 @@ def test_columns_without_a_2d_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_pair_is_chance_on_cpus() -> None:
     rates = {(0, 1): 40.0, (0, 2): 41.0, (1, 2): 29.0}
-    assert "slowest" not in selftest.speed.alike(rates, shared=False).seen
+    assert "slowest" not in selftest.checks.alike(rates, shared=False).seen
     rates[1, 2] = 27.0
-    assert "the slowest between ranks 1 and 2" in selftest.speed.alike(rates, shared=True).seen
+    assert "the slowest between ranks 1 and 2" in selftest.checks.alike(rates, shared=True).seen
 
 
 class _OfMany(_Alone):
@@ -645,7 +645,7 @@ class _OfMany(_Alone):
 
 def test_lanes_that_run_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of seven links are filled: that is not what seven lanes are for."""
-    speed, rates = selftest.speed, {"shard-overlap": 40.0}
+    speed, rates = selftest.checks, {"shard-overlap": 40.0}
     monkeypatch.setattr(speed, "gb_per_s", lambda at, group, name, peers: rates[name])
     for device, card, engines, compared in (
         ("cuda", "AMD Instinct MI300X", None, True),
@@ -685,7 +685,7 @@ def test_advice_about_amd_is_for_the_hip_engine_only() -> None:
 
 def test_what_copies_look_like() -> None:
     """Like engines, or like kernels where products or copies are slowed down by more than 1.3."""
-    looks = selftest.speed.looks
+    looks = selftest.checks.looks
     for products, copies in ((1.05, 1.02), (1.29, 1.29)):
         assert looks(products, copies).seen.startswith("looks like copies by DMA engines")
     for products, copies in ((1.5, 1.02), (1.05, 3.0)):

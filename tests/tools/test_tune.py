@@ -47,12 +47,12 @@ from ficco.machine import (
 from ficco.ops import problem_log
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
-from ficco.tools.bench import series
-from ficco.tools.bench.calls import Runner
+from ficco.tools.bench import measure
 from ficco.tools.bench.cases import Case
-from ficco.tools.tune import calls, check, effort, fits, products
+from ficco.tools.bench.measure import Runner
+from ficco.tools.tune import calls, effort, fits, products
 from ficco.tools.tune import run as tuning
-from ficco.tools.tune.files import Journal, changes, damaged, opened, rounded
+from ficco.tools.tune.run import Journal, changes, damaged, opened, rounded
 from ficco.tools.tune.site import Site
 
 US = 1e-6
@@ -233,8 +233,8 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     made_up.effort = replace(made_up.effort, gemms=short)
     for sustained, least, most in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
         made_up.machine = replace(made_up.machine, gemm=replace(TRUTH, sustained=sustained))
-        *points, row = check._gemm(made_up)
-        assert row.what == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
+        *points, row = tuning._gemm(made_up)
+        assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
         assert [point.ratio for point in points] == pytest.approx([1.0] * 4)
 
 
@@ -264,7 +264,7 @@ def test_attention_is_measured_cold_and_beside_the_products(
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
     made_up.machine = replace(made_up.machine, attention=found)
-    points = {p.what: p.ratio for p in check._attention(made_up)}
+    points = {p.subject: p.ratio for p in tuning._attention(made_up)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
@@ -425,7 +425,7 @@ def tune_with(
         patch.setattr(tuning, "MEASURES", fake)
         patch.setattr(effort, "STEPS", tuple(fake))
         patch.setattr(tuning, "save", save_if_room)
-        patch.setattr(series, "PEERS_S", 1.0)
+        patch.setattr(measure, "PEERS_S", 1.0)
         try:
             wanted = tuning.TuneSettings(Path(path), "cpu", quick=True, fresh=fresh)
             return tuning.tune(wanted), ""
@@ -558,14 +558,14 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         assert source.date and source.commit and source.source in ("measured", "fitted")
     for recipe, block in SCALED_PRODUCTS.items():
         assert f" products of fp8-{recipe}, errors" in getattr(machine, block).provenance.note
-    points = ranks.run(2, with_little, check.check, machine, "cpu")[0]
+    points = ranks.run(2, with_little, tuning.check, machine, "cpu")[0]
     assert {p.block for p in points} == {
         "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
         "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
     }  # fmt: skip
-    assert sum(p.what.endswith(" in a row") for p in points) == 1
+    assert sum(p.subject.endswith(" in a row") for p in points) == 1
     generous = 30.0  # the machine is shared with whatever else runs on it
-    assert f"all {len(points)} points hold" in check.report(points, generous)
+    assert f"all {len(points)} points hold" in tuning.report(points, generous)
 
 
 @pytest.mark.multigpu
@@ -607,16 +607,16 @@ def test_copies_are_checked_by_what_their_block_holds(
         rows = [(size, 3 * count) for size in sizes for count in pieces]
         return [fits.CopyTime(size, count, call + count * size / rate) for size, count in rows]
 
-    monkeypatch.setattr(check.communication, "copy_times", times)
+    monkeypatch.setattr(tuning.communication, "copy_times", times)
     curve = ((16384.0, rate), (1048576.0, rate))
     copies = Copies(1, 0.0 if crowded else call, 0.0, curve, SOURCE)
     machine = Machine("m", "cpu", 4, copies=copies)
     site: Any = SimpleNamespace(effort=QUICK, machine=machine, crowded=crowded, world=4)
-    ratios = [point.ratio for point in check._copies(site)]
+    ratios = [point.ratio for point in tuning._copies(site)]
     assert ratios == pytest.approx([1.0] * 2, rel=1e-3)
     # A point holds within the tolerance on either side.
     for both, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
-        assert check.Point("b", "x", *both).holds(0.25) == holds
+        assert tuning.Point("b", "x", *both).holds(0.25) == holds
 
 
 # Shapes.

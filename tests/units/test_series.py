@@ -17,7 +17,7 @@ import ficco
 from ficco.options import current
 from ficco.problems.scaling import SCALED, operands_of
 from ficco.tools.bench.inputs import GAIN
-from ficco.tools.bench.series import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
+from ficco.tools.bench.measure import MOST_IN_BACKGROUND, MeasuredCalls, calls_to_cover, contended
 
 CPU = torch.device("cpu")
 #: A group of two ranks.

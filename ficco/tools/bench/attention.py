@@ -1,7 +1,7 @@
-"""Attention of the demo and of benches: inputs with one right answer, and ways to make it.
+"""Workload: attention with one right answer, by ficco and by other ways.
 
-What users do today is to gather keys and values, or to exchange heads, by the library's collectives
-and to attend by the library's kernels; or PyTorch's ``context_parallel``.
+The baselines gather keys and values, or exchange heads, by the library's collectives and attend by
+the library's kernels. PyTorch's ``context_parallel`` is timed, too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from ficco.problems.attention import AttentionProblem, HeadsProblem
 from ficco.problems.mask import Rectangle, Segment
 from ficco.problems.sizes import problem_of
 from ficco.runtime.workspace import workspace_of
-from ficco.tools.bench.calls import all_gather
 from ficco.tools.bench.frames import ATTENTION
 from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.measure import Stopwatch, all_gather
 
 #: The scale of scores: codes that differ in a bit have no weight beside equal ones, in float32.
 SCALE = 64.0
-#: Values repeat after so many, which all dtypes have.
+#: Number of distinct values, all exact in every dtype.
 VALUES = 251
 
 
 class AttentionOperands(NamedTuple):
-    """A rank's queries, keys and values, and the result that there is.
+    """A rank's queries, keys and values, and the expected result.
 
     Attributes:
-        kv: [S/W, 2, batch, kv_heads, size], of which k and v are views, as those of one projection
-            are; None if they are apart.
+        kv: [S/W, 2, batch, kv_heads, size]; k and v are views of it, as after one projection. None
+            if k and v are separate.
     """
 
     q: torch.Tensor
@@ -66,8 +65,9 @@ class AttentionOperands(NamedTuple):
 def exact_operands(
     problem: AttentionProblem, rank: int, iteration: int, device: torch.device
 ) -> AttentionOperands:
-    """Every query finds one key: that of half its own position. Positions are spelt in bits, as 1
-    and -1, so that scores are whole numbers and the result is a value, in any dtype."""
+    """Operands whose attention is exact: a query matches only the key at half its position. Bits of
+    a position are coded as 1 and -1, so that scores are whole numbers and the result is a value, in
+    any dtype."""
     dtype = getattr(torch, problem.dtype)
     at = torch.cat([torch.arange(p, p + n) for _, p, n in problem.segments[rank]]).to(device)
     bits = torch.arange(problem.size, device=device)
@@ -96,7 +96,7 @@ def exact_operands(
 
 
 def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> list[Part]:
-    """What the library's kernels give of each rectangle."""
+    """Results of the library's kernels, a part for each rectangle."""
     q, k, v = heads
     return [
         Part(
@@ -133,7 +133,7 @@ def gather_then_attend(
     scale: float,
     combine: Merge = merge,
 ) -> torch.Tensor:
-    """The collective of the group's library for keys and values, then the library's attention."""
+    """Gather keys and values by the library's collective, then attend by its kernels."""
     whole, segments = gather(problem, operands, group), problem.segments
     firsts = {part.position: rank * problem.rows + part.row for rank, mine in enumerate(segments)
               for part in mine}  # fmt: skip
@@ -148,13 +148,13 @@ def gather_then_attend(
 
 
 def rectangles_of(problem: AttentionProblem, rank: int) -> tuple[Rectangle, ...]:
-    """What a rank's queries attend to of all keys in the order of the sequence."""
+    """Rectangles of a rank's queries and all keys, in the order of the sequence."""
     whole = list(problem.mask.segments([Segment(0, 0, problem.length)]))
     return problem.mask.rectangles(problem.segments[rank], whole)
 
 
 def exchanged(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """[W, ...], of which a rank gets what all have for it, by the library's all-to-all."""
+    """Exchange [W, ...] by the library's all-to-all: a rank receives its part from every rank."""
     moved = torch.empty_like(rows)
     dist.all_to_all_single(moved, rows, group=group)
     return moved
@@ -167,14 +167,14 @@ def to_heads(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """And back."""
+    """The inverse of :func:`to_heads`."""
     apart = tensor.unflatten(2, (group.size(), -1)).permute(2, 0, 1, 3, 4).contiguous()
     return exchanged(apart, group).transpose(0, 1).flatten(1, 2)
 
 
 @contextmanager
 def nothing_merged() -> Iterator[None]:
-    """Calls of ficco leave parts of attention as they are, to see what merging them adds."""
+    """Skip the merge of attention parts in ficco's calls, to time the merge."""
     with (
         mock.patch.object(Kernels, "merge", lambda *_: None),
         mock.patch("ficco.dma.gpu.merge", lambda *_: None),
@@ -189,7 +189,7 @@ def nothing_merged() -> Iterator[None]:
 def context_parallel(
     group: ProcessGroup, device: torch.device, backend: SDPBackend, rotation: str
 ) -> Iterator[None]:
-    """PyTorch's attention is that of ranks that share the sequence, head and tail."""
+    """Make PyTorch's attention context-parallel, with the head-tail placement."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel as enabled
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -201,7 +201,7 @@ def context_parallel(
         yield
 
 
-#: Kernels that PyTorch's ``context_parallel`` serves, and ways in which it moves keys.
+#: Kernels and key rotations of PyTorch's ``context_parallel``.
 BACKENDS = {
     name.partition("_")[0].lower(): backend
     for name, backend in SDPBackend.__members__.items()
@@ -277,46 +277,36 @@ class AttentionData(Workload):
         self.scale = 0.0
         sizes = {name: getattr(case, name) for name in
                  ("sequence", "heads", "kv_heads", "head_size", "causal", "placement")}  # fmt: skip
-        self.asked = asked = problem_of(GATHERS, watch.world, case.dtype, sizes)
-        self.problem = asked if case.operator == GATHERS else HeadsProblem(asked)
+        self.base = base = problem_of(GATHERS, watch.world, case.dtype, sizes)
+        self.problem = base if case.operator == GATHERS else HeadsProblem(base)
         self.fill(0)
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
-        self.scale = SCALE if exact else self.asked.size**-0.5
+        self.scale = SCALE if exact else self.base.size**-0.5
         self.operands = self._exact(seed) if exact else self._random(seed)
         if self.case.operator == GATHERS:
             self.operands = self.operands.joined()
 
     def _exact(self, seed: int) -> AttentionOperands:
-        return exact_operands(self.asked, self.watch.rank, seed, self.watch.device)
+        return exact_operands(self.base, self.watch.rank, seed, self.watch.device)
 
     def _random(self, seed: int) -> AttentionOperands:
-        asked, watch = self.asked, self.watch
+        base, watch = self.base, self.watch
         generator = torch.Generator(watch.device)
         generator.manual_seed(seed * watch.world + watch.rank)
 
         def normal(heads: int) -> torch.Tensor:
-            shape, dtype = (asked.batch, heads, asked.rows, asked.size), getattr(torch, asked.dtype)
+            shape, dtype = (base.batch, heads, base.rows, base.size), getattr(torch, base.dtype)
             return torch.empty(shape, dtype=dtype, device=watch.device).normal_(generator=generator)
 
-        q, k, v = normal(asked.heads), normal(asked.kv_heads), normal(asked.kv_heads)
+        q, k, v = normal(base.heads), normal(base.kv_heads), normal(base.kv_heads)
         return AttentionOperands(q, k, v, q)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, self.operands.wanted)
 
     def variants(self) -> dict[str, Variant]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
-        ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Variant(
-                partial(self._by_ficco, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.meets,
-            )
-            for name in self.schedules or SCHEDULES[self.case.operator]
-        }
+        ours = self.by_ficco(self._by_ficco, SCHEDULES[self.case.operator])
         alone = {"attention": Variant(self._alone(), COMPUTED)}
         if self.case.operator == BY_HEADS:
             return {**alone, **self._by_heads(), **ours}
@@ -326,14 +316,14 @@ class AttentionData(Workload):
         return {**alone, **self._gathered(), **ours}
 
     def _gathered(self) -> dict[str, Variant]:
-        asked, group, device = self.asked, self.watch.group, self.watch.device
+        base, group, device = self.base, self.watch.group, self.watch.device
 
         def by_collective() -> torch.Tensor:
-            return gather_then_attend(asked, self.operands, group, self.scale, self._merge())
+            return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
         def by_pytorch() -> torch.Tensor:
-            how: Any = {"is_causal": asked.causal, "scale": self.scale}
-            how["enable_gqa"] = asked.heads != asked.kv_heads
+            how: Any = {"is_causal": base.causal, "scale": self.scale}
+            how["enable_gqa"] = base.heads != base.kv_heads
             result: torch.Tensor = F.scaled_dot_product_attention(*self.operands[:3], **how)
             return result
 
@@ -347,7 +337,7 @@ class AttentionData(Workload):
             )
             for (kernels, backend), rotation in product(BACKENDS.items(), ROTATIONS)
         }
-        moved = Variant(lambda: gather(asked, self.operands, group), MOVED, meets=True)
+        moved = Variant(lambda: gather(base, self.operands, group), MOVED, meets=True)
         return {
             "all-gather": moved,
             "all-gather, attention": Variant(by_collective, baseline=True, meets=True),
@@ -355,13 +345,13 @@ class AttentionData(Workload):
         }
 
     def _merge(self) -> Merge:
-        """By ficco's kernel, as its own calls do."""
+        """The merge of ficco's engine, as in ficco's calls."""
         engine = workspace_of(self.watch.group, self.watch.device).engine
-        found: Merge = getattr(engine, "merge", merge)
-        return found
+        own: Merge = getattr(engine, "merge", merge)
+        return own
 
     def _by_heads(self) -> dict[str, Variant]:
-        asked, group = self.asked, self.watch.group
+        base, group = self.base, self.watch.group
 
         def exchanges() -> torch.Tensor:
             q, _, _ = [to_heads(one, group) for one in self.operands[:3]]
@@ -369,11 +359,11 @@ class AttentionData(Workload):
 
         def by_collectives() -> torch.Tensor:
             heads = Heads(*(to_heads(one, group) for one in self.operands[:3]))
-            made, _ = attention(heads, self._whole, self.scale)
-            return to_positions(made, group)
+            out, _ = attention(heads, self._whole, self.scale)
+            return to_positions(out, group)
 
-        lacks = f"{asked.kv_heads} heads of keys for {asked.world} ranks" if (
-            asked.kv_heads % asked.world) else ""  # fmt: skip
+        lacks = f"{base.kv_heads} heads of keys for {base.world} ranks" if (
+            base.kv_heads % base.world) else ""  # fmt: skip
         return {
             "all-to-alls": Variant(exchanges, MOVED, meets=True, lacks=lacks),
             "all-to-alls, attention": Variant(
@@ -383,23 +373,23 @@ class AttentionData(Workload):
 
     @property
     def _whole(self) -> Rectangle:
-        length = self.asked.length
-        return Rectangle(0, length, 0, length, None, 0 if self.asked.causal else None)
+        length = self.base.length
+        return Rectangle(0, length, 0, length, None, 0 if self.base.causal else None)
 
     def _alone(self) -> Callable[[], Any]:
-        """The library's attention to keys that are all there, without merging."""
-        asked, rank = self.asked, self.watch.rank
+        """The library's attention with all keys local, without merging."""
+        base, rank = self.base, self.watch.rank
         if self.case.operator == GATHERS:
-            queries, rectangles = asked.heads, rectangles_of(asked, rank)
-            keys, rows = asked.kv_heads, asked.rows
+            queries, rectangles = base.heads, rectangles_of(base, rank)
+            keys, rows = base.kv_heads, base.rows
         else:
-            heads = HeadsProblem(asked)
-            queries, rectangles, rows = heads.heads, (self._whole,), asked.length
+            heads = HeadsProblem(base)
+            queries, rectangles, rows = heads.heads, (self._whole,), base.length
             keys = heads.count("k", rank)
-        like, shape = self.operands.q, (asked.batch, queries, rows, asked.size)
+        like, shape = self.operands.q, (base.batch, queries, rows, base.size)
         q = like.new_empty(shape).normal_()
-        kv = like.new_empty(2, asked.batch, keys, asked.length, asked.size).normal_()
-        return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, asked.size**-0.5)
+        kv = like.new_empty(2, base.batch, keys, base.length, base.size).normal_()
+        return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
     def _by_ficco(self, schedule: str) -> torch.Tensor:
         how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
@@ -410,7 +400,6 @@ class AttentionData(Workload):
         return result
 
     def others(self, call: Callable[[], Any]) -> float:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             call()
             gpu.synchronize()
@@ -424,7 +413,7 @@ class AttentionData(Workload):
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     shared = text["heads"] + " (" + text["kv_heads"] + "), " + text["head_size"]
     return {
         "operator": text["operator"],

@@ -1,15 +1,34 @@
-"""What is compared, as one table; :mod:`.calls` knows how each of it is called."""
+"""Candidates of a bench of products: the table of candidates, and how each is called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+import ficco
+from ficco.accelerator import gpu
+from ficco.heuristics import Decision, decide
 from ficco.heuristics.candidates import BY_KERNEL, READING, candidates, is_serial
+from ficco.heuristics.families import movements
+from ficco.options import current
+from ficco.plan import Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
-from ficco.schedules import NAMED, Schedule, refusal, same_plans
+from ficco.runtime.workspace import workspace_of
+from ficco.schedules import NAMED, Schedule, plan, refusal, same_plans
+from ficco.schedules.groups import cut
 from ficco.tools.bench.cases import OPERATOR
+from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.measure import Runner, all_gather, reduce_scatter
 
 if TYPE_CHECKING:
     from ficco.dma.engine import Engine
@@ -17,15 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchCandidate:
-    """One thing that is timed.
+    """A call that is timed.
 
     Attributes:
-        name: its name in reports; for ficco the schedule's name and, after ``@``, what else is
-            special about the call.
-        kind: how it is called, a key of ``ficco.tools.bench.calls.BUILDERS``.
+        name: its name in reports; for ficco the schedule, followed by ``@`` and marks of the call.
+        kind: a key of ``ficco.tools.bench.candidates.BUILDERS``.
         schedule: for ficco.
         symmetric: the left operand lies in symmetric memory (``ficco.empty``).
-        stages: staging is capped at so many steps; 0 for no cap.
+        stages: cap on staging, in steps; 0 for no cap.
         operators: those that have it; none for all of them.
     """
 
@@ -64,7 +82,7 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
 
-#: What every shape is held against.
+#: References of every shape.
 REFERENCES = (
     BenchCandidate("gemm", "gemm"),
     BenchCandidate("collective", "collective"),
@@ -122,8 +140,8 @@ def choose(
 
 def _stands_for(name: str) -> BenchCandidate | None:
     """A candidate that stands for several schedules; None if the name is not of one."""
-    head, given, most = name.partition("=")
-    if head != COMPARED.name or (given and not (most.isdecimal() and int(most))):
+    head, equals, most = name.partition("=")
+    if head != COMPARED.name or (equals and not (most.isdecimal() and int(most))):
         return None
     return replace(COMPARED, name=name)
 
@@ -144,8 +162,8 @@ def of_problem(
                 for schedule in ranked() or candidates(problem)
                 if schedule.grouping != "tiled" and not is_serial(schedule)
             ]
-            there = [each for each in products if not refused(each, problem, engine)]
-            available |= dict.fromkeys(there[: int(one.name.partition("=")[2])])
+            served = [each for each in products if not refused(each, problem, engine)]
+            available |= dict.fromkeys(served[: int(one.name.partition("=")[2])])
         elif one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
             names = (*map(str, candidates(problem)), *BY_KERNEL * small, *READING)
@@ -188,7 +206,7 @@ def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None =
 
 
 def moved_bytes(problem: Problem) -> int:
-    """Bytes of what is exchanged on a rank: the gathered A, or the product."""
+    """Bytes that a rank exchanges: the gathered A, or the product."""
     return problem.m * problem.moved_bytes
 
 
@@ -197,3 +215,366 @@ def block_bytes(problem: Problem) -> int:
     ranks = range(problem.world)
     rows = [problem.block(src, dst) for src in ranks for dst in ranks if src != dst]
     return max(rows, default=0) * problem.moved_bytes
+
+
+# Calls of candidates.
+
+
+#: PyTorch takes its native path if the gathered A has more rows than the first number, and no more
+#: than the second (torch/distributed/_symmetric_memory, PyTorch 2.11).
+NATIVE_ROWS = (2048, 4096)
+NATIVE_SWITCH = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
+
+#: PyTorch's fused operator, where it has one, and that for operands with scales.
+FUSED = {
+    "all_gather_matmul": ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul"),
+    "matmul_reduce_scatter": ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"),
+}
+
+#: Tilings of QuACK's GEMM that are tried for each shape: rows and columns of a tile, blocks of a
+#: cluster along both, and whether two tiles of a block take turns. Each was the fastest of some
+#: shape (docs/results/tiled-ways-h200-1.csv).
+QUACK_TILINGS = (
+    (128, 256, 2, 1, False),
+    (128, 256, 1, 2, False),
+    (128, 128, 1, 2, True),
+    (128, 192, 1, 2, True),
+    (256, 192, 1, 2, False),
+)
+
+
+def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -> str:
+    """Why a candidate does not exist for this shape and device; empty if it exists. ``hosts``:
+    number of hosts of the ranks."""
+    scaling = operands.problem.scaling
+    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack"):
+        return "it copies through memory that ranks of one host share"
+    if candidate.kind == "pieces" and scaling:
+        return "PyTorch has no batched product of float8"
+    if candidate.kind in ("pytorch", "pytorch-native"):
+        if operands.device.type != "cuda":
+            return "PyTorch has it on GPUs only"
+        from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
+
+        if not hasattr(torch.ops.symm_mem, _fused_name(operands.problem)):
+            return "this PyTorch does not have it"
+        if scaling and scaling.recipe == "block":
+            return "PyTorch's has no factors of blocks"
+    if candidate.kind == "quack":
+        if operands.device.type != "cuda" or find_spec("quack") is None:
+            return "QuACK is not installed (pip install quack-kernels, for NVIDIA GPUs)"
+        if scaling or operands.problem.dtype not in ("bfloat16", "float16"):
+            return "QuACK's gather with a product is for bfloat16 and float16 here"
+        if not _quack_tilings(operands.problem):
+            return "QuACK gates shards of whole tiles"
+    if candidate.kind == "pytorch-native":
+        if scaling:
+            return "PyTorch's native path has no scales"
+        m, world = operands.problem.m, operands.problem.world
+        low, high = NATIVE_ROWS
+        if not low < m <= high or m % world**2:
+            return f"applies for {low} < m <= {high}"
+    return ""
+
+
+def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """The calls of a candidate on operands."""
+    return BUILDERS[candidate.kind](candidate, operands, group)
+
+
+def expected(runner: Runner, operands: Operands) -> torch.Tensor:
+    """Expected result of a runner, computed locally."""
+    if runner.expected == "whole":
+        return operands.whole_OK
+    if runner.expected == "product":
+        return operands.reference_product()
+    return operands.reference()
+
+
+def call(
+    problem: Problem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: ProcessGroup,
+    schedule: str,
+    **more: Any,
+) -> Any:
+    """Call the operator of a problem."""
+    if not problem.equal and not problem.kind.returns:
+        more["rows"] = problem.blocks or problem.rows
+    operator = getattr(ficco, problem.operator)
+    return operator(a, b, group=group, schedule=schedule, **more)
+
+
+def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[], Any]:
+    """A call of the operator on operands."""
+    where = operands.a_LK, operands.b_KN, group, schedule
+    return partial(call, operands.problem, *where, **operands.scales)
+
+
+def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
+    """Decision of ``auto`` for a call of a group; ``mode`` replaces the mode of its device."""
+    mode = mode or ("idle" if device.type == "cpu" else "eager")
+    workspace = workspace_of(group, device)
+    machine, engine = workspace.known(current().machine).machine, workspace.engine
+    offers = engine.capabilities().offers
+    decision = decide(problem, machine=machine, mode=mode, offers=offers)
+    served = (one for one in decision.others if not engine.refuses(problem, one))
+    if engine.refuses(problem, decision.schedule):
+        return replace(decision, schedule=next(served))
+    return decision
+
+
+def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The operator's exchange by the vendor's collective: of A, or of a product."""
+    problem, rank = operands.problem, operands.rank
+    sent, received = zip(
+        *((problem.block(rank, peer), problem.block(peer, rank)) for peer in range(problem.world)),
+        strict=True,
+    )
+
+    def move(rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_floating_point() and rows.element_size() == 1:  # not every library knows float8
+            return move(rows.view(torch.uint8)).view(rows.dtype)
+        return moved_by(rows)
+
+    def moved_by(rows: torch.Tensor) -> torch.Tensor:
+        collective = problem.kind.collective
+        if collective == "all-reduce":
+            dist.all_reduce(rows, group=group)
+            return rows
+        arriving = {"all-gather": problem.m, "all-to-all": sum(received)}
+        moved = rows.new_empty(arriving.get(collective, problem.rows[rank]), rows.shape[1])
+        if collective == "all-to-all":
+            dist.all_to_all_single(moved, rows, list(received), list(sent), group=group)
+        else:
+            (all_gather if collective == "all-gather" else reduce_scatter)(moved, rows, group=group)
+        return moved
+
+    return move
+
+
+def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    move = exchange(operands, group)
+    kind = operands.problem.kind
+    if not kind.scatters:
+        return Runner(lambda: move(operands.a_LK), "whole")
+    problem = operands.problem
+    product = operands.empty(problem.product_rows(operands.rank), problem.n, problem.out_dtype)
+    product.normal_()
+
+    @contextmanager
+    def fresh() -> Iterator[None]:
+        """Draw the product again: sums in place would grow from call to call."""
+        product.normal_()
+        yield
+
+    return Runner(
+        lambda: move(product),
+        proof=lambda: move(operands.product()),
+        context=fresh if kind.returns else nullcontext,
+    )
+
+
+def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """Only the copies of a schedule: calls with a B of no columns, whose products are empty."""
+    problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
+    moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
+    for one in movements(problem):
+        a = operands.a_LK
+        if problem.kind.scatters:
+            a = operands.empty(one.left_rows(rank), one.k, one.dtype).normal_()
+        moved.append((one, a, operands.empty(one.b_rows(rank), 0, one.dtype)))
+    scales = {} if problem.kind.scatters else dict(operands.scales)
+    if problem.scaling and scales and not problem.scaling.by_rank:
+        scales["scale_b"] = scales["scale_b"][:, :0]
+
+    def run() -> torch.Tensor:
+        return [call(*one, group, schedule, **scales) for one in moved][-1]
+
+    if problem.operator == "all_gather_matmul":
+        gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
+        return Runner(run, "whole", proof=lambda: gathered()[1])
+    # The proof makes the same copies with products, which show whether rows arrive.
+    return Runner(run, proof=_ficco(candidate, operands, group).run)
+
+
+def _serial_collective(
+    candidate: BenchCandidate, operands: Operands, group: ProcessGroup
+) -> Runner:
+    move, kind, scale = exchange(operands, group), operands.problem.kind, operands.scales
+    travels = operands.problem.sends_factors and not operands.problem.scaling.by_rank
+
+    def run() -> torch.Tensor:
+        if kind.scatters:
+            return move(operands.product())
+        whole, of_a = move(operands.a_LK), scale.get("scale_a")
+        whole_scale = move(of_a) if of_a is not None and travels else of_a
+        return operands.multiplied(whole.t() if kind.inner else whole, whole_scale)
+
+    return Runner(run)
+
+
+def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
+
+    The pieces of a step come from all ranks, as an all-gather delivers them (uniform-fused-1d). The
+    collective runs on its own stream. Each product waits for its piece.
+    """
+    problem = operands.problem
+    world, k, n, rows = problem.world, problem.k, problem.n, problem.rows[0]
+    cuts = cut(rows, world)
+
+    def run() -> torch.Tensor:
+        shard, b = operands.a_LK, operands.b_KN
+        staging = torch.empty_like(operands.whole_OK)
+        out = shard.new_empty((problem.m, n))
+        by_shard = out.view(world, rows, n)
+        arriving = []
+        for first, last in cuts:
+            piece = staging[first * world : last * world]
+            work = all_gather(piece, shard[first:last], group=group, async_op=True)
+            arriving.append((work, piece.view(world, last - first, k)))
+        for (work, piece), (first, last) in zip(arriving, cuts, strict=True):
+            work.wait()
+            torch.bmm(piece, b.expand(world, k, n), out=by_shard[:, first:last])
+        return out
+
+    return Runner(run)
+
+
+def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    from torch.distributed import _symmetric_memory
+
+    enable = _symmetric_memory.enable_symm_mem_for_group
+    if not hasattr(enable, "__deprecated__"):  # older releases must be told
+        enable(group.group_name)
+    op = getattr(torch.ops.symm_mem, _fused_name(operands.problem))
+    if operands.problem.scaling:
+        return Runner(partial(_pytorch_scaled, op, operands, group.group_name))
+    if operands.problem.kind.scatters:
+        return Runner(lambda: op(operands.a_LK, operands.b_KN, "sum", 0, group.group_name))
+
+    def run() -> torch.Tensor:
+        a, b = operands.a_LK, operands.b_KN
+        return op(a, [b], 0, group.group_name, return_A=False)[1][0]
+
+    if candidate.kind == "pytorch":
+        return Runner(run)
+    # The native path is chosen by a variable that is read in every call.
+    return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
+
+
+def _fused_name(problem: Problem) -> str:
+    return FUSED[problem.operator][problem.scaling is not None]
+
+
+def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> torch.Tensor:
+    """A call of PyTorch's fused operator for operands with scales."""
+    a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
+    out_dtype: Any = getattr(torch, operands.problem.out_dtype)
+    how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
+    if operands.problem.kind.scatters:
+        summed: torch.Tensor = op(*how, None, None, out_dtype, False)
+        return summed
+    how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
+    product: torch.Tensor = op(*how)[1][0]
+    return product
+
+
+def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
+    rows = problem.rows[0] if problem.equal else 1
+    return [one for one in QUACK_TILINGS if rows % (one[0] * one[2]) == 0]
+
+
+def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """QuACK's gather by copy engines. The tiles of its GEMM wait for the gather. The tiling is the
+    fastest of ``QUACK_TILINGS`` for the whole product."""
+    library: Any = import_module("quack.gemm")
+    transport: Any = import_module("quack.distributed")
+    a, b = operands.a_LK, operands.b_KN
+    gathering = transport.AllGatherRunner(*a.shape, a.dtype, group, a.device)
+    out = a.new_empty(operands.problem.m, b.shape[1])
+
+    def product(tiling: tuple[Any, ...], whole: torch.Tensor, gates: Any = None) -> None:
+        *sizes, turns = tiling
+        how = {"pingpong": turns, "b_kn": True, "ag_args": gates}
+        library.gemm(whole, b, out, None, None, *sizes, **how)
+
+    def seconds(tiling: tuple[Any, ...]) -> float:
+        events = [gpu.Event(enable_timing=True) for _ in range(2)]
+        product(tiling, operands.whole_OK)
+        for event in events:
+            for _ in range(3 * (event is events[1])):
+                product(tiling, operands.whole_OK)
+            event.record()
+        events[1].synchronize()
+        return events[0].elapsed_time(events[1])
+
+    fastest = min(_quack_tilings(operands.problem), key=seconds)
+
+    def run() -> torch.Tensor:
+        with gathering.gather(a) as (whole, gates):
+            product(fastest, whole, gates)
+        return out
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        """Keep eager calls and replays of graphs apart."""
+        gathering.quiesce()
+        yield
+
+    return Runner(run, context=quiet)
+
+
+@contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment, and restore it afterwards."""
+    before = {name: os.environ[name]} if name in os.environ else {}
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        os.environ.update(before)
+
+
+def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
+
+    def run() -> Any:
+        a = getattr(operands, name)
+        where = operands.b_KN, group, candidate.schedule
+        return call(operands.problem, a, *where, **operands.scales)
+
+    if not candidate.stages:
+        return Runner(run)
+    # Symmetric memory for ``stages`` steps of the schedule, signals included.
+    whole = plan(operands.problem, Schedule.parse(candidate.schedule), 0)
+    others = whole.slot_bytes - aligned(whole.buffer["staging"].nbytes(0))
+    staging = aligned(candidate.stages * step_bytes(whole))
+    engine = workspace_of(group, operands.device).engine
+    cap = engine.slot_bytes(whole.words, others + staging)
+    return Runner(run, context=lambda: ficco.options(workspace_bytes=cap))
+
+
+def step_bytes(plan: Plan) -> int:
+    """Bytes of staging that the largest step of a plan reads."""
+    read = [
+        sum(p.batch * p.a.elements for p in step.products if p.a.buffer == "staging")
+        for step in plan.steps
+    ]
+    return max(read, default=0) * plan.buffer["a"].itemsize
+
+
+BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
+    "gemm": lambda _, operands, __: Runner(operands.product, "product"),
+    "collective": _collective,
+    "copies": _copies,
+    "serial-collective": _serial_collective,
+    "pieces": _pieces,
+    "pytorch": _pytorch,
+    "pytorch-native": _pytorch,
+    "quack": _quack,
+    "ficco": _ficco,
+}

@@ -12,8 +12,8 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.problems.specification import ITEMSIZES
 
-#: Ranks of the paper's machine. Its scenarios are benched as one of so many ranks sees them,
-#: however many there are here.
+#: Ranks of the paper's machine. Each scenario is benched with the sizes that one of these ranks
+#: has, on any number of ranks.
 PAPER_WORLD = 8
 
 #: Part of the free memory of a device that a shape may need.
@@ -74,11 +74,11 @@ class Replayed:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings(RunSettings):
-    """What is benched, and how.
+    """Settings of a bench.
 
     Attributes:
         subject: a :class:`ficco.tools.bench.harness.Subject`.
-        cases: of the subject.
+        cases: cases of the subject.
         schedules: of ficco's variants, empty for those of the subject; candidates of products.
         quiet: print no table of each case.
         replayed: the rank that is replayed; None where all ranks run.
@@ -123,8 +123,8 @@ class Case:
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
 
-        What scatters belongs to the row-parallel layer after the column-parallel one: its n and k
-        are exchanged.
+        A scattering operator belongs to the row-parallel layer after the column-parallel one, so
+        that n and k are exchanged.
         """
         if operator == self.operator:
             return self
@@ -135,37 +135,36 @@ class Case:
         return replace(self, name=name, n=n, k=k, operator=operator)
 
     def problem(self, world: int) -> Problem:
-        """The Problem on so many ranks. Rows that do not divide go to the first ranks."""
+        """The Problem for ``world`` ranks. Rows that do not divide go to the first ranks."""
         from ficco.heuristics import problem_of_sizes
 
         return problem_of_sizes(self.operator, self.m, self.n, self.k, self.dtype, world)
 
     def memory(self, world: int) -> int:
-        """Bytes that measuring takes at most on one rank.
+        """Upper bound of the bytes that a measurement needs on one rank.
 
-        Counted are B; A four times, as it is given, in symmetric memory, and published in two
-        slots; and the result three times. What is gathered counts four times, as the reference's, a
-        collective's and in the staging of two slots, and its product once in float32, for sums.
-        What is scattered counts eight times: as the collective's, as what is only copied, as a
-        call's own and as the plain product, in the staging of two slots, and published in two; what
-        the reference is made of counts once. Operands of float8 count once more in float32 and in
-        the result's dtype.
+        B counts once; A four times: the operand, the operand in symmetric memory, and two published
+        slots; the result three times. Gathered rows count four times: the reference, a collective,
+        and staging of two slots. Their product counts once in float32, for sums. Scattered rows
+        count eight times: a collective, plain copies, a call's product, the plain product, staging
+        of two slots, and two published slots. The operand of the reference counts once. Operands of
+        float8 count once more in float32 and in the result's dtype.
         """
         problem = self.problem(world)
         left = max(map(problem.left_rows, range(world))) * problem.k
         multiplied = max(map(problem.product_rows, range(world)))
         result = max(map(problem.out_rows, range(world)))
         right = max(map(problem.b_rows, range(world)))
-        elements, made = right * problem.n + 4 * left, 3 * result * problem.n
+        elements, results = right * problem.n + 4 * left, 3 * result * problem.n
         wide = 4 * result * problem.n
         if problem.kind.scatters:
-            elements, made = elements + result * problem.k, made + 8 * multiplied * problem.n
+            elements, results = elements + result * problem.k, results + 8 * multiplied * problem.n
             wide = 0
         else:
             elements += 4 * multiplied * problem.k
         if problem.scaling:
             wide += 6 * max(multiplied * problem.k, right * problem.n)
-        return elements * problem.itemsize + made * ITEMSIZES[problem.out_dtype] + wide
+        return elements * problem.itemsize + results * ITEMSIZES[problem.out_dtype] + wide
 
     def fitted(self, world: int, free_bytes: int) -> Case:
         """The case, or one of half, a quarter ... of its rows, which fits into so much memory."""
@@ -224,8 +223,8 @@ def weight_gradients() -> list[Case]:
     both = []
     for case in (case for case in scenarios() if case.name in ("g1", "g3", "g5", "g7")):
         label = f"{case.label}; its k are the rows that are gathered"
-        what = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
-        both += [case, replace(case, m=case.k, k=case.m, **what)]
+        changes = {"name": f"{case.name}-gradient", "label": label, "operator": WEIGHT_GRADIENT}
+        both += [case, replace(case, m=case.k, k=case.m, **changes)]
     return both
 
 
@@ -234,8 +233,8 @@ DTYPES = ("bfloat16", "float16", "float32", *SCALED)
 
 
 def of_dtypes(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """Shapes in each of these dtypes instead of their own, which follow their names if there are
-    several; their own for none."""
+    """Shapes in each of the dtypes ``names``, or in their own dtype without names. Several dtypes
+    are appended to the names of the shapes."""
     if not names:
         return list(cases)
     return [
@@ -282,7 +281,7 @@ def read(path: Path, only: str = "") -> list[Case]:
 
     Optional columns: ``dtype``; ``op``, the operator; ``parallelism`` and ``model``, which mark a
     scenario of the paper: its n, or the m of an all-to-all, is that of all ranks together, and one
-    rank of eight has an eighth; ``set``, of which ``only`` names the lines to take.
+    rank of eight has an eighth; ``set``: ``only`` takes the lines of one set.
 
     Raises:
         ConfigError: a column is missing, a size is not a whole number above 0, or there is no such

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import math
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,16 @@ from ficco.dma.host import VARIABLE
 from ficco.heuristics import Decision
 from ficco.machine import find
 from ficco.problems.products import OPERATORS
-from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED
 from ficco.tools.bench import attention, experts
-from ficco.tools.bench.calls import build, caller, taken
-from ficco.tools.bench.candidates import BenchCandidate, of_problem, parse
+from ficco.tools.bench.candidates import BenchCandidate, caller, parse, taken, variable
 from ficco.tools.bench.cases import OPERATOR, Case, scenarios
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
-from ficco.tools.bench.harness import Workload, taken_by_auto
-from ficco.tools.bench.inputs import ExactCall, Operands, exact_calls, seconds
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.harness import Tick, Workload, taken_by_auto, trace_all
+from ficco.tools.bench.measure import Stopwatch
+from ficco.tools.bench.products import ProductWork
 from ficco.tools.bench.simulated import examples, show_table_i
-from ficco.tools.bench.traces import trace_all
 from ficco.tools.launch import local_device
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
@@ -49,11 +46,13 @@ KNOBS = (
     "uniform-fused-2d:pull,compute=2",
 )
 
-#: What everything is compared with.
+#: The baseline of the demo.
 TORCH = BenchCandidate("torch.distributed, then matmul", "serial-collective")
 
-#: Rounds of calls, each with inputs of its own: of all schedules, then of each operator and torch's
-#: composition. Times are medians over the rounds.
+#: Operators of the demo besides products.
+OTHERS = (attention.GATHERS, attention.BY_HEADS, "experts")
+
+#: Rounds of all schedules, then of each operator and torch's composition. Times are medians.
 ROUNDS = 9
 
 #: Hosts that the ranks stand for in the end.
@@ -65,7 +64,7 @@ SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16
 #: The same for attention: rows, heads and heads of keys per rank, size of a head, dtype.
 ATTENTION_SIZES = {"cpu": (192, 2, 1, 64, "float32"), "cuda": (2048, 4, 1, 128, "bfloat16")}
 
-#: The machine on which the demo decides, and the one on which it simulates.
+#: The machine of the printed decisions, and the machine of the simulated Table I.
 DECIDED_ON = "h200-4"
 SIMULATED_ON = "mi300x-8"
 
@@ -81,38 +80,39 @@ def demo(device_name: str, out: Path | None) -> int:
         device_name: ``"cpu"`` or ``"cuda"``.
         out: folder of the pictures, the trace and the table; None for a new one.
     """
-    group = dist.group.WORLD
-    first = group.rank() == 0
-    device = local_device(device_name)
-    operands = _operands(OPERATOR, group, device)
-    problem = operands.problem
-    engine = workspace_of(group, device).engine
+    group, device = dist.group.WORLD, local_device(device_name)
+    first, watch = group.rank() == 0, Stopwatch(group, device)
+    problem = _case(OPERATOR, watch).problem(group.size())
     decision = taken(problem, group, device)
     chosen = str(decision.schedule)
-    served = of_problem(map(parse, (*NAMED, *KNOBS, chosen)), problem, engine)
+    work = _product(OPERATOR, watch, *map(parse, (*NAMED, *KNOBS, chosen)))
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)
-    total = (len(served) + 1) * (ROUNDS + 1) + len(OPERATORS)
-    done = count(1)
+    others = len(OPERATORS) - 1 + len(OTHERS)
+    done, total = count(1), len(work.offered) + ROUNDS + others * (2 + ROUNDS)
     with bar(console, "demo", total) as show_step:
-        results = _times(
-            [TORCH, *served], operands, group, ROUNDS, lambda: show_step(next(done), "schedules")
-        )
-        taking = [_taking(OPERATOR, chosen, results)]
+
+        def tick(action: str) -> None:
+            show_step(next(done), action)
+
+        results = _table(work, ROUNDS, tick)
+        taking = [_row(OPERATOR, chosen, results)]
         for operator in OPERATORS:
             if operator != OPERATOR:
-                taking.append(_operator(operator, group, device))
-            show_step(next(done), operator)
-        taking += _others(group, device)
+                other = _product(operator, watch, parse("auto"))
+                took = str(taken(other.problem, group, device).schedule)
+                taking.append(_row(operator, took, _table(other, ROUNDS, tick)))
+        taking += [_other(operator, watch, tick) for operator in OTHERS]
         crossed = _over_hosts(group, device)
         ours = results["schedule"][results["exact"].notna()].iloc[1:]
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            calls = {name: caller(operands, group, name) for name in ours}
+            calls = {name: caller(work.operands, group, name) for name in ours}
             timelines = trace_all(calls, group, device)
         finally:
             CpuEngine.bandwidth = None
+    watch.close()
     if not first:
         return 0
     out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
@@ -155,7 +155,7 @@ def verdict(results: pd.DataFrame, world: int, by_operator: pd.DataFrame) -> tup
 
 
 def about_times(decision: Decision, device: torch.device) -> str:
-    """Why ``auto`` takes its schedule, and what the times of all schedules say."""
+    """Explain why ``auto`` takes its schedule, and how far the times can be trusted."""
     text = f"auto takes {decision.schedule} for {OPERATOR} ({decision.why})."
     if "margin" in decision.reason:
         text += " The margin stands for waits and smaller products, which the model leaves out."
@@ -169,132 +169,88 @@ def about_times(decision: Decision, device: torch.device) -> str:
     return textwrap.fill(text, 100) + "\n"
 
 
-def _operands(operator: str, group: ProcessGroup, device: torch.device) -> Operands:
-    rows, n, k, dtype = SIZES[device.type]
-    case = Case("", rows * group.size(), n, k, dtype).on(operator)
-    operands = Operands(case.problem(group.size()), group.rank(), device)
-    operands.exact_b()
-    return operands
+def _case(operator: str, watch: Stopwatch) -> Case:
+    rows, n, k, dtype = SIZES[watch.device.type]
+    return Case("", rows * watch.world, n, k, dtype).on(operator)
 
 
-def _operator(operator: str, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """An operator by what ``auto`` takes and by torch's collective, in turns: others may use the
-    cores, too."""
-    operands = _operands(operator, group, device)
-    results = _times([TORCH, parse("auto")], operands, group, ROUNDS)
-    return _taking(operator, str(taken(operands.problem, group, device).schedule), results)
+def _product(operator: str, watch: Stopwatch, *schedules: BenchCandidate) -> ProductWork:
+    """An operator by torch's collective and by schedules."""
+    return ProductWork(_case(operator, watch), watch, (TORCH, *schedules))
 
 
-def _taking(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, Any]:
-    """An operator's row, from the results of torch's composition and of ``auto`` or the schedule
-    that ``auto`` takes."""
-    torch_ms = results["ms"].iloc[0]
-    (row,) = results[results["schedule"].isin([schedule, "auto"])].to_dict("records")
-    times = {"ms": row["ms"], "torch ms": torch_ms}
+def _table(work: Workload, rounds: int, tick: Tick = lambda action: None) -> pd.DataFrame:
+    """Prove the variants of a workload right, and time them in rounds. Collective.
+
+    A row per variant: its name as ``schedule``; whether it is ``exact``, None if it is not served;
+    median ``ms``; and a ``note``, the reason if it is not served.
+
+    Raises:
+        RuntimeError: a variant failed.
+    """
+    checked = work.checked(False, tick)
+    if failed := [f"{one.name}: {one.note}" for one in checked if one.status == "failed"]:
+        raise RuntimeError("; ".join(failed))
+    work.fill(0)
+    calls = {one.name: one.runner for one in checked if one.runner is not None}
+    times = work.watch.time(calls, seconds=math.inf, most=rounds, least=1, tick=tick)
+    exact = {"ok": True, "wrong": False}
+    rows = [
+        (one.name, exact.get(one.status), np.median(times.get(one.name, math.nan)) * 1e3, one.note)
+        for one in checked
+    ]
+    by_name = {row[0]: row[1:] for row in rows}
+    if isinstance(work, ProductWork):
+        rows += [(one.name, *by_name[timed.name]) for one, timed in work.again.items()]
+    return pd.DataFrame(rows, columns=["schedule", "exact", "ms", "note"]).astype({"exact": object})
+
+
+def _row(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, Any]:
+    """The row of an operator, from the results of the baseline, and of ``auto``, of ficco's variant
+    or of the schedule that ``auto`` takes."""
+    (row,) = results[results["schedule"].isin([schedule, "auto", "ficco"])].to_dict("records")
+    times = {"ms": row["ms"], "torch ms": results["ms"].iloc[0]}
     return {"operator": operator, "schedule": schedule, **times, "exact": row["exact"]}
 
 
 @torch.no_grad()
-def _others(group: ProcessGroup, device: torch.device) -> Iterator[dict[str, Any]]:
-    """The same for attention over a sequence that the ranks share, and for a layer of experts."""
-    watch, world = Stopwatch(group, device), group.size()
-    rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[device.type]
-    for operator in (attention.GATHERS, attention.BY_HEADS):
+def _other(operator: str, watch: Stopwatch, tick: Tick) -> dict[str, Any]:
+    """The row of attention over a sharded sequence, or of a layer of experts: a baseline and
+    ``auto``."""
+    kind, world = watch.device.type, watch.world
+    if operator == "experts":
+        rows, _, k, dtype = SIZES[kind]
+        layer = experts.ExpertCase(operator, 2 * world, rows, k // 4, k // 4, dtype=dtype)
+        work: Workload = experts.ExpertData(layer, watch, ("auto",))
+    else:
+        rows, heads, kv_heads, size, dtype = ATTENTION_SIZES[kind]
         sizes = rows * world, heads * world, kv_heads * world, size
         case = attention.AttentionCase(operator, operator, *sizes, dtype=dtype)
-        yield {
-            "operator": operator,
-            **_work(attention.AttentionData(case, watch, ("auto",)), watch),
-        }
-    rows, _, k, dtype = SIZES[device.type]
-    layer = experts.ExpertCase("experts", 2 * world, rows, k // 4, k // 4, dtype=dtype)
-    yield {"operator": "experts", **_work(experts.ExpertData(layer, watch, ("auto",)), watch)}
-    watch.close()
-
-
-def _work(work: Workload, watch: Stopwatch) -> dict[str, Any]:
-    """What ``auto`` takes, and the first baseline, in turns."""
+        work = attention.AttentionData(case, watch, ("auto",))
     variants = work.variants()
-    theirs = next(one for one in variants.values() if one.baseline and not one.lacks)
-    calls = [one.call for one in (theirs, variants["ficco"])]
-    measure, times, right = seconds(watch.group, watch.device), list[list[float]](), True
-    for turn in range(ROUNDS):
-        work.fill(turn, exact=True)
-        times.append([])
-        for call in calls:
-            result, taken_s = measure(call)
-            times[-1].append(max(watch.gather(taken_s)))
-            right = work.right(result) and right
-    torch_ms, ms = np.median(times, axis=0) * 1e3
-    schedule, exact = taken_by_auto(work.problem, watch), all(watch.gather(right))
-    return {"schedule": schedule, "ms": ms, "torch ms": torch_ms, "exact": exact}
+    baseline = next(name for name, one in variants.items() if one.baseline and not one.lacks)
+    work.offered = {name: variants[name] for name in (baseline, "ficco")}
+    results = _table(work, ROUNDS, tick)
+    return _row(operator, taken_by_auto(work.problem, watch), results)
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:
     """Every operator by the same ranks as if they were on two hosts, which share no memory; None
-    where there are too few ranks, or on GPUs, whose engines do not cross hosts."""
+    for too few ranks, or on GPUs, whose engines do not cross hosts."""
     if device.type != "cpu" or group.size() % HOSTS or group.size() < 2 * HOSTS:
         return None
     apart = dist.new_group(list(range(group.size())))
     assert isinstance(apart, ProcessGroup)
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = f"demo {group.rank() * HOSTS // group.size()}"
-    try:
-        rows = []
-        for operator in OPERATORS:
-            operands = _operands(operator, apart, device)
-            found = _times([parse("auto")], operands, apart, 1)
-            rows.append({"operator": f"{operator} on {HOSTS} hosts", **found.iloc[0]})
+    host = f"demo {group.rank() * HOSTS // group.size()}"
+    with variable(VARIABLE, host), closing(Stopwatch(apart, device)) as watch:
+        rows = [
+            {"operator": f"{operator} on {HOSTS} hosts", **_table(work, 1).iloc[1]}
+            for operator in OPERATORS
+            for work in [_product(operator, watch, parse("auto"))]
+        ]
         ficco.close(apart)
-    finally:
-        os.environ.pop(VARIABLE)
-        if before is not None:
-            os.environ[VARIABLE] = before
     dist.destroy_process_group(apart)
     return pd.DataFrame(rows)
-
-
-def _times(
-    candidates: Sequence[BenchCandidate],
-    operands: Operands,
-    group: ProcessGroup,
-    rounds: int,
-    advance: Callable[[], object] = lambda: None,
-) -> pd.DataFrame:
-    """Call all candidates ``rounds`` times and once to warm up, compare every result, and time.
-
-    ``advance`` is called after every call. A row per candidate: its name as ``schedule``; whether
-    every result was ``exact`` on all ranks, None if it is not served here; the median of the
-    slowest rank's ``ms``; and a ``note`` that says why it is not served.
-    """
-    served: dict[str, Callable[[], torch.Tensor]] = {}
-    outcomes: list[ExactCall] = []
-    table = pd.DataFrame({"schedule": [one.name for one in candidates], "note": ""})
-    measure = seconds(group, operands.device)
-    for number, candidate in enumerate(candidates):
-        one = {candidate.name: build(candidate, operands, group).run}
-        try:
-            outcomes += exact_calls(one, operands, 1, first=number, measure=measure)
-        except NotImplementedError as error:
-            table.loc[number, "note"] = str(error)
-        else:
-            served |= one
-            advance()
-    for outcome in exact_calls(served, operands, rounds, first=len(candidates), measure=measure):
-        outcomes.append(outcome)
-        advance()
-    names, wrong, taken_s = zip(*outcomes, strict=True)
-    by_rank: list[Any] = [None] * group.size()
-    mine = [int(one) for one in wrong], taken_s
-    dist.all_gather_object(by_rank, mine, group=group)
-    wrong, taken_s = np.max(by_rank, axis=0)  # of every call the worst rank
-    calls = pd.DataFrame({"exact": wrong == 0, "ms": taken_s * 1e3}, index=names)
-    exact = calls["exact"].groupby(level=0).min().astype(object)
-    ms = calls["ms"].iloc[len(served) :].groupby(level=0).median()
-    exact = table["schedule"].map(exact)
-    table.insert(1, "exact", exact.where(exact.notna(), None))
-    table.insert(2, "ms", table["schedule"].map(ms))
-    return table
 
 
 def _show(title: str, rows: pd.DataFrame, torch_ms: Any) -> None:

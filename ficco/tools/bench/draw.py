@@ -1,5 +1,4 @@
-"""The style of all pictures, with colours that can be told apart, and Timelines as pictures and as
-traces."""
+"""Style and colours of all pictures; Timelines as pictures and as traces."""
 
 from __future__ import annotations
 
@@ -30,7 +29,8 @@ STYLE = {
 
 @contextmanager
 def picture(path: Path, width: float, height: float, title: str = "") -> Iterator[Any]:
-    """A figure of so many inches, written once it is drawn; the suffix is the format."""
+    """A figure of ``width`` x ``height`` inches, saved on exit; the suffix of ``path`` is the
+    format."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
         figure.savefig(path, dpi=130)
 
 
-#: Colours of the kinds of bars, also where hues are hard to tell apart: dark, middle, light.
+#: Colours of the kinds of bars; dark, middle and light, for readers who cannot see hues.
 COLOURS = {
     "matmul": BLUE,
     "attend": BLUE,
@@ -76,8 +76,8 @@ def draw(
         ranks: the ranks to show; None for all.
         note: a line below the title.
 
-    The title has what all of them share of problem and source; what differs is in the panels'. All
-    have one scale.
+    The title of the picture has the shared problem and source; titles of panels have those that
+    differ. All panels have one scale.
     """
     from matplotlib.patches import Patch
 
@@ -98,18 +98,18 @@ def draw(
         max(len(names) for names in lanes[i * columns : (i + 1) * columns]) for i in range(rows)
     ]
     bars = [bar for timeline in timelines for bars in timeline.ranks for bar in bars]
-    there = {bar.way or bar.kind for bar in bars}
+    shown_kinds = {bar.way or bar.kind for bar in bars}
     until_s = max((one.stop_s for one in timelines), default=0.0)
     problems, sources = (
-        list(dict.fromkeys(getattr(one, what) for one in timelines if one.ranks))
-        for what in ("problem", "source")
+        list(dict.fromkeys(getattr(one, name) for one in timelines if one.ranks))
+        for name in ("problem", "source")
     )
     world = max((len(one.ranks) for one in timelines), default=0)
     shown = "" if ranks is None else f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     of_all = [*problems[:1], shown and f"{shown} of {world}"] if len(problems) < 2 else [shown]
     shared = len(sources) < 3 and "" not in sources
     title = [", ".join(filter(None, of_all)), *(sources if shared else ()), note]
-    kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in there]
+    kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in shown_kinds]
     size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8
     path = Path(path)
     with picture(path, *size, "\n".join(filter(None, title))) as figure:
@@ -180,8 +180,8 @@ def trace(timelines: Sequence[Timeline], path: str | Path) -> Path:
         for bar in bars:
             start, stop = bar.start_s * 1e6, bar.stop_s * 1e6  # microseconds, by the format
             name = f"{bar.way} {bar.label}".strip()
-            what = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": name}
-            events.append({**what, "cat": bar.kind, "ts": start, "dur": stop - start})
+            event = {"ph": "X", "pid": process, "tid": threads[bar.lane], "name": name}
+            events.append({**event, "cat": bar.kind, "ts": start, "dur": stop - start})
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

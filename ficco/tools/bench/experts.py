@@ -1,8 +1,8 @@
-"""Layers of experts: ficco compared with the collectives and the library's products in turn.
+"""Workload: a layer of experts, by ficco, and by collectives and grouped products in turn.
 
-What users do today is an all-to-all, grouped products and an all-to-all back. It is timed with the
-same blocks of a fixed capacity as ficco's, and with exactly the rows that there are, whose numbers
-the host learns first, as torchtitan does it. The routes are such that no token is dropped.
+The baseline is an all-to-all, grouped products and an all-to-all back. It is timed with blocks of
+the same fixed capacity as ficco's, and with exact row counts, for which the host waits, as in
+torchtitan. No token is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ficco.problems.specification import AnyProblem
 from ficco.tools.bench.attention import exchanged
 from ficco.tools.bench.frames import EXPERTS
 from ficco.tools.bench.harness import COMPUTED, MOVED, Subject, Variant, Workload
-from ficco.tools.bench.series import Stopwatch
+from ficco.tools.bench.measure import Stopwatch
 
 #: Rows for each expert over those that it gets in the mean, where ranks cannot tell each other how
 #: many they need.
@@ -42,7 +42,7 @@ class ExpertCase:
         experts: number of all experts.
         tokens: rows of each rank.
         k: columns of the tokens and of the result.
-        inner: columns between the products, on which there is a gate, too.
+        inner: columns between the products, without the gate.
         skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
             1 / i**skew. Ranks have popular experts by turns.
     """
@@ -110,8 +110,8 @@ class ExpertData(Workload):
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
-        """Normal data, or small whole numbers without a smooth function, of which all ways make
-        exactly the same; and routes, as skewed as the case has them. Other ones on every rank."""
+        """Draw normal data and SiLU, or small whole numbers and ReLU, which are exact for all
+        variants. Draw routes with the skew of the case. Ranks draw different data."""
         case, generator = self.case, torch.Generator(self.device)
         generator.manual_seed(seed * self.group.size() + self.group.rank())
         self.activation = "relu" if exact else "silu"
@@ -129,45 +129,39 @@ class ExpertData(Workload):
             self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
 
     def right(self, result: torch.Tensor) -> bool:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return torch.equal(result, by_blocks(self))
 
     def variants(self) -> dict[str, Variant]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
-        ours = {
-            "ficco" if name == "auto" else f"ficco, {name}": Variant(
-                partial(by_ficco, self, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.meets,
-            )
-            for name in self.schedules or ("auto", *EXPERTS_FAMILY.compared)
+        ours = self.by_ficco(partial(by_ficco, self), ("auto", *EXPERTS_FAMILY.compared))
+        collectives = {
+            way: Variant(partial(call, self), baseline=True, meets=True)
+            for way, call in COLLECTIVES.items()
         }
-        theirs = {way: Variant(partial(call, self), baseline=True, meets=True) for way, call in
-                  COLLECTIVES.items()}  # fmt: skip
         parts = {
             "products": Variant(partial(by_blocks, self, travels=False), COMPUTED),
             "all-to-alls": Variant(partial(exchanges, self), MOVED, meets=True),
         }
         exact = Variant(partial(by_ficco, self, "auto", exact=True), meets=True)
-        return {**parts, **theirs, **ours, "ficco, exact rows": exact}
+        return {**parts, **collectives, **ours, "ficco, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the second product multiplies."""
+        """The left operand of the second product."""
         gate, up = hidden.chunk(2, -1)
         active: torch.Tensor = getattr(F, self.activation)(gate) * up
         return active
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The products of rows with the matrices of their experts, whose last rows are given."""
+    """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
+    expert."""
     grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
     result: torch.Tensor = grouped(rows, weights, offs=ends)
     return result
 
 
 def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
-    """One after the other, with blocks of a fixed capacity; without ``travels`` blocks stay where
-    they are."""
+    """Exchange and multiply in turn, with blocks of a fixed capacity; without ``travels``, skip
+    both exchanges."""
     world, each = data.group.size(), data.up.shape[0]
     how: Any = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
@@ -180,43 +174,43 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
         return blocks.view(shape).transpose(0, 1).contiguous()
 
     by_expert = turned(moved, world, each).view(each, -1, data.case.k)
-    made = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
-    back, made = made.new_zeros(rows + 1, data.case.k), turned(made, each, world).view(rows, -1)
+    outputs = torch.bmm(data.between(torch.bmm(by_expert, data.up)), data.down)
+    home, back = turned(outputs, each, world).view(rows, -1), moved.new_zeros(rows + 1, data.case.k)
     if travels:
-        dist.all_to_all_single(back[:-1], made, group=data.group)
+        dist.all_to_all_single(back[:-1], home, group=data.group)
     else:
-        back[:-1] = made
+        back[:-1] = home
     return weighted_sum(back, slots, data.weights, data.tokens.dtype)
 
 
 def exchanges(data: ExpertData) -> torch.Tensor:
-    """The two exchanges of blocks alone."""
+    """Only the two exchanges of blocks."""
     rows = data.case.experts * data.capacity
     return exchanged(exchanged(data.tokens.new_empty(rows, data.case.k), data.group), data.group)
 
 
 def by_rows(data: ExpertData) -> torch.Tensor:
-    """One after the other, with the rows that there are."""
+    """Exchange and multiply in turn, with exact row counts."""
     case, world, each = data.case, data.group.size(), data.up.shape[0]
     choices = data.indices.reshape(-1)
     order = choices.argsort(stable=True)
     counts = torch.zeros_like(choices[:0].new_zeros(case.experts)).scatter_add_(
         0, choices, torch.ones_like(choices)
     )
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=data.group)
-    by_source = theirs.view(world, each)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=data.group)
+    by_source = arriving.view(world, each)
     sent = counts.view(world, each).sum(1).tolist()  # the host waits for the device
     received = by_source.sum(1).tolist()
     rows = data.tokens[order // case.top_k]
     moved = rows.new_empty(sum(received), case.k)
     dist.all_to_all_single(moved, rows, received, sent, group=data.group)
     experts = torch.arange(each, device=rows.device).repeat(world)
-    by_expert = experts.repeat_interleave(theirs, output_size=len(moved)).argsort(stable=True)
+    by_expert = experts.repeat_interleave(arriving, output_size=len(moved)).argsort(stable=True)
     ends = by_source.sum(0).cumsum(0).to(torch.int32)
-    made = _grouped(data.between(_grouped(moved[by_expert], data.up, ends)), data.down, ends)
-    home = torch.empty_like(made)
-    home[by_expert] = made
+    outputs = _grouped(data.between(_grouped(moved[by_expert], data.up, ends)), data.down, ends)
+    home = torch.empty_like(outputs)
+    home[by_expert] = outputs
     back = torch.empty_like(rows)
     dist.all_to_all_single(back, home, sent, received, group=data.group)
     slots = torch.empty_like(order)
@@ -226,7 +220,8 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 
 
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
-    """In blocks, or exactly the rows that there are, for which the host waits."""
+    """Call ficco with blocks of a fixed capacity, or with exact row counts, for which the host
+    waits."""
     return ficco.experts(
         data.tokens,
         data.indices,
@@ -240,7 +235,7 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
     )
 
 
-#: The first is what the others must agree with.
+#: The baselines. The first is the reference of the others.
 COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
     "collectives, blocks": by_blocks,
     "collectives, exact rows": by_rows,
@@ -248,7 +243,7 @@ COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
     return {
         "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,

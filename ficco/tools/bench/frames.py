@@ -1,8 +1,8 @@
 """Figures as frames: the columns of each kind of CSV file, how such files are read and written, and
 frames of text as tables.
 
-A row is what was measured of one thing. A figure that does not exist is NaN, and empty in a file.
-What a run was told, and where it ran, is described in a JSON file next to its CSV file.
+A row has the figures of one measurement. A missing figure is NaN, and empty in a file. A JSON file
+next to the CSV file describes the settings and the host of a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 from ficco.errors import ConfigError
 from ficco.tools import doctor
 
-#: By the type of a column: its dtype in a frame, and what it holds where a row says nothing.
+#: By the type of a column: its dtype in a frame, and its default.
 KINDS: dict[type, tuple[str, Any]] = {
     str: ("object", ""),
     int: ("int64", 0),
@@ -42,14 +42,14 @@ class Schema:
 
     Attributes:
         columns: their types, in the order of the file.
-        later: what columns hold in files that are older than the column.
+        later: values of columns that older files do not have.
     """
 
     columns: Mapping[str, type]
     later: Mapping[str, Any] = field(default_factory=dict)
 
     def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-        """A frame of rows, each of which names the columns that it has values for.
+        """A frame of rows. Columns that a row does not have get their default.
 
         Raises:
             KeyError: a row names a column that is not in the schema.
@@ -78,7 +78,7 @@ class Schema:
 
 
 def _parsed(path: Path, cells: pd.Series, kind: type) -> pd.Series:
-    """The cells of a column as its type; None stands for what was cut off."""
+    """The cells of a column as its type; None marks a cell that was cut off."""
     dtype, empty = KINDS[kind]
     values, wrong = cells, cells.isna()
     if kind is not str:
@@ -113,14 +113,14 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
     except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
     if missing := [name for name in required if name not in cells]:
-        there = ", ".join(map(str, cells.columns))
-        required_text = f"required columns {', '.join(missing)}, got {there}"
+        header = ", ".join(map(str, cells.columns))
+        required_text = f"required columns {', '.join(missing)}, got {header}"
         raise ConfigError(str(path), "header", required_text)
     return cells
 
 
 def append(path: Path, rows: pd.DataFrame) -> Path:
-    """Append rows to a CSV file; a new one gets the header, and the folders that it lies in."""
+    """Append rows to a CSV file. A new file gets a header, and its folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_csv(
         path,
@@ -134,7 +134,7 @@ def append(path: Path, rows: pd.DataFrame) -> Path:
 
 
 def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON: what does not exist is None."""
+    """Rows for JSON; a missing figure is None."""
     plain: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
     return plain
 
@@ -171,8 +171,8 @@ BENCH = Schema(
     later={"operator": "all_gather_matmul", "error": math.nan},  # the first operator of all
 )
 
-#: The same of a replay. off_us: microseconds between the planned time of a peer's signal and the
-#: time at which it came, of the one that was off most, median over the rounds.
+#: Columns of a replay. off_us: largest deviation in microseconds of a peer's signal from its
+#: planned time; median over the rounds.
 REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.later, "off_us": math.nan})
 
 #: One way of one layer in one mode; sizes as in :class:`ficco.tools.bench.layers.Layer`.
@@ -187,11 +187,11 @@ LAYERS = Schema(
     | _columns(float, "speedup vs_pytorch error extra_bytes")
 )
 
-#: One way to make something (:mod:`ficco.tools.bench.harness`).
+#: One variant of a workload (:mod:`ficco.tools.bench.harness`).
 #:
 #: took: what ``auto`` stood for. speedup: over the fastest baseline. share, in_turn: the longer of
-#: the two parts, and their sum, over it. others: what is not a library's in the time of its
-#: kernels.
+#: the two parts, and their sum, over it. others: share of kernels other than the library's in the
+#: time of its kernels.
 _WAY = (
     _columns(str, "mode way took")
     | _STATUS
@@ -269,7 +269,7 @@ def record(
 
 
 def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
-    """Where, when and of what a run's figures are."""
+    """Describe a run: date, command, commit, device, ranks and versions."""
     here = [one["name"] for one in doctor.devices() if one["kind"].startswith(device)]
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -282,7 +282,7 @@ def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def place(about: Mapping[str, Any]) -> str:
-    """Of what the figures of a description are, in words."""
+    """Ranks, hosts and device of a description, in words."""
     hosts = f" on {about['hosts']} hosts" if about.get("hosts", 1) > 1 else ""
     return f"{about.get('ranks', '?')} ranks{hosts}, {about.get('device', '')}"
 
@@ -309,7 +309,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-# Tables of text, for Markdown and for a terminal, and a bar over what takes long.
+# Tables of text, for Markdown and for a terminal; a progress bar.
 
 
 def cells(values: pd.Series, form: str = ".2f") -> pd.Series:
@@ -332,7 +332,7 @@ def show(
     sections: Sequence[int] = (),
     width: int = 120,
 ) -> None:
-    """Print a table to the terminal, or so wide where there is none.
+    """Print a table. ``width`` is for output that is no terminal.
 
     Args:
         rows: text; the names of the columns are the headings.
@@ -352,10 +352,11 @@ def show(
 
 
 class Forecast:
-    """How long the steps of a run still take: as planned, at the pace of those that are over.
+    """Remaining time of a run: the planned seconds of its remaining steps, at the pace of the
+    finished steps.
 
     Attributes:
-        rest: seconds that were planned for each step that is not over.
+        rest: planned seconds of each remaining step.
     """
 
     def __init__(self, planned: Mapping[str, float]) -> None:
@@ -363,14 +364,14 @@ class Forecast:
         self._planned, self._taken = 0.0, 0.0
 
     def over(self, step: str, seconds: float | None) -> None:
-        """A step took so long; None where that says nothing of the others."""
+        """Finish a step. ``seconds`` is None if its time says nothing about the other steps."""
         planned = self.rest.pop(step)
         if seconds is not None:
             self._planned, self._taken = self._planned + planned, self._taken + seconds
 
     @property
     def left(self) -> float:
-        """Seconds of the steps that are not over."""
+        """Expected seconds of the remaining steps."""
         pace = self._taken / self._planned if self._planned else 1.0
         return pace * sum(self.rest.values())
 
@@ -379,10 +380,10 @@ class Forecast:
 def bar(
     console: Console, title: str, total: float, done: float = 0.0
 ) -> Iterator[Callable[[float, str], None]]:
-    """Show how much of ``total`` is done, of which ``done`` was before.
+    """Show the progress towards ``total``, from ``done``.
 
     Yields:
-        a function that takes how much is done, and what is being done in words.
+        a function that takes the progress, and the current action in words.
     """
     if not console.is_terminal:
         console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
@@ -397,4 +398,4 @@ def bar(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as shown:
         task = shown.add_task("", total=total, completed=done, title=title)
-        yield lambda now, what: shown.update(task, completed=now, description=what)
+        yield lambda now, action: shown.update(task, completed=now, description=action)

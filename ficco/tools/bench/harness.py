@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,20 +26,25 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed import ProcessGroup
 
+from ficco.accelerator import gpu
+from ficco.dma.engine import Span, fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import decide
+from ficco.machine import Machine
+from ficco.machine.model import ATTENTION, flat
+from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem
-from ficco.runtime.workspace import workspace_of
-from ficco.tools.bench.calls import Runner
+from ficco.runtime.workspace import tracing, workspace_of
+from ficco.simulate import simulate
+from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
+from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import Schema, bar, cells, markdown, record
-from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item
-from ficco.tools.bench.replay_run import replayed_watch
-from ficco.tools.bench.report import MODE_WORDS, about_table
-from ficco.tools.bench.series import Stopwatch, Times
-from ficco.tools.bench.stats import IDEAL, fastest, over, spread
-from ficco.tools.bench.traces import trace_all, write
+from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
+from ficco.tools.bench.replay import replayed_watch
+from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
 from ficco.tools.launch import local_device
 
 Tick = Callable[[str], None]
@@ -123,7 +130,7 @@ class Workload:
         self.case, self.watch, self.schedules = case, watch, schedules
         self.group, self.device = watch.group, watch.device
 
-    # What each kind of workload says.
+    # Overridden by each kind of workload.
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -135,7 +142,7 @@ class Workload:
         raise NotImplementedError
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """Draw random data, or data of which all variants compute exactly the same."""
+        """Draw random data, or data for which all variants are exact."""
         raise NotImplementedError
 
     def right(self, result: torch.Tensor) -> bool:
@@ -147,13 +154,26 @@ class Workload:
         unknown."""
         return math.nan
 
+    def by_ficco(
+        self, call: Callable[[str], torch.Tensor], usual: Sequence[str]
+    ) -> dict[str, Variant]:
+        """Variants by ficco, one for each schedule of the bench, or of ``usual`` without any."""
+        return {
+            "ficco" if name == "auto" else f"ficco, {name}": Variant(
+                partial(call, name),
+                schedule=name,
+                baseline=name == "serial" and not self.watch.meets,
+            )
+            for name in self.schedules or usual
+        }
+
     # Proofs.
 
     @cached_property
     def offered(self) -> Mapping[str, Any]:
         """Variants that these ranks can run, by name."""
-        there = self.variants().items()
-        offered = {name: one for name, one in there if self.watch.meets or not one.meets}
+        variants = self.variants().items()
+        offered = {name: one for name, one in variants if self.watch.meets or not one.meets}
         if copies := self.watch.arrivals(self.problem):
             offered = {copies: Variant(torch.Tensor, MOVED), **offered}
         return offered
@@ -291,7 +311,7 @@ class Subject:
         work: the workload of a case, on the ranks of a stopwatch, with some schedules.
         heads: columns of :func:`report` that describe a case, from the columns of the schema as
             text; None if the kind has a report of its own.
-        about, how: text of the report: what the variants are, and how they are timed.
+        about, how: text of the report about the variants, and about the protocol.
         shown: columns of the report.
         case: column with the name of a case.
         gradients: calls record gradients.
@@ -387,8 +407,8 @@ class _Bench:
         with bar(self.console, title, len(work.offered) * (1 + graph) + settings.rounds) as show:
             done_steps = count(1)
 
-            def tick(what: str) -> None:
-                show(next(done_steps), what)
+            def tick(action: str) -> None:
+                show(next(done_steps), action)
 
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
@@ -457,13 +477,13 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     """The rows as Markdown."""
     assert subject.heads is not None
     parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
-    for mode, found in rows[rows["status"] == "ok"].groupby("mode", sort=False):
-        text = found.astype(str)
+    for mode, timed in rows[rows["status"] == "ok"].groupby("mode", sort=False):
+        text = timed.astype(str)
         way = text["way"]
         if "took" in text:
             way = way.where(text["took"] == "", way + ": " + text["took"])
         figures = {
-            heading: cells(found[column] * factor, form)
+            heading: cells(timed[column] * factor, form)
             for heading, column, factor, form in subject.shown
         }
         table = pd.DataFrame({**subject.heads(text), "way": way, **figures})
@@ -478,3 +498,91 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
         ]
         parts += ["## Not measured", "\n".join(dict.fromkeys(lines))]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# Traced calls.
+
+
+#: Rate of steps whose time is too short to measure.
+UNSEEN = 1e18
+
+#: About 20 ms of a GPU: a traced call of hundreds of steps is enqueued by then.
+SLEEP_CYCLES = 40_000_000
+
+
+def trace_all(
+    calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
+) -> list[Timeline]:
+    """The planned and the measured Timeline of every call that is served here, in turn.
+
+    The plan is simulated at the rates that the steps of the measured call reached, so that both
+    differ in what waited for what. Collective; the result is the same on every rank.
+    """
+    timelines: list[Timeline] = []
+    for name, call in calls.items():
+        with suppress(NotImplementedError), tracing() as seen:
+            call()  # first use is slow
+            if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+                gpu._sleep(SLEEP_CYCLES)
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            call()
+            if len(seen) != 2:  # each call is several, that go by columns
+                continue
+            plan, mine = seen[-1]
+            bare: Any = plan.problem  # without its cached attributes, which have functions
+            everyone: list[Any] = [None] * group.size()
+            bare_plan = replace(plan, problem=replace(bare)), mine
+            dist.all_gather_object(everyone, bare_plan, group=group)
+            plans = [plan for plan, _ in everyone]
+            here = fingerprint(device, group.size()).accelerator
+            spans = [spans for _, spans in everyone]
+            real = measured(f"{name}: measured", plans, spans, f"measured on {here}")
+            title, source = f"{name}: planned", f"planned at the rates measured on {here}"
+            machine = machine_of(plans, real)
+            timelines += [simulate(plans, machine, title=title, source=source), real]
+    return timelines
+
+
+def write(timelines: Sequence[Timeline], csv: Path) -> None:
+    """Draw timelines next to a CSV file, and write them for Perfetto and for ``ficco plot``."""
+    stem = csv.with_suffix("")
+    draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
+    trace(timelines, f"{stem}_trace.json")
+    Path(f"{stem}_timelines.json").write_text(dumps(timelines))
+
+
+def measured(
+    title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
+) -> Timeline:
+    """The Timeline of a traced call: a Plan and its Spans for every rank."""
+    ranks = [
+        [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
+        for plan, mine in zip(plans, spans, strict=True)
+    ]
+    return assemble(title, plans, ranks, source)
+
+
+def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
+    """A machine with the mean rates of the steps of a measured call.
+
+    The rates include contention.
+    """
+    spent: dict[str, float] = defaultdict(float)
+    done: dict[str, float] = defaultdict(float)
+    for one in chain.from_iterable(timeline.ranks):
+        spent["copy" if one.kind == "collective" else one.kind] += one.stop_s - one.start_s
+    for plan in plans:
+        for step in plan.steps:
+            done["copy" if step.op == "collective" else step.op] += max(work(plan, step))
+    for kind in ("attend", "apply"):  # at a share of the rate of products
+        done["matmul"] += done[kind] / ATTENTION
+        spent["matmul"] += spent[kind]
+    done["place"] = 2 * done["place"] + done["reduce"]  # read and written
+    spent["place"] += spent["reduce"]
+
+    rates = [
+        done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
+        for kind in ("matmul", "copy", "place")
+    ]
+    # A mesh: copies to one peer come one after the other, so that none share a link.
+    return flat(*rates, ranks=len(plans), kind="mesh", source="measured")

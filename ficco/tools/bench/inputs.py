@@ -29,11 +29,11 @@ from ficco.problems.scaling import ALL, Recipe, factor_count
 TERMS = 64
 LARGEST = 3
 
-#: By what random operands of float8 are multiplied before they are rounded, and the largest of the
-#: narrowest of these dtypes.
+#: Factor of random float8 operands before rounding, and the largest number of the narrowest float8
+#: dtype.
 GAIN, LIMIT = 64.0, 240.0
 
-#: Elements of B that are drawn at once: a bound on what that takes, in 8-byte integers.
+#: Elements of B that are drawn at once: a bound on the memory for 8-byte integers.
 ELEMENTS = 1 << 26
 
 #: Overwrites a tensor with numbers of a generator.
@@ -66,13 +66,13 @@ def factors(
 class Operands:
     """The operands of one rank, overwritten in place, so that captured calls see new ones.
 
-    ``whole_OK`` is what this rank's result is one product of: the gathered A, transposed or not;
-    the blocks that all ranks have for this one; or, where products are summed, the sum of all
-    ranks' A, since all have the same B. ``scales`` are those of operands of float8, as operators
-    take them, and ``whole_scale`` is that of ``whole_OK``, whose sums are of a wider dtype. Each
-    rank makes it by itself: no communication that could
-    be wrong takes part in the reference. ``a_symmetric_LK`` is the left operand once more, in
-    memory that peers can read; whoever needs it sets it.
+    ``whole_OK`` is the left operand of the one product that equals this rank's result: the gathered
+    A, transposed or not; the blocks of all ranks for this rank; or, where products are summed, the
+    sum of all ranks' A, since all ranks have the same B. ``scales`` are the scales of float8
+    operands, as operators take them. ``whole_scale`` is the scale of ``whole_OK``, whose sums have
+    a wider dtype. Each rank computes ``whole_OK`` without communication, so that the reference does
+    not depend on what is tested. ``a_symmetric_LK`` is the left operand in memory that peers can
+    read; set by users that need it.
     """
 
     problem: Problem
@@ -106,7 +106,7 @@ class Operands:
 
     @property
     def multiplied_PK(self) -> torch.Tensor:
-        """What this rank multiplies: its own A, or what it gathers."""
+        """The left operand of this rank's product: its own A, or the gathered A."""
         return self.a_LK if self.problem.kind.scatters else self._whole
 
     @property
@@ -115,7 +115,7 @@ class Operands:
         return self.scales.get("scale_a") if self.problem.kind.scatters else self.whole_scale
 
     def product(self) -> torch.Tensor:
-        """What this rank multiplies, times B, by the library."""
+        """The product of this rank by the library."""
         return self.multiplied(self.multiplied_PK, self.multiplied_scale)
 
     def multiplied(self, a: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -167,8 +167,8 @@ class Operands:
         for first in range(0, n_count, width):
             n = torch.arange(first, min(first + width, n_count), device=self.device)
             sign = 1 - 2 * ((k // stride + n) % 2)
-            some = torch.where((k + 7 * n) % stride == 0, sign, 0)
-            self.b_KN[:, first : first + width] = some.to(self.b_KN.dtype)
+            columns = torch.where((k + 7 * n) % stride == 0, sign, 0)
+            self.b_KN[:, first : first + width] = columns.to(self.b_KN.dtype)
 
     def random(self, seed: int) -> None:
         """Normal data, as in training: GEMMs take longer on it than on small integers."""
@@ -188,7 +188,7 @@ class Operands:
         return torch.mm(self.wide(self._whole, self.whole_scale), self.wide_b_KN)
 
     def reference_product(self) -> torch.Tensor:
-        """What this rank multiplies, times B, likewise."""
+        """The product of this rank, computed locally."""
         return torch.mm(self.wide(self.multiplied_PK, self.multiplied_scale), self.wide_b_KN)
 
     @property
@@ -231,13 +231,13 @@ class Operands:
                 first, rows = problem.offsets[dst], problem.rows[dst]
             else:
                 first = 0 if problem.kind.sums else problem.lands(src, rank)
-            there = self.whole_OK[first : first + rows]
+            block_of_whole = self.whole_OK[first : first + rows]
             if src and problem.kind.sums:
-                block = torch.empty_like(there)
+                block = torch.empty_like(block_of_whole)
                 draw_block(block, src, part)
-                there += block
+                block_of_whole += block
             else:
-                draw_block(there, src, part)
+                draw_block(block_of_whole, src, part)
             draw_scale(of_whole, slice(first, first + rows), src, part)
         if self.a_symmetric_LK is not None:
             self.a_symmetric_LK.copy_(self.a_LK)
@@ -283,8 +283,8 @@ def seconds(group: ProcessGroup, device: torch.device) -> Measure:
 
 
 def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How many elements differ from what is wanted, on the device; all, where the shapes do. Those
-    of float8 are compared bit by bit."""
+    """Number of elements that differ from ``wanted``, on the device; all elements if the shapes
+    differ. Elements of float8 are compared bit by bit."""
     if result.shape != wanted.shape:
         return torch.tensor(max(result.numel(), wanted.numel(), 1), device=wanted.device)
     if result.element_size() == 1:

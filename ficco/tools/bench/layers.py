@@ -1,9 +1,9 @@
-"""Steps of tensor-parallel layers, forward and backward: ficco compared with the collectives.
+"""Workload: forward and backward of tensor-parallel layers, by ficco and by collectives.
 
 A layer is a column-parallel product and the row-parallel one that follows. Between two steps the
 sequence is sharded, so that the first gathers it and the second scatters its sums; backward the
-second gathers and the first scatters. What stands between the products in a model is an activation
-here (``mlp``), or nothing (``attention``: the queries go on, attention itself is not timed).
+second gathers and the first scatters. Between the products is an activation (``mlp``) or nothing
+(``attention``: the queries pass, attention itself is not timed).
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
 import ficco
-from ficco.tools.bench.calls import Runner, all_gather, reduce_scatter
 from ficco.tools.bench.frames import LAYERS
 from ficco.tools.bench.harness import CHECKS, Subject, Workload
-from ficco.tools.bench.measure import peak_bytes, pytorch_workspace_bytes
-from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.stats import fastest, over, spread
+from ficco.tools.bench.measure import (
+    Runner,
+    Stopwatch,
+    all_gather,
+    peak_bytes,
+    pytorch_workspace_bytes,
+    reduce_scatter,
+)
+from ficco.tools.bench.report import fastest, over, spread
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,7 +49,7 @@ class Layer:
         tokens: rows of the whole sequence.
         hidden: columns of x and of the result.
         columns: columns of the first product on all ranks together; twice ``inner`` for a gate.
-        inner: columns of what the second multiplies, on all ranks together.
+        inner: columns of the second product's left operand, on all ranks together.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Layer:
     dtype: str = "bfloat16"
 
     def between(self, y: torch.Tensor) -> torch.Tensor:
-        """What the second product takes of the first one's result."""
+        """The left operand of the second product, from the result of the first."""
         if self.columns == 2 * self.inner:
             gate, up = y.chunk(2, -1)
             return F.silu(gate) * up
@@ -100,11 +105,11 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        kept, weight = ctx.saved_tensors
+        saved, weight = ctx.saved_tensors
         if not ctx.again:
             mine, _ = _scatter(grad @ weight, ctx.group)
-            return mine, grad.t() @ kept, None, None
-        whole, gathered = _gather(kept, ctx.group, wait=False)
+            return mine, grad.t() @ saved, None, None
+        whole, gathered = _gather(saved, ctx.group, wait=False)
         ours = grad @ weight
         gathered.wait()
         mine, scattered = _scatter(ours, ctx.group, wait=False)
@@ -148,12 +153,12 @@ def _by_ficco(layer: Layer, group: ProcessGroup) -> Forward:
 
 
 def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
-    """Functional collectives, which the compiler can see, and fuses with products if told to."""
+    """Functional collectives, which the compiler can trace, and fuse with products."""
     from torch.distributed import _functional_collectives as functional
     from torch.distributed import _symmetric_memory
 
     with warnings.catch_warnings():
-        # Deprecated as needless, and what the compiler still asks for before it fuses (2.11, 2.13).
+        # Deprecated, but the compiler still requires it for fusion (PyTorch 2.11 and 2.13).
         warnings.simplefilter("ignore", FutureWarning)
         _symmetric_memory.enable_symm_mem_for_group(group.group_name)
     names = ("all_gather_single_autograd", "reduce_scatter_single_autograd")
@@ -174,11 +179,11 @@ class LayerWay:
 
     Attributes:
         make: gives the forward pass.
-        context: what the step runs inside of.
+        context: entered around steps.
         compiler: options of the compiler; None for an eager step.
-        calls: parts of names of operators, each of which a step must call: a compiler that does
-            not find what it should replace says nothing.
-        kept: bytes that the way keeps, besides PyTorch's allocations.
+        calls: parts of operators' names. A step must call an operator for each, since the compiler
+            does not report a fusion that failed.
+        kept_bytes: persistent bytes of the way, besides PyTorch's allocations.
         schedule, lacks: as of :class:`ficco.tools.bench.harness.Variant`.
     """
 
@@ -186,7 +191,7 @@ class LayerWay:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     compiler: dict[str, Any] | None = None
     calls: tuple[str, ...] = ()
-    kept: Callable[[ProcessGroup], int] = lambda group: 0
+    kept_bytes: Callable[[ProcessGroup], int] = lambda group: 0
     schedule: str = ""
     lacks: str = ""
 
@@ -204,7 +209,7 @@ class LayerWay:
         return compiled
 
 
-#: The first is what the others must agree with.
+#: Ways to compute a step. The first is the reference of the others.
 WAYS = {
     "collectives": LayerWay(partial(_by_collectives, again=False)),
     "collectives, gathered again": LayerWay(partial(_by_collectives, again=True)),
@@ -213,15 +218,15 @@ WAYS = {
         _traceable,
         compiler={"_micro_pipeline_tp": True},
         calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
-        kept=pytorch_workspace_bytes,
+        kept_bytes=pytorch_workspace_bytes,
     ),
-    "ficco": LayerWay(_by_ficco, kept=ficco.memory),
+    "ficco": LayerWay(_by_ficco, kept_bytes=ficco.memory),
     "ficco, gathered A saved": LayerWay(
-        _by_ficco, partial(ficco.options, save_gathered=True), kept=ficco.memory
+        _by_ficco, partial(ficco.options, save_gathered=True), kept_bytes=ficco.memory
     ),
     "ficco, compiled": LayerWay(
         *(_by_ficco, nullcontext, {}, ("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")),
-        kept=ficco.memory,
+        kept_bytes=ficco.memory,
     ),
 }
 COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
@@ -230,9 +235,9 @@ ASYNC_TP = "pytorch-async-tp"
 # Steps, and their times.
 
 Tensors = tuple[torch.Tensor, ...]
-#: Largest difference from the collectives' step, as a share of the root mean square: a result
-#: passes four products and two sums over ranks, each rounded to so many digits. What is stale or
-#: missing differs by tenths.
+#: Largest difference from the collectives' step, as a share of the root mean square. A result
+#: passes four products and two sums over ranks, each rounded. Stale or missing data differ by
+#: tenths.
 TOLERANCE = {"bfloat16": 2.0**-5, "float16": 2.0**-8, "float32": 1e-4}
 
 
@@ -241,8 +246,8 @@ class LayerData(Workload):
 
     def __init__(self, case: Layer, watch: Stopwatch, schedules: Sequence[Any] = ()) -> None:
         super().__init__(case, watch, schedules)
-        # The compiler would take another layer's sizes for a sign that sizes change, and compile
-        # for any; and of many layers it would refuse the last.
+        # After another layer's sizes the compiler would compile for dynamic sizes, and after many
+        # layers refuse to compile.
         torch.compiler.reset()
         world, dtype = watch.world, getattr(torch, case.dtype)
         rows = case.tokens // world
@@ -290,12 +295,11 @@ class LayerData(Workload):
                 error = max(error, difference(self.results(forward), wanted))
                 del wanted
                 _, extra = peak_bytes(partial(self.run, forward), self.device)
-            extra += variant.kept(self.group)
+            extra += variant.kept_bytes(self.group)
         require(variant.calls, partial(self.run, forward))
         return Runner(partial(self.run, forward), context=variant.context), (error, extra)
 
     def judge(self, everyone: Sequence[tuple[float, int]]) -> tuple[str, dict[str, Any]]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         error, extra = map(max, zip(*everyone, strict=True))
         limit = TOLERANCE[self.case.dtype]
         if error > limit:
@@ -306,7 +310,6 @@ class LayerData(Workload):
     def figures(
         self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
     ) -> pd.DataFrame:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         frame = pd.DataFrame(times)
         return spread(frame).assign(
             speedup=over(fastest(frame, COLLECTIVES), frame),
@@ -315,7 +318,7 @@ class LayerData(Workload):
 
 
 def difference(results: Tensors, wanted: Tensors) -> float:
-    """Root mean square of the difference over that of what is wanted; the largest of several."""
+    """Root mean square of the difference, relative to ``wanted``; the largest over the tensors."""
     shares = [
         float((one.double() - other.double()).norm() / other.double().norm())
         for one, other in zip(results, wanted, strict=True)
@@ -324,7 +327,7 @@ def difference(results: Tensors, wanted: Tensors) -> float:
 
 
 def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
-    """Raise if a step does not call an operator that is named after each of these."""
+    """Raise if a step does not call an operator for each of these parts of names."""
     if not calls:
         return
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -336,7 +339,7 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that say what a case is."""
+    """Columns of the report that describe a case."""
     sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
     return {"layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes}
 

@@ -1,15 +1,16 @@
-"""Rounds: every candidate in every mode once, in shuffled order, the same on all ranks.
+"""Times of calls on all ranks: rounds, modes, clocks, and calls timed during other calls.
 
 =======  ==========================================================================================
 mode     what is timed
 =======  ==========================================================================================
-queued   the GPU sleeps until the host has enqueued the call, as after a host that runs ahead
-idle     the GPU waits for the host: what the host takes to enqueue is inside the time
-graph    a replay of as many calls as ``CALLS_IN_GRAPH`` in a row, timed as in queued, by call
+queued   the GPU sleeps until the host has enqueued the call, as when a host runs ahead
+idle     the GPU waits for the host: the time includes what the host takes to enqueue
+graph    a replay of ``CALLS_IN_GRAPH`` calls in a row, timed as in queued; seconds of one call
 =======  ==========================================================================================
 
-On a GPU times are those of events around the call. On a CPU a call is carried out by its caller,
-and idle is all there is, by the host's clock.
+Every round times each call once, in shuffled order, the same order on all ranks. On a GPU, events
+around the call measure the time. On a CPU the caller carries out the call, so that idle is the only
+mode, measured by the host's clock.
 """
 
 from __future__ import annotations
@@ -18,49 +19,81 @@ import gc
 import math
 import os
 import random
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
+import ficco
 from ficco.accelerator import gpu
-from ficco.dma.host import HostMemory, Hosts
+from ficco.compute.products import multiply
+from ficco.compute.scaled import multiply_scaled
+from ficco.dma.host import HostMemory, Hosts, hosts_of
 from ficco.dma.messages import gloo_group
 from ficco.errors import InvalidArgument
-from ficco.tools.bench.calls import Runner
+from ficco.problems.products import Problem
+from ficco.problems.scaling import Scaling
+from ficco.problems.specification import AnyProblem
+from ficco.tools.bench.inputs import Operands, draw_normal, factors
 
 MODES = ("queued", "idle", "graph")
+
+#: The collectives from and into one tensor; newer releases of PyTorch renamed them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 #: A graph of one would be launching and ending more than anything else; those of a model hold many.
 CALLS_IN_GRAPH = 8
 
-#: Calls in a row of which the host's time is taken, and how often.
+#: Calls in a row for the host's time, and number of rows.
 HOST_CALLS, HOST_ROWS = 5, 5
 
-#: A call that takes so many seconds needs few calls to warm up, and hides its host whatever that
-#: takes.
+#: Seconds of a long call: it needs few warm-up calls, and is never host-bound.
 LONG_S = 0.05
 
-#: Calls to warm up of any candidate: one on each slot, for which memory may be allocated, and one.
+#: Least number of warm-up calls: one on each slot, which may allocate memory, and one more.
 LEAST_WARM = 3
 
-#: How long the GPU sleeps: so many times what the host takes at its best, and so many seconds more,
-#: in which the collective that lines the ranks up is enqueued; not longer than the last.
+#: Sleep of the GPU: a multiple of the fastest host time, plus a constant in which the collective
+#: that aligns the ranks is enqueued; up to a limit.
 SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 SLEEP_MOST_S = 5e-3
 
-#: Turns of a waiting rank between two looks at the clock.
+#: Polls of a waiting rank between two checks of the clock.
 LOOK = 1 << 10
 
 #: Seconds that ranks may take to meet at a new barrier, at most.
 MEET_S = 600.0
+
+
+@dataclass
+class Runner:
+    """One candidate, ready to be called again and again.
+
+    Attributes:
+        run: one call; returns its result.
+        expected: reference of the result: ``"result"``, the operator's result; ``"whole"``, the
+            left operand of the whole product; ``"product"``, the product of this rank.
+        proof: the call whose result is compared, where that is not the timed one.
+        context: entered around calls, outside of the timed part.
+    """
+
+    run: Call
+    expected: str = "result"
+    proof: Call | None = None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
@@ -69,14 +102,14 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
     Raises:
         ValueError: there is no such mode, or the device does not have it.
     """
-    there = MODES if device == "cuda" else ("idle",)
+    available = MODES if device == "cuda" else ("idle",)
     if wanted is None:
-        return there
+        return available
     chosen = tuple(dict.fromkeys(wanted.split(",")))
     for mode in chosen:
-        if mode not in there:
+        if mode not in available:
             raise InvalidArgument(
-                "mode", f"required one of {', '.join(there)} on {device}, got {mode!r}"
+                "mode", f"required one of {', '.join(available)} on {device}, got {mode!r}"
             )
     return chosen
 
@@ -84,10 +117,9 @@ def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
 class Barrier:
     """Lets the ranks of this machine go on within about a microsecond of each other.
 
-    A count per rank in shared memory; no data is ordered by it. Collectives are no substitute:
-    they leave the ranks tens of microseconds apart, which is as long as what is timed. Between
-    hosts there is nothing better; they are those of a group of its own, since another thread may
-    carry out collectives of the caller's, and ranks must begin those of a group in one order.
+    Each rank has a counter in shared memory; the barrier orders no data. Collectives would leave
+    the ranks tens of microseconds apart, as long as a timed call. Ranks of several hosts use
+    collectives of a separate group, since another thread may run collectives of the caller's group.
 
     ``timeout_s``: seconds after which a rank that waits raises ``TimeoutError``. No two barriers
     have the same ``hosts`` of several.
@@ -100,7 +132,7 @@ class Barrier:
         self._rank, self._world = hosts.near.rank(), hosts.near.size()
         self._timeout_s = timeout_s
         self._count = 0
-        # The rank's count, then two words of what is decided.
+        # The rank's counter, then two words for decisions.
         memory = HostMemory(hosts.near, 24, min(timeout_s, MEET_S), "the barrier of a measurement")
         self._words = [memoryview(part).cast("q") for part in memory.maps]
         memory.close()  # the words keep the maps
@@ -127,7 +159,7 @@ class Barrier:
                     raise TimeoutError(f"rank {rank} did not come within {self._timeout_s:.0f} s")
 
     def decide(self, value: int) -> int:
-        """What rank 0 says, on every rank."""
+        """The value of rank 0, on every rank."""
         if self._between is not None:
             said = torch.tensor([value])
             self._await(self._between.broadcast(said, 0))
@@ -154,8 +186,8 @@ class Barrier:
 class Item:
     """One candidate in one mode.
 
-    All times are this rank's, in seconds, by call: ``times_s`` of one or a replay's, once a round;
-    ``host_s`` what the host takes to enqueue one of several in a row.
+    Times are seconds of one call on this rank. ``times_s``: of each round. ``host_s``: to enqueue
+    one of several calls in a row.
     """
 
     mode: str
@@ -188,7 +220,7 @@ class HostClock:
         return seconds, seconds
 
     def host(self, item: Item) -> float:
-        """Not told apart from the call's own time."""
+        """NaN: the host carries out the call."""
         return math.nan
 
 
@@ -232,7 +264,7 @@ class DeviceClock:
         return self._start.elapsed_time(self._stop) * 1e-3, end - begin
 
     def _line_up(self, item: Item) -> None:
-        """Put in front of a call what keeps the GPU from it until all of it is enqueued."""
+        """Keep the GPU busy until the whole call is enqueued."""
         if item.mode != "idle":
             gpu._sleep(int(item.sleep_s * self._hertz))
             dist.all_reduce(self._word, group=self._group)  # clocks differ, and so do sleeps
@@ -259,7 +291,7 @@ def capture(runner: Runner, pool: Any) -> tuple[Callable[[], None], torch.Tensor
     Graphs of one ``pool`` share memory: a result holds only until another graph is replayed.
     """
     graph = gpu.CUDAGraph()
-    # Other threads, such as NCCL's, may go on with what they do.
+    # Other threads, such as NCCL's, may use the GPU during the capture.
     mode = gpu.graph(graph, pool=pool, capture_error_mode="thread_local")
     with runner.context(), mode:
         for _ in range(CALLS_IN_GRAPH):
@@ -275,7 +307,7 @@ def rounds(
     seconds: float,
     least: int = 3,
     seed: int = 0,
-    tick: Callable[[str], None] = lambda what: None,
+    tick: Callable[[str], None] = lambda action: None,
 ) -> int:
     """Time all items, ``most`` rounds or as many as fit, at least ``least``; returns how many.
 
@@ -283,14 +315,14 @@ def rounds(
     """
     shuffle = random.Random(seed)
     gc.collect()
-    gc.disable()  # out of what is timed
+    gc.disable()  # not inside timed calls
     try:
         for item in items:
             with item.runner.context():
                 _warm(item, clock, barrier)
         rest = max((item.sleep_s for item in items), default=0.0)
         for item in items:
-            item.sleep_s = rest  # a card that has rested for longer is cooler, and faster
+            item.sleep_s = rest  # a longer rest cools the card, which makes it faster
         began = time.monotonic()
         done, late = 0, False
         while done < most and not late:
@@ -307,11 +339,11 @@ def rounds(
 
 
 def _warm(item: Item, clock: HostClock | DeviceClock, barrier: Barrier) -> None:
-    """Call until nothing is slow for being new, and see what the host takes."""
+    """Make the warm-up calls, and take the host's time."""
     taken = []
     for _ in range(clock.warm_calls):
         taken.append(clock.time(item))
-        # Not by the slowest ones, for which memory was allocated.
+        # The fastest counts: slow ones allocated memory.
         long = bool(barrier.decide(min(seconds for seconds, _ in taken) > LONG_S * item.calls))
         if long and len(taken) >= LEAST_WARM:
             break
@@ -345,3 +377,342 @@ def pytorch_workspace_bytes(group: ProcessGroup) -> int:
         workspace = _symmetric_memory._group_name_to_workspace_tensor.get(group.group_name)
         return 0 if workspace is None else workspace.untyped_storage().nbytes()
     return 0
+
+
+# Calls timed by all ranks together.
+
+
+Call = Callable[[], Any]
+
+#: Seconds of the slowest rank, one per round.
+Times = np.ndarray
+
+#: Length of the background calls, as a multiple of the timed call, which slows down by less.
+COVER = 2.0
+
+#: Most calls in the background: a device's queue holds about a thousand operations, and a call of
+#: ficco's is up to fifty of them.
+MOST_IN_BACKGROUND = 24
+
+#: Switch interval of Python's threads: the default can exceed the time of a call.
+SWITCH_S = 50e-6
+
+#: Seconds that a rank waits for its peers before it takes them to have failed.
+PEERS_S = 45.0
+
+
+def slowest(by_rank: Sequence[Sequence[float]]) -> Times:
+    """The slowest rank's time of every round, from the times of every rank."""
+    return np.max(by_rank, axis=0)
+
+
+class Stopwatch:
+    """The ranks of a group, which time together.
+
+    ``timeout_s``: seconds that a rank waits for its peers, ``PEERS_S`` if it is None.
+
+    Attributes:
+        mode: the mode for times of a device: queued on GPUs, idle on CPUs.
+        hosts: hosts of the ranks, determined unless passed. At most one Stopwatch may use the same
+            ``hosts``.
+        meets: whether the peers are there.
+        note: remark on the times, for reports.
+    """
+
+    meets = True
+    note = ""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        timeout_s: float | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        patience = PEERS_S if timeout_s is None else timeout_s
+        self.group, self.device = group, device
+        self.hosts = hosts or hosts_of(group, min(patience, MEET_S), "measurement")
+        self.rank, self.world = group.rank(), group.size()
+        self.on_gpu = device.type == "cuda"
+        self.mode = "queued" if self.on_gpu else "idle"
+        self.barrier = Barrier(group, patience, self.hosts)
+        self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
+
+    def time(
+        self,
+        calls: Mapping[str, Call | Runner],
+        *,
+        seconds: float,
+        most: int = 25,
+        least: int = 3,
+        mode: str = "",
+        tick: Callable[[str], None] = lambda action: None,
+    ) -> dict[str, Times]:
+        """Time all calls for about ``seconds``; by name, the same on every rank."""
+        items = [
+            Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
+            for name, call in calls.items()
+        ]
+        _, timed = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
+        return {item.name: times for item, (times, _) in zip(items, timed, strict=True)}
+
+    def rounds(
+        self, items: list[Item], *, seconds: float, **how: Any
+    ) -> tuple[int, list[tuple[Times, float]]]:
+        """Time items in rounds; how many rounds, and of each item the times and the seconds of the
+        host, both of the slowest rank. ``how``: as :func:`ficco.tools.bench.measure.rounds`."""
+        done = rounds(items, self.clock, self.barrier, seconds=seconds, **how)
+        everyone = self.gather([(item.times_s, item.host_s) for item in items])
+        by_item = [zip(*of_ranks, strict=True) for of_ranks in zip(*everyone, strict=True)]
+        return done, [(slowest(times), max(hosts)) for times, hosts in by_item]
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def together(
+        self,
+        action: Call,
+        *,
+        fatal: tuple[type[Exception], ...] = (),
+        named: bool = False,
+    ) -> tuple[Any, str]:
+        """The result of an action that all ranks carry out, or None and why one of them could not.
+
+        The reason is the same on every rank: class and first line of the error of the lowest rank
+        that has one. The GPU is synchronized, so that asynchronous errors count.
+
+        Args:
+            fatal: errors that are raised at once instead, and that the peers do not hear of.
+            named: say which rank's error it is, unless all ranks have the same.
+        """
+        value, why = None, ""
+        try:
+            value = action()
+            if self.on_gpu:
+                gpu.synchronize()
+        except fatal:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        everyone = self.gather(why)
+        if not any(everyone):
+            return value, ""
+        rank, why = next((rank, text) for rank, text in enumerate(everyone) if text)
+        return None, f"rank {rank}: {why}" if named and len(set(everyone)) > 1 else why
+
+    def arrivals(self, problem: AnyProblem) -> str:
+        """Name of the simulated arrivals of a problem in rows; empty where peers run."""
+        return ""
+
+    # Overridden for a rank without peers.
+
+    def operands(self, problem: Problem) -> Operands:
+        """Operands of a problem on this rank."""
+        return Operands(problem, self.rank, self.device)
+
+    def proof(self, call: Call, operands: Operands) -> Call:
+        """A call with the result that has to be right."""
+        return call
+
+    def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
+        """Prepare calls of ficco's on operands of a dtype, which are timed next."""
+
+    def figures(self, item: Item, done: int) -> dict[str, float]:
+        """Columns of an item besides its times, from the last ``done`` rounds."""
+        return {}
+
+    def free(self) -> None:
+        """Free ficco's memory on all ranks, once no peer can reach it any more."""
+        if self.on_gpu:
+            gpu.synchronize()
+        self.barrier.wait()
+        ficco.close(self.group)
+        self.barrier.wait()
+
+    def release(self) -> None:
+        """Free ficco's memory, and of a GPU's what PyTorch keeps for later."""
+        self.free()
+        if self.on_gpu:
+            gpu.empty_cache()
+
+    def close(self) -> None:
+        self.barrier.close()
+
+
+def calls_to_cover(front: Times, back: Times) -> int:
+    """Number of background calls that outlast a timed call, from their exclusive times."""
+    return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
+
+
+def timed_during(
+    time: Callable[..., dict[str, Times]],
+    calls: Mapping[str, Call],
+    pairs: Iterable[tuple[str, str]],
+    device: torch.device,
+) -> dict[str, Times]:
+    """Times of calls and, under ``"one during other"``, of the first of each pair of them during
+    the second. ``time`` times calls in a ``share`` of the seconds there are."""
+    exclusive = time(calls, share=0.2, most=7)
+    together = {
+        f"{front} during {back}": contended(
+            calls[front], calls[back], calls_to_cover(exclusive[front], exclusive[back]), device
+        )
+        for front, back in pairs
+    }
+    return time({**calls, **together}, share=0.8)
+
+
+def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
+    """A call that is timed while ``count`` others run in the background.
+
+    The others run on a second stream of a GPU, or on a second thread of a CPU.
+    """
+    if device.type != "cuda":
+        return _on_thread(front, back, count)
+    side, fork = gpu.Stream(), gpu.Event()
+
+    def run() -> Any:
+        fork.record()
+        side.wait_event(fork)
+        with gpu.stream(side):
+            back()  # one call has a head start over the call that is timed
+        result = front()
+        with gpu.stream(side):
+            for _ in range(count - 1):
+                back()
+        return result
+
+    return Runner(run)
+
+
+def _on_thread(front: Call, back: Call, count: int) -> Runner:
+    pool = ThreadPoolExecutor(1, "ficco background")
+    running: list[Future[None]] = []
+
+    def work() -> None:
+        for _ in range(count):
+            back()
+
+    def join() -> None:
+        while running:
+            running.pop().result()  # raises what went wrong there
+
+    def run() -> Any:
+        join()
+        running.append(pool.submit(copy_context().run, work))  # with the options in force
+        return front()
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(before)
+            join()
+
+    return Runner(run, context=context)
+
+
+@dataclass
+class MeasuredCalls:
+    """Calls to measure on one rank: copies, collectives and products, on constant operands.
+
+    Attributes:
+        dtype: of all operands.
+        scaling: of operands of float8.
+        memory: normal numbers that all operands are cut from; grown as needed.
+    """
+
+    group: ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+    scaling: Scaling | None = None
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.group.size()
+
+    def matrix(
+        self, name: str, rows: int, cols: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A matrix of normal numbers: products take longer on them than on small integers."""
+        dtype = dtype or self.dtype
+        key = f"{name} {dtype}"
+        numbers = self.memory.get(key)
+        if numbers is None or numbers.numel() < rows * cols:
+            generator = torch.Generator(self.device)
+            generator.manual_seed(len(name) + self.group.rank())
+            self.memory.pop(key, None)
+            drawn = torch.empty(rows * cols, dtype=dtype, device=self.device)
+            draw_normal(drawn, generator)
+            numbers = self.memory[key] = drawn
+        return numbers[: rows * cols].view(rows, cols)
+
+    def shard(self, nbytes: int) -> torch.Tensor:
+        """A shard of about ``nbytes``, in whole rows of 2 KiB."""
+        return self.matrix("shard", max(nbytes // 2048, 1), 2048 // self.dtype.itemsize)
+
+    def gathered(self, nbytes: int) -> torch.Tensor:
+        """Memory for shards of ``nbytes`` of all ranks."""
+        rows, cols = self.shard(nbytes).shape
+        return self.matrix("gathered", rows * self.world, cols)
+
+    def copies(self, schedule: str, nbytes: int) -> Call:
+        """The copies of a schedule for a shard of ``nbytes``, without products."""
+        shard = self.shard(nbytes)
+        none = shard.new_empty((shard.shape[1], 0))
+        return partial(ficco.all_gather_matmul, shard, none, group=self.group, schedule=schedule)
+
+    def collective(self, nbytes: int) -> Call:
+        """The vendor's all-gather of shards of ``nbytes``."""
+        return partial(all_gather, self.gathered(nbytes), self.shard(nbytes), group=self.group)
+
+    def matmul(
+        self,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        batch: int = 1,
+        wide: bool = False,
+        apart: bool = False,
+        turned: bool = False,
+    ) -> Call:
+        """A product, or a strided batch of products.
+
+        ``wide``: the result is float32 and is added to. ``apart``: each of the batch has a right
+        operand of its own. ``turned``: these lie transposed.
+        """
+        if self.scaling is not None:
+            return self._scaled(m, n, k, wide)
+        if wide:
+            sums = self.matrix("sums", m, n, torch.float32)
+            return partial(multiply, self.matrix("a", m, k), self.matrix("b", k, n), sums, sums)
+        a, b, out = self.operands(batch * m, n, k)
+        if batch > 1:
+            a3, out3 = a.view(batch, m, k), out.view(batch, m, n)
+            every = self.matrix("b", batch * k if apart else k, n)
+            every = every.view(-1, n, k).mT if turned else every.view(-1, k, n)
+            b3 = every.expand(batch, k, n)
+            return lambda: torch.bmm(a3, b3, out=out3)
+        return partial(torch.mm, a, b, out=out)
+
+    def operands(self, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The operands of a product, and its result."""
+        return self.matrix("a", m, k), self.matrix("b", k, n), self.matrix("out", m, n)
+
+    def _scaled(self, m: int, n: int, k: int, wide: bool) -> Call:
+        """A product of float8 operands; ``wide``: as in :meth:`matmul`."""
+        assert self.scaling is not None
+        a, b = self.matrix("a", m, k), self.matrix("b", n, k).t()
+        name, dtype = ("sums", torch.float32) if wide else ("out", getattr(torch, self.scaling.out))
+        scales = factors(self.scaling.rules, self.device, m, n, k)
+        how = {"accumulate": wide}
+        into = self.matrix(name, m, n, dtype)
+        return partial(multiply_scaled, a, b, into, scales, self.scaling.recipe, **how)

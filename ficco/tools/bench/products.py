@@ -1,4 +1,4 @@
-"""Products: every operator by schedules and by what else there is, proven right and timed."""
+"""Workload: an operator by all candidates, each proven right and timed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspace_of
-from ficco.tools.bench.calls import Runner, build, expected, taken, unavailable
 from ficco.tools.bench.candidates import (
     REPLAYED,
     BenchCandidate,
+    build,
+    expected,
     moved_bytes,
     named_again,
     of_problem,
+    taken,
+    unavailable,
 )
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH
@@ -39,10 +42,14 @@ from ficco.tools.bench.harness import (
     wrong_ranks,
 )
 from ficco.tools.bench.inputs import Operands, exact_calls, wrong_elements
-from ficco.tools.bench.measure import capture, peak_bytes, pytorch_workspace_bytes
-from ficco.tools.bench.report import ERROR_ROWS, show_shape
-from ficco.tools.bench.series import Stopwatch
-from ficco.tools.bench.stats import IDEAL, summarise
+from ficco.tools.bench.measure import (
+    Runner,
+    Stopwatch,
+    capture,
+    peak_bytes,
+    pytorch_workspace_bytes,
+)
+from ficco.tools.bench.report import ERROR_ROWS, IDEAL, show_shape, summarise
 
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26
@@ -82,15 +89,12 @@ class ProductWork(Workload):
 
     @cached_property
     def offered(self) -> Mapping[str, BenchCandidate]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return {one.name: one for one in self.candidates if one not in self.again}
 
     def fill(self, seed: int, exact: bool = False) -> None:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         (self.operands.exact if exact else self.operands.random)(seed)
 
     def checked(self, graph: bool, tick: Tick) -> list[Checked]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         self.operands.exact_b()
         checked = []
         for name, candidate in self.offered.items():
@@ -106,12 +110,12 @@ class ProductWork(Workload):
         return checked
 
     def _capture(self, checked: Sequence[Checked], tick: Tick) -> None:
-        there = [one for one in checked if one.runner is not None]
+        runnable = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls, which take turns on slots.
-        need = sum(bool(one.schedule) for one in there) * SLOTS * moved_bytes(self.problem)
+        need = sum(bool(one.schedule) for one in runnable) * SLOTS * moved_bytes(self.problem)
         free = self.verifier.free_bytes()
         pool = gpu.graph_pool_handle()
-        for one in there:
+        for one in runnable:
             tick(f"capture {one.name}")
             if need > free / 2:
                 one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
@@ -119,7 +123,7 @@ class ProductWork(Workload):
                 self.verifier.graph(one, self.operands, pool)
 
     def annotate(self, checked: Sequence[Checked]) -> None:
-        """Add what is left of exactness on random operands, where products are summed."""
+        """Add the error on random operands, where products are summed."""
         if not self.problem.kind.sums or not self.watch.meets:
             return
         error = accuracy(self.operands, self.group)
@@ -131,13 +135,11 @@ class ProductWork(Workload):
                 one.columns["error"] = max(self.watch.gather(mine))
 
     def label(self, name: str) -> dict[str, str]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         one = self.offered.get(name)
         kind = one.kind if one else "bound" if name == IDEAL else "arrivals"
         return {"candidate": name, "kind": kind}
 
     def columns(self, one: Checked, mode: str) -> dict[str, Any]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         if one.schedule != "auto":
             return one.columns
         kind = "idle" if not self.watch.on_gpu else "queued" if mode == "graph" else "eager"
@@ -147,11 +149,9 @@ class ProductWork(Workload):
     def figures(
         self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
     ) -> pd.DataFrame:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return summarise(times, queued)
 
     def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """See :class:`ficco.tools.bench.harness.Workload`."""
         return [
             {**row, "candidate": one.name, "note": f"the same steps as {timed.name}"}
             for one, timed in self.again.items()
@@ -166,7 +166,8 @@ SUBJECT = Subject("products", BENCH, ProductWork, gradients=True, show=show_shap
 
 @dataclass
 class Verifier:
-    """The ranks of a group, which verify together: a candidate that fails on one is out on all."""
+    """Verification by all ranks of a group: a candidate that fails on one rank is skipped on
+    all."""
 
     watch: Stopwatch
     iteration: int = field(default=1, init=False)
@@ -185,7 +186,7 @@ class Verifier:
         return min(self.watch.gather(free))
 
     def renew(self, operands: Operands, symmetric: bool) -> None:
-        """Begin anew with ficco's memory, and with an operand in it if one is wanted."""
+        """Free ficco's memory. If ``symmetric``, allocate the left operand in symmetric memory."""
         operands.a_symmetric_LK = None
         self.watch.free()
         if symmetric:
@@ -273,8 +274,8 @@ class Verifier:
 
 
 def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:
-    """What gives the error of a result of an operator that sums: the root mean square of its
-    differences over that of what the operands should give, in some rows of each rank. Collective.
+    """A function for the error of a summed result: root mean square of its differences from
+    float64, relative to the result, in some rows of each rank. Collective.
 
     All ranks have the same B, so that the sum of their products is the product of their sum; that
     is added up and multiplied in float64.
@@ -290,7 +291,7 @@ def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
     dist.all_reduce(sums, group=group)
     mine = sums.split([len(rows) for rows in picked])[rank]
     width = max(1, FLOAT64_ELEMENTS // max(problem.k, 1))
-    parts = [mine @ some.double() for some in operands.wide_b_KN.split(width, dim=1)]
+    parts = [mine @ columns.double() for columns in operands.wide_b_KN.split(width, dim=1)]
     wanted = torch.cat(parts, dim=1)
     rows = picked[rank] + (problem.offsets[rank] if problem.kind.returns else 0)
 

@@ -1,79 +1,91 @@
-"""One rank of a group on one GPU, with no peers: what they would send arrives when a described link
-would deliver it.
+"""One rank of a group on one GPU, without peers: rows of peers arrive when a described link would
+deliver them.
 
-The rank's Plans run through the GPU engine with its own products, streams and signals. Its peers
-are played by a *courier*, a stream of its own: :func:`arrivals` simulates all ranks on a Machine,
-and the courier writes this rank's signal words at those times. Its clock is a copy engine: before
-each word come copies from the host, one after the other, that take as long as is left until then,
-or writes of a word that nobody reads where that is less than a copy takes. That takes no SM and no
-thread of the host. The rank's own copies to and from peers become copies to the host that take as
-long as the link would.
+The GPU engine runs the rank's Plans with real products, streams and signals. A *courier* on a
+separate stream plays the peers: :func:`arrivals` simulates all ranks on a Machine, and the courier
+writes this rank's signal words at the simulated times. A copy engine is the courier's clock: before
+each word, a row of copies from the host takes the time until the word is due; writes of an unused
+word take a time that is shorter than a copy. The courier uses no SM and no thread of the host. The
+rank's own copies to and from peers become copies to the host that take as long as the link would.
 
-Where the results have to be right, :func:`brought` carries out the Plans of all ranks, and the
-courier brings their rows, however long that takes.
+To prove results right, :func:`brought` carries out the Plans of all ranks, and the courier copies
+the rows of the peers, without a schedule in time.
 
-Not in it: the link's traffic (that of the host's bus instead, a tenth of the bytes), caches that
-other work has cooled, and peers that are late because of this rank.
+The replay leaves out the traffic of the link (the host's bus carries a tenth of the bytes), cold
+caches, and peers that are late because of this rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+import ficco
+from ficco.accelerator import gpu
 from ficco.compute.buffers import Buffers, buffers_of
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric
 from ficco.compute.scaled import dequantized
+from ficco.dma import engine_name, make_engine
 from ficco.dma.driver import WAIT_32, WORD, WRITE_32, Batch, Driver, Event, MemOp
 from ficco.dma.engine import Capabilities
 from ficco.dma.gpu import GpuEngine, wanted
 from ficco.dma.memories import Allocate, Words, align
-from ficco.heuristics.families import crossing, family_of
-from ficco.machine import Machine
+from ficco.dma.patience import limit_of
+from ficco.heuristics.families import crossing, family_of, last_arrival
+from ficco.machine import Fingerprint, Machine, find, nearest, save
+from ficco.ops.operands import Scales, plain_scales
+from ficco.options import current
 from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
-from ficco.runtime.workspace import SLOTS
+from ficco.runtime.board import Board
+from ficco.runtime.workspace import SLOTS, Workspace, adopt, workspace_of
 from ficco.schedules import Schedule
 from ficco.simulate.events import Simulation
+from ficco.tools.bench.cases import Replayed
+from ficco.tools.bench.inputs import Draw, Operands, draw_normal
+from ficco.tools.bench.measure import HOST_ROWS, DeviceClock, Item, Runner, Stopwatch
 
 #: Bytes of the buffers that the courier copies between; longer copies are several.
 ROOM = 64 << 20
-#: Seconds of one of its copies, at least, and how many a call has, at most: streams hold no more.
-#: On an H100 5 us are 64 KiB, and time that passes by these deviates by 1.5 %. Between two the bus
-#: is idle. Longer copies keep it busy, so that a GPU gets its own commands late: kernels of 45 us
-#: begin 0.2 us later beside copies of 64 KiB, 1.1 us beside 512 KiB, 1.4 beside one large copy.
-#: Single words that lie 64 bytes apart deviate by 3 %, and take a quarter longer beside copies to
-#: the host (2026-11-27, by a program that is not part of the project).
+#: Least seconds of a courier's copy, and most copies of a call, which is the capacity of a stream.
+#: On an H100 5 us are 64 KiB, and the row's time deviates by 1.5 %. The bus is idle between two
+#: copies. Longer copies keep the bus busy and delay the GPU's commands: kernels of 45 us begin 0.2
+#: us later during copies of 64 KiB, 1.1 us later during 512 KiB, and 1.4 us later during one large
+#: copy. Single words at a distance of 64 bytes deviate by 3 %, and take a quarter longer during
+#: copies to the host (2026-11-27, by a program that is not part of the project).
 TICK, TICKS = 5e-6, 400
 #: Bytes of a copy that is to take no time.
 LEAST_BYTES = WORD
 #: Bytes of the words that this rank posts to one peer.
 PEER_WORDS = 1 << 20
-#: Writes, copies and sizes of copies by which paces are measured, how many of these are in a row,
-#: and rows of each.
+#: To measure paces: numbers of writes, number of copies, sizes of copies; pieces of a row, and rows
+#: of each kind.
 PACE_WRITES, PACE_COPIES, PACE_BYTES = (0, 8, 32), 8, (64 << 10, 256 << 10, 1 << 20, 2 << 20)
 PACE_PIECES, PACE_ROWS = 8, 9
-#: Weight of the latest call in what the courier learns.
+#: Weight of the latest call in the courier's delays.
 LEARNS = 0.5
 
-#: What copies to a rank bring.
+#: Rows that copies bring to a rank.
 Images = Mapping[Transfer, torch.Tensor]
 
 
-# What a link delivers, and when.
+# Deliveries of a link, and their times.
 
 
 class Arrival(NamedTuple):
-    """One signal of a peer: the seconds after the begin of the call at which it is seen, and the
-    copies whose rows it tells of: one, or that of their factors and theirs."""
+    """One signal of a peer. ``at``: seconds after the start of the call. ``transfers``: the copies
+    that it announces; the copy of factors, too, for float8."""
 
     at: float
     signal: Signal
@@ -81,7 +93,7 @@ class Arrival(NamedTuple):
 
 
 def plans_of(plan: Plan, packs_columns: bool = False) -> tuple[Plan, ...]:
-    """The Plans of all ranks of which one has this Plan.
+    """The Plans of all ranks of a call, from one rank's Plan.
 
     Raises:
         NotImplementedError: its staging is capped.
@@ -98,7 +110,7 @@ def _plans(problem: AnyProblem, schedule: str, packs_columns: bool) -> tuple[Pla
 
 
 def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> list[Arrival]:
-    """What the peers of a rank post to it, in the order in which it is seen.
+    """Signals that peers post to a rank, in order of arrival.
 
     Args:
         every: the Plans of all ranks; ``mode``: as :func:`ficco.simulate.simulate`.
@@ -113,8 +125,8 @@ def arrivals(every: Sequence[Plan], machine: Machine, mode: str, rank: int) -> l
                 untold.setdefault(step.lane, []).append(transfer)
             for signal in step.posts:
                 if signal.waiter == rank and not signal.released:
-                    told = tuple(untold.pop(step.lane, ()))
-                    coming.append(Arrival(simulation.known[rank, signal.word], signal, told))
+                    transfers = tuple(untold.pop(step.lane, ()))
+                    coming.append(Arrival(simulation.known[rank, signal.word], signal, transfers))
     return sorted(coming, key=lambda arrival: arrival.at)
 
 
@@ -128,8 +140,8 @@ def brought(
     operands: Sequence[Mapping[str, torch.Tensor]],
     rank: int,
 ) -> dict[Transfer, torch.Tensor]:
-    """The rows that copies bring to a rank, from the steps of all ranks, carried out one by one in
-    the order in which they end on a Machine.
+    """Rows that copies bring to a rank. All steps of all ranks are carried out one by one, in the
+    order of their simulated ends.
 
     ``operands``: the tensors ``a`` and ``b`` of every rank, and the factors of float8 operands, as
     the buffers of its Plan.
@@ -144,7 +156,7 @@ def brought(
     images: dict[Transfer, torch.Tensor] = {}
     ran = Simulation(every, machine, "queued").run()
     timed = [(stop, r, step) for r, steps in enumerate(ran) for step, _, stop in steps]
-    for _, _, step in sorted(timed, key=lambda one: one[:2]):  # each after what it waits for
+    for _, _, step in sorted(timed, key=lambda one: one[:2]):  # after the steps it waits for
         _carry_out(step, memory)
         if (transfer := _to(rank, step)) is not None:
             images[transfer] = _part(memory, transfer.src).clone()
@@ -154,7 +166,7 @@ def brought(
 def _part(
     memory: Mapping[tuple[str, int], torch.Tensor], region: Region, down: int = 0
 ) -> torch.Tensor:
-    """A region, or what lies so many rows below it."""
+    """A region, or the region ``down`` rows below it."""
     rows, cols = slice(region.row + down, region.row_stop + down), slice(*region[4:])
     return memory[region.buffer, region.rank][rows, cols]
 
@@ -183,7 +195,7 @@ def _carry_out(step: Step, memory: Mapping[tuple[str, int], torch.Tensor]) -> No
 
 
 class LocalMapped(Symmetric):
-    """Symmetric memory of which this rank's part is there, and of its peers' the words."""
+    """Symmetric memory with only this rank's part, and the words of its peers' parts."""
 
     def __init__(self, engine: GpuEngine, nbytes: int, serial: int) -> None:
         self._driver, self.serial, self.nbytes = engine.driver, serial, (nbytes := align(nbytes))
@@ -205,7 +217,7 @@ class LocalMapped(Symmetric):
         self.tensor = self.peers = torch.empty(0, dtype=torch.uint8)
 
 
-#: Memory to which streams may still write.
+#: Memory that streams may still write to.
 _stuck: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
@@ -213,18 +225,18 @@ class ReplayEngine(GpuEngine):
     """The GPU engine of a rank whose peers are played.
 
     Attributes:
-        courier: plays them; to be set before the first call.
-        images: what copies bring to this rank; None where they take their time and bring nothing.
+        courier: plays the peers; to be set before the first call.
+        images: rows that copies bring to this rank; None if copies only take their time.
         latest: the program of the latest call.
     """
 
     courier: Courier
 
-    def __init__(self, *made: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.images: Images | None = None
         self.latest: Program | None = None
         self._turns: deque[Slot] = deque(maxlen=SLOTS)
-        super().__init__(*made)
+        super().__init__(*arguments)
 
     def _source(self) -> Allocate:
         return partial(LocalMapped, self)
@@ -272,8 +284,8 @@ class ReplayEngine(GpuEngine):
         return self._turns[0] if len(self._turns) == SLOTS else None
 
 
-def _without_peers(what: str) -> NotImplementedError:
-    return NotImplementedError(f"a replay has no peers for {what}; take another schedule")
+def _without_peers(need: str) -> NotImplementedError:
+    return NotImplementedError(f"a replay has no peers for {need}; take another schedule")
 
 
 def _dense(places: Buffers, region: Region) -> bool:
@@ -282,8 +294,8 @@ def _dense(places: Buffers, region: Region) -> bool:
 
 
 def portable(places: Buffers, images: Images) -> Images:
-    """Images as they are brought: rows that land densely from pinned memory of the host. A copy
-    within the device may be a kernel, which finds no processor beside a product that waits."""
+    """Images in pinned host memory, for rows that land densely. A copy within the device may be a
+    kernel, which cannot run while a waiting product holds all processors."""
     return {
         transfer: torch.empty_like(image, device="cpu", pin_memory=image.is_cuda).copy_(image)
         if _dense(places, transfer.dst)
@@ -325,27 +337,27 @@ class Pace:
     rate: float
 
     def nbytes(self, seconds: float) -> int:
-        """Bytes of the copy that takes so long, at least the shortest."""
+        """Bytes of a copy that takes ``seconds``; at least the shortest copy."""
         return max(int((seconds - self.start) * self.rate) // WORD * WORD, LEAST_BYTES)
 
     @classmethod
     def fitted(cls, sizes: Sequence[int], seconds: Sequence[float]) -> Pace:
-        """The one of copies that took so long, by relative errors."""
+        """Fit the pace of copies to measured seconds, by relative errors."""
         slope, start = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
         return cls(max(float(start), 0.0), 1 / float(slope))
 
 
 @dataclass(frozen=True)
 class Paces:
-    """What takes time on a stream, and how long.
+    """Seconds of operations on a stream.
 
     Attributes:
         word: seconds of the write of a signal word, and of a stamp after it.
         write: of one more write.
         copies: of copies from the host, one after the other.
-        own: of single copies to the host, each with the write of a word and a stamp after it, while
-            others come from the host.
-        tick: seconds of the shortest copies by which time is to pass.
+        own: single copies to the host, each followed by the write of a word and a stamp, during
+            copies from the host.
+        tick: least seconds of a courier's copy.
     """
 
     word: float = 0.0
@@ -356,8 +368,8 @@ class Paces:
 
 
 class Piece(NamedTuple):
-    """What the courier does for some arrivals: copies or writes that end ``at`` so many seconds
-    after the begin, then it writes their words, and stamps the time."""
+    """The courier's work for some arrivals: copies or writes that end ``at`` seconds after the
+    start, then the writes of their words, then a time stamp."""
 
     at: float
     arrivals: tuple[Arrival, ...]
@@ -367,14 +379,14 @@ class Piece(NamedTuple):
 
 @dataclass
 class Timetable:
-    """What the courier does in one call: it takes over this rank's slot and hands on those of the
-    peers, waits for the begin, then goes piece by piece.
+    """The courier's work in one call: take over this rank's slot, hand on the slots of the peers,
+    wait for the start, then do the pieces in order.
 
     Attributes:
         tick: seconds of its copies, at least.
-        delays: of each piece the seconds that it takes besides what its copies or writes take on an
-            idle device: until the begin is seen, and what other work costs them. Learnt from calls
-            of all timetables that share them.
+        delays: of each piece, seconds beyond the time of its copies or writes on an idle device:
+            latency of the start, and contention. Learnt from calls of all timetables that share the
+            list.
     """
 
     opening: Batch
@@ -383,8 +395,8 @@ class Timetable:
     delays: list[float]
 
     def durations(self) -> list[float]:
-        """Seconds of the copies or writes of each piece. None is early; one without any still takes
-        the time of its word."""
+        """Seconds of the copies or writes of each piece. No piece is early. A piece of no copies
+        still takes the time of its word."""
         now, durations = 0.0, []
         for piece, delay in zip(self.pieces, self.delays, strict=True):
             durations.append(max(piece.at - now - delay, 0.0))
@@ -392,7 +404,7 @@ class Timetable:
         return durations
 
     def learn(self, begun: Event) -> None:
-        """From the latest call, which is over."""
+        """Learn the delays from the latest call, which has ended."""
         before = 0.0
         for index, duration in enumerate(self.durations()):
             after = begun.seconds_to(self.pieces[index].stamp)
@@ -404,8 +416,8 @@ class Courier:
     """Plays the peers of one rank.
 
     Attributes:
-        machine: says when they post.
-        paces: of what takes time.
+        machine: determines when peers post.
+        paces: of operations on streams.
         mode: ``"queued"`` or ``"idle"``, of the calls from now on.
     """
 
@@ -428,21 +440,22 @@ class Courier:
     # Around a call.
 
     def prepare(self, program: Program | None) -> None:
-        """Enqueue what accompanies the next call, a call of a program; it waits for :meth:`go`."""
+        """Enqueue the courier's work for the next call, a call of ``program``; it waits for
+        :meth:`go`."""
         self._played, self._prepared, self._gone = None, program, False
         if program is not None:
             self._enqueue(self.timetable(program), buffers_of(program))
 
     def go(self) -> None:
-        """The peers begin with what comes on the caller's stream next: with the latest call's Plan,
-        unless they were told before."""
+        """Start the peers at the next operation of the caller's stream: the latest call's Plan,
+        unless they were started before."""
         self._gone, driver = True, self.engine.driver
         caller = driver.stream(driver.caller())
         self._go.enqueue(caller)
         self._begun.record(caller)
 
     def accompany(self, program: Program) -> None:
-        """A call of a program is about to be enqueued."""
+        """Prepare for a call of a program that is enqueued next."""
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             self.prepare(program)
@@ -453,8 +466,8 @@ class Courier:
             self.go()
 
     def errors(self) -> list[float]:
-        """By how many seconds the words of the latest call came later than planned, in the order of
-        the plan. The call is over."""
+        """Delays in seconds of the words of the latest call, which has ended, against the plan; in
+        the order of the plan."""
         pieces = self._played.pieces if self._played else ()
         return [
             self._begun.seconds_to(piece.stamp) - arrival.at
@@ -463,7 +476,8 @@ class Courier:
         ]
 
     def learn(self) -> None:
-        """Let the next call of the kind of the latest one, which is over, be closer to its plan."""
+        """Correct the next call of the latest call's kind by the delays of the latest call, which
+        has ended."""
         if self._played is not None:
             self._played.learn(self._begun)
 
@@ -484,12 +498,12 @@ class Courier:
     # Timetables.
 
     def timetable(self, program: Program) -> Timetable:
-        """What accompanies the calls of a program in the mode in force."""
+        """The timetable of a program's calls in the current mode."""
         key = "courier", self.mode
         if key not in program.state:
-            made = program.state[key] = self._timetable(program)
+            new = program.state[key] = self._timetable(program)
             kind = program.plan.problem, program.plan.schedule, self.mode
-            made.delays = self._delays.setdefault(kind, made.delays)  # of both slots
+            new.delays = self._delays.setdefault(kind, new.delays)  # of both slots
         timetable: Timetable = program.state[key]
         return timetable
 
@@ -500,10 +514,10 @@ class Courier:
         assert program.slot is not None
         words: Words = program.slot.state.words
         me, peers = engine.rank, [peer for peer in range(engine.world) if peer != engine.rank]
-        theirs = [words.address(peer, me) for peer in peers]
+        handed_over = [words.address(peer, me) for peer in peers]
         opening = [
-            *(MemOp(WAIT_32, at, 0) for at in theirs),
-            *(MemOp(WRITE_32, at, 1) for at in theirs),
+            *(MemOp(WAIT_32, at, 0) for at in handed_over),
+            *(MemOp(WRITE_32, at, 1) for at in handed_over),
             *(MemOp(WRITE_32, words.address(me, peer), 0) for peer in peers),
         ]
         begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
@@ -513,7 +527,8 @@ class Courier:
         return Timetable(batch, pieces, tick, [0.0] * len(pieces))
 
     def _pieces(self, coming: Sequence[Arrival], words: Words) -> list[Piece]:
-        """Those that follow each other sooner than words can be written come together."""
+        """Pieces of the arrivals. Arrivals that follow each other faster than the writes of words
+        share a piece."""
         driver, now, left, pieces = self.engine.driver, 0.0, deque(coming), []
         while left:
             at = max(left[0].at, now + self.paces.word)
@@ -532,15 +547,16 @@ class Courier:
     # Time.
 
     def passage(self, seconds: float, tick: float) -> Callable[[Any], None]:
-        """Enqueues what takes so long together with a signal word: copies from the host, each of
-        which takes a tick or more, or else writes."""
+        """A function that enqueues work of ``seconds``, including a signal word: copies from the
+        host of at least a tick each, or writes."""
         left = seconds - self.paces.word
         if count := int(max(left, 0.0) / tick):
             return self._ticks(count, self.paces.copies.nbytes(left / count))
         return self._writes(int(max(left, 0.0) / self.paces.write))
 
     def crossing(self, seconds: float) -> Callable[[Any], None]:
-        """Enqueues a copy of the rank's own, which takes so long together with a signal word."""
+        """A function that enqueues a copy of the rank itself of ``seconds``, including a signal
+        word."""
         return self._outward(self.paces.own.nbytes(seconds))
 
     def _writes(self, count: int) -> Callable[[Any], None]:
@@ -567,7 +583,7 @@ class Courier:
         return copy
 
     def measure(self) -> Paces:
-        """Measure the paces on a device that is idle otherwise."""
+        """Measure the paces on an otherwise idle device."""
         words = [self._row(self._writes(count)) for count in PACE_WRITES]
         write, word = np.polyfit(PACE_WRITES, words, 1)
         rows = [self._row(self._ticks(PACE_COPIES, nbytes)) for nbytes in PACE_BYTES]
@@ -580,7 +596,7 @@ class Courier:
     def _row(
         self, passes: Callable[[Any], None], beside: Callable[[Any], None] | None = None
     ) -> float:
-        """Seconds of one of several pieces in a row: what passes time, a word and a stamp."""
+        """Seconds of a piece in a row of pieces: operations of ``passes``, a word and a stamp."""
         driver, taken = self.engine.driver, []
         begin = driver.batch([MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)])
         word = driver.batch([MemOp(WRITE_32, self._nobodys, 0)])
@@ -597,3 +613,247 @@ class Courier:
             driver.synchronize()
             taken.append(stamps[0].seconds_to(stamps[-1]) / PACE_PIECES)
         return median(taken)
+
+
+# The bench.
+
+
+#: Name of the last arrival in rows; it is no call.
+ARRIVALS = "copies"
+
+#: Seconds that a call may wait for the courier.
+TIMEOUT_S = 20.0
+
+LIMITS = (
+    "copies between host and GPU stand in for the link's traffic, nothing cools the caches, and "
+    "peers are as a simulation has them, whatever this rank does"
+)
+
+
+def replayed_watch(settings: Replayed, csv: Path, device: torch.device) -> ReplayWatch:
+    """A stopwatch of one rank, in a process group of one. ``auto`` decides by the stopwatch's
+    machine, which is saved next to the CSV file."""
+    ficco.set_options(on_timeout="raise", timeout_s=TIMEOUT_S)
+    watch = ReplayWatch(settings, device)
+    path = csv.with_name(f"{csv.stem}_machine.yaml").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(watch.machine, path)
+    ficco.set_options(machine=str(path))
+    return watch
+
+
+class ReplayOperands(Operands):
+    """The operands of the replayed rank, and of its peers until random data are drawn."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = range(self.problem.world)
+        self.peers = {r: Operands(self.problem, r, self.device) for r in ranks if r != self.rank}
+
+    def exact_b(self) -> None:
+        super().exact_b()
+        for peer in self.peers.values():
+            peer.exact_b()
+
+    def random(self, seed: int) -> None:
+        self.peers.clear()
+        super().random(seed)
+
+    def _fill(self, iteration: int, draw: Draw, draw_factors: Draw) -> None:
+        super()._fill(iteration, draw, draw_factors)
+        for peer in self.peers.values():
+            peer._fill(iteration, draw, draw_factors)
+
+
+def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
+    """Make a call for which the courier copies the peers' rows; memory is filled with NaN
+    before."""
+    engine = workspace.engine
+    assert isinstance(engine, ReplayEngine)
+    with ficco.options(replay=False):
+        run()  # makes the program and its plans known
+        program = engine.latest
+        assert program is not None
+        for slot in workspace.slots:
+            if slot.memory is not None:
+                slot.memory.tensor[slot.data :].fill_(0xFF)
+        every = plans_of(program.plan, engine.packs_columns)
+        ranks = sorted({**operands.peers, operands.rank: operands}.items())
+        everyone = [
+            {"a": one.a_LK, "b": one.b_KN, **plain_scales(Scales(**one.scales), every[rank])}
+            for rank, one in ranks
+        ]
+        images = brought(every, engine.courier.machine, everyone, engine.rank)
+        engine.images = portable(buffers_of(program), images)
+        try:
+            result = run()
+            engine.synchronize()
+        finally:
+            engine.images = None
+    return result
+
+
+class ReplayClock(DeviceClock):
+    """Times calls whose peers a courier plays.
+
+    Attributes:
+        last_s: seconds of the last arrival, which is no call.
+        off_s: by mode and candidate, the largest deviation of an arrival in each timed call, in
+            seconds.
+    """
+
+    def __init__(self, watch: ReplayWatch) -> None:
+        super().__init__(dist.group.WORLD, watch.barrier)
+        self._watch = watch
+        self._programs: dict[tuple[str, int], Program] = {}
+        self.last_s = 0.0
+        self.off_s: dict[tuple[str, str], list[float]] = {}
+
+    def time(self, item: Item) -> tuple[float, float]:
+        if item.name == ARRIVALS:
+            return self.last_s, 0.0
+        engine = self._watch.engine
+        engine.latest = None
+        taken = super().time(item)
+        if engine.latest is not None:
+            self._programs[item.name, id(engine.latest.slot)] = engine.latest
+            off = max(map(abs, engine.courier.errors()), default=0.0)
+            engine.courier.learn()
+            self.off_s.setdefault((item.mode, item.name), []).append(off)
+        return taken
+
+    def forget(self) -> None:
+        """Drop the programs of a closed engine."""
+        self._programs.clear()
+
+    def host(self, item: Item) -> float:
+        if item.name == ARRIVALS:
+            return math.nan
+        return median(self.time(item)[1] for _ in range(HOST_ROWS))
+
+    def _line_up(self, item: Item) -> None:
+        courier, engine = self._watch.engine.courier, self._watch.engine
+        courier.mode, slot = item.mode, engine.next_slot
+        program = self._programs.get((item.name, id(slot)))
+        prepared = program is not None and program.slot is slot  # not a program of a closed engine
+        courier.prepare(program if prepared else None)
+        if item.mode != "idle":
+            # Enqueue nothing else: the courier may block a hardware queue.
+            gpu._sleep(int(item.sleep_s * self._hertz))
+        if prepared and item.mode == "idle":
+            courier.go()  # at the start of the host; in queued mode, the peers start with the Plan
+
+
+class ReplayWatch(Stopwatch):
+    """A stopwatch of one rank, without peers."""
+
+    clock: ReplayClock
+    meets = False
+
+    def __init__(self, settings: Replayed, device: torch.device) -> None:
+        super().__init__(dist.group.WORLD, device)
+        self.rank, self.world = settings.rank, settings.world
+        # The group has no backend, since no rank communicates.
+        self.group = dist.ProcessGroup(dist.HashStore(), self.rank, self.world)
+        host = Fingerprint(gpu.get_device_name(device), self.world)
+        machine = find(settings.machine, host) or nearest(host)
+        if machine is None:
+            raise ValueError(
+                f"machine: required a name or a file, since none is of {host.accelerator}"
+            )
+        if machine.topology is None or machine.copies is None:
+            raise ValueError(
+                f"machine {machine.name}: required the blocks 'topology' and 'copies', which say "
+                "when rows arrive; name another machine"
+            )
+        alike = machine if host.resembles(machine) else nearest(host) or machine
+        self.machine = machine.with_devices_of(alike)
+        self._devices = f"like those of {alike.name}"
+        self._paces: Paces | None = None
+        self.clock = ReplayClock(self)
+        self._begin()
+        if settings.products is not None:
+            self.machine = settings.products(self, self.machine)
+            self._devices = "as fast as this one"
+            self.free()  # the courier goes by the machine
+
+    @property
+    def note(self) -> str:
+        machine = self.machine
+        assert machine.topology is not None and machine.copies is not None
+        rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
+        return (
+            f"replay: one GPU plays rank {self.rank} of {self.world}; rows of others arrive as on "
+            f"{machine.name} at {rate:.0f} GB/s and {latency:.0f} us, from GPUs {self._devices}; "
+            f"`copies` is the last arrival. Limits: {LIMITS}"
+        )
+
+    def arrivals(self, problem: AnyProblem) -> str:
+        moved = family_of(problem).received(problem, self.rank)
+        self.clock.last_s = last_arrival(moved, self.machine)
+        return ARRIVALS
+
+    def operands(self, problem: Problem) -> ReplayOperands:
+        return ReplayOperands(problem, self.rank, self.device)
+
+    def proof(self, call: Callable[[], Any], operands: Operands) -> Callable[[], Any]:
+        assert isinstance(operands, ReplayOperands)
+        return partial(proven, call, operands, workspace_of(self.group, self.device))
+
+    def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
+        for runner in calls:
+            with runner.context():
+                for _ in range(SLOTS):  # slots grow now, and not between calls that are timed
+                    runner.run()
+        self.engine.synchronize()
+        for slot in workspace_of(self.group, self.device).slots:
+            if slot.memory is None:
+                continue
+            data = slot.memory.tensor[slot.data :]
+            draw_normal(data.view(dtype))  # products on zeros take less time
+
+    def figures(self, item: Item, done: int) -> dict[str, float]:
+        off_s = self.clock.off_s.pop((item.mode, item.name), [])
+        return {"off_us": median(off_s[-done:]) * 1e6} if off_s else {}
+
+    @property
+    def engine(self) -> ReplayEngine:
+        """The engine of the current workspace."""
+        engine = workspace_of(self.group, self.device).engine
+        assert isinstance(engine, ReplayEngine)
+        return engine
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def together(
+        self,
+        action: Callable[[], Any],
+        *,
+        fatal: tuple[type[Exception], ...] = (),
+        named: bool = False,
+    ) -> tuple[Any, str]:
+        """Run an action; no error is fatal, since no peer waits, and the next call has a new
+        engine."""
+        return super().together(action, named=named)
+
+    def free(self) -> None:
+        self.clock.forget()
+        super().free()
+        self._begin()
+
+    def close(self) -> None:
+        ficco.close(self.group)
+        super().close()
+
+    def _begin(self) -> None:
+        """Make an engine with a courier."""
+        options = current()
+        limit = options.timeout_s or limit_of(self.group, self.device)
+        arguments = (self.group, self.device, options.signals, limit)
+        name = engine_name(self.device, options.engine)
+        engine: Any = make_engine(name, *arguments, kind=ReplayEngine)
+        engine.courier = Courier(engine, self.machine, self._paces)
+        if self._paces is None:
+            self._paces = engine.courier.measure()
+        adopt(self.group, self.device, Board(dist.group.WORLD, limit), engine)

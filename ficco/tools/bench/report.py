@@ -1,8 +1,14 @@
-"""What is said of a bench's rows: a report in Markdown, tables for a terminal, and pictures."""
+"""Figures from times, and what reports say of them: Markdown, tables for a terminal, and pictures.
+
+Frames with a row per round and a column per candidate become the figures of a bench's rows, and
+these one line per shape, by role of candidates. Times are seconds of the slowest rank. Ratios are
+taken round by round: a device that gets hot slows down all candidates of a round alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +16,233 @@ import numpy as np
 import pandas as pd
 
 from ficco.problems.products import OPERATORS
-from ficco.tools.bench import stats
+from ficco.schedules import Schedule
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
 from ficco.tools.bench.frames import cells, markdown, place, read_description, show
-from ficco.tools.bench.stats import (
-    RATIOS,
-    balance,
-    by_operator,
-    geomean,
-    left_out,
-    lines,
-    measured,
-    modes,
-    schedules,
-    shape_text,
-)
+
+#: Baselines: the serial compositions, and PyTorch's fused op.
+SERIALS = ("serial-collective", "serial")
+PYTORCH = ("pytorch-fused", "pytorch-native")
+
+#: Candidates that are one part of the operator, and their bound.
+PARTS = ("gemm", "collective", "copies")
+IDEAL = "ideal"
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean of positive numbers without NaN; NaN for no number."""
+    return float(np.exp(np.log(pd.Series(list(values), dtype=float).dropna()).mean()))
+
+
+def spread(times: pd.DataFrame) -> pd.DataFrame:
+    """Milliseconds by candidate: median ``ms``, and the quartiles ``ms_low`` and ``ms_high``."""
+    quartiles = times.quantile([0.5, 0.25, 0.75]).T * 1e3
+    return quartiles.set_axis(["ms", "ms_low", "ms_high"], axis=1)
+
+
+def fastest(times: pd.DataFrame, names: Sequence[str]) -> pd.Series | None:
+    """Times of the candidate with the smallest median; None if ``times`` has none of them."""
+    present = times[[name for name in names if name in times]]
+    return None if present.empty else present[present.median().idxmin()]
+
+
+def over(reference: pd.Series | None, times: pd.DataFrame) -> pd.Series:
+    """Time of a reference over the time of each candidate: medians of the rounds' ratios; NaN
+    without a reference."""
+    if reference is None:
+        return pd.Series(math.nan, times.columns)
+    return times.rdiv(reference, axis=0).median()
+
+
+def ideal(times: pd.DataFrame) -> pd.Series | None:
+    """The longer of the exclusive GEMM and the fastest exclusive communication, in every round."""
+    moves = [name for name in PARTS[1:] if name in times]
+    if "gemm" not in times or not moves:
+        return None
+    return np.maximum(times["gemm"], times[moves].min(axis=1))
+
+
+def overlap_efficiency(times: pd.DataFrame) -> pd.Series:
+    """Overlap efficiency as in Flux (arXiv:2406.06858), equations 1 and 2, by candidate.
+
+    The effective communication time (ECT) of a method is its time less that of the fastest whole
+    GEMM. The efficiency is 1 - ECT / ECT of the serial composition with the vendor's collective:
+    0 for that composition, 1 where nothing but the GEMM is left, negative below serial. Median over
+    rounds with serial longer than its GEMM.
+    """
+    if SERIALS[0] not in times or "gemm" not in times:
+        return pd.Series(math.nan, times.columns)
+    gemm, exposed = times["gemm"], times[SERIALS[0]] - times["gemm"]
+    rounds = exposed > 0
+    return (1 - times[rounds].sub(gemm[rounds], axis=0).div(exposed[rounds], axis=0)).median()
+
+
+def summarise(
+    times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None = None
+) -> pd.DataFrame:
+    """The figures of every candidate of one shape in one mode, as columns of
+    ``ficco.tools.bench.frames.BENCH``, indexed by candidate.
+
+    The ideal is added as a candidate of its own. ``queued`` has the times in the queued mode, of
+    the same rounds.
+    """
+    rounds = pd.DataFrame(times)
+    bound = ideal(rounds)
+    if bound is not None:
+        rounds[IDEAL] = bound
+    figures = spread(rounds)
+    ratios = pd.DataFrame(
+        {
+            "speedup": over(fastest(rounds, SERIALS), rounds),
+            "share": over(bound, rounds),
+            "efficiency": overlap_efficiency(rounds),
+            "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
+            "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
+        }
+    )
+    whole = rounds.columns.difference(PARTS)  # a part has no ratio to the whole operator
+    return figures.join(ratios.loc[whole])
+
+
+# Figures of rows.
+
+#: Modes in the order of reports.
+MODES = ("queued", "idle", "graph")
+
+#: Columns that identify a shape.
+SHAPE = ["operator", "case"]
+
+#: Sorts candidates by a ratio: the largest ratio first, equal ratios in their order.
+BEST_FIRST: dict[str, Any] = {"ascending": False, "kind": "stable"}
+
+#: Figures with geometric means in reports, and their headings.
+RATIOS = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
+
+
+def measured(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with figures."""
+    return rows[rows["status"] == "ok"]
+
+
+def modes(rows: pd.DataFrame) -> list[str]:
+    """The modes that have figures."""
+    return [mode for mode in MODES if (measured(rows)["mode"] == mode).any()]
+
+
+def by_operator(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The rows of each operator, in their order."""
+    for operator in rows["operator"].unique():
+        yield operator, rows[rows["operator"] == operator]
+
+
+def dims(candidate: str) -> int:
+    """Whether a schedule of ficco cuts shards by rows, 1, or by columns, 2; 0 for ``auto``."""
+    name = candidate.partition("@")[0]
+    return 0 if name == "auto" else Schedule.parse(name).dims
+
+
+def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
+    """A row per shape that was measured in a mode, in their order, and the columns of the fastest
+    candidate in every role: ``lines["best", "ms"]``. NaN where nothing in that role was measured.
+
+    The fastest candidate has the largest ratio ``by``, which is the ratio that is then shown: a
+    median of paired ratios and a ratio of medians can order candidates differently. Medians of
+    milliseconds choose ``serial`` and ``pytorch``, since the ratios are relative to that choice,
+    and every role of a shape that has no such ratio. ``best`` is never below a role that it
+    contains: a call with ``auto`` counts as a call of the schedule that ``auto`` took.
+
+    ==================  =============================================================
+    role                candidate
+    ==================  =============================================================
+    shape               any
+    gemm, collective    parts of the operator
+    copies, ideal       a part, and the bound
+    serial, pytorch     the better serial composition, and path of PyTorch's fused op
+    best                the fastest call of ficco, known in hindsight
+    auto                what a call takes with nothing else set
+    library, tiled      the fastest schedule of library products, and of one whose tiles wait
+    overlap             shard overlap, as PyTorch's Async TP, by a schedule of ficco
+    best_1d, best_2d    the fastest schedule with pieces of rows, and of columns
+    pieces              the paper's schedules by the vendor's collective
+    quack               QuACK's gather and product
+    ==================  =============================================================
+    """
+    timed = measured(rows[rows["mode"] == mode])
+    timed = timed.drop_duplicates([*SHAPE, "candidate"], keep="last")
+    name, ours = timed["candidate"], timed["kind"] == "ficco"
+    named, tiled = ours & (name != "auto"), name.str.startswith("tiled")
+    cut = name.where(ours, "auto").map(dims)
+    roles = {
+        "shape": name == name,
+        **{part: name == part for part in (*PARTS, IDEAL, "auto")},
+        "serial": name.isin(SERIALS),
+        "pytorch": name.isin(PYTORCH),
+        "best": ours,
+        "library": named & ~tiled,
+        "tiled": named & tiled,
+        "overlap": name == "shard-overlap",
+        "best_1d": cut == 1,
+        "best_2d": cut == 2,
+        "pieces": name == "ficco-rccl",
+        "quack": name == "quack",
+    }
+    chosen = {role: timed[mask].sort_values("ms", kind="stable") for role, mask in roles.items()}
+    return pd.concat(
+        {
+            role: (these if role in ("serial", "pytorch") else these.sort_values(by, **BEST_FIRST))
+            .drop_duplicates(SHAPE)
+            .sort_index()
+            .set_index(SHAPE, drop=False)
+            for role, these in chosen.items()
+        },
+        axis=1,
+    )
+
+
+def schedules(role: pd.DataFrame) -> pd.Series:
+    """Names of the schedules of a role of :func:`lines`: for ``auto`` the schedule that it took."""
+    notes = role["note"].astype(object).fillna("").astype(str)
+    took = notes.str.extract(r"^is (\S+)", expand=False)
+    return role["candidate"].mask((role["candidate"] == "auto") & took.notna(), took).fillna("")
+
+
+def balance(shapes: pd.DataFrame) -> pd.Series:
+    """The GEMM's time over that of the fastest communication, of each line."""
+    moves = pd.concat([shapes["collective", "ms"], shapes["copies", "ms"]], axis=1)
+    return shapes["gemm", "ms"] / moves.min(axis=1)
+
+
+def shape_text(shapes: pd.DataFrame) -> pd.Series:
+    """The sizes of each line's shape in words, with its name and origin if it has some."""
+
+    def text(row: pd.Series) -> str:
+        named = row["case"] != f"{row['m']}x{row['n']}x{row['k']}"
+        return (
+            f"{row['case']}: " * named
+            + f"{row['m']}, {row['n']}, {row['k']}"
+            + f" ({row['label']})" * bool(row["label"])
+        )
+
+    return shapes["shape"].apply(text, axis=1)
+
+
+def left_out(rows: pd.DataFrame) -> list[str]:
+    """Lines for candidates without figures: their shapes, and the reason."""
+    rest = rows[rows["status"] != "ok"]
+    first = rest["operator"] == "all_gather_matmul"
+    where = rest["case"].where(first, rest["operator"] + " " + rest["case"])
+    names = rest["candidate"].where(rest["candidate"] != "", "the shape")
+    why = rest["status"] + ": " + rest["note"]
+    return [
+        f"{name} on {', '.join(cases.unique())}: {reason}"
+        for (name, reason), cases in where.groupby([names, why], sort=False)
+    ]
+
+
+# Reports in Markdown.
+
 
 MODE_WORDS = {
     "queued": "the host runs ahead of the GPU, as in a training step",
@@ -52,7 +268,7 @@ SUMS = (
     "copies are those of the blocks alone, of an all-reduce there and back."
 )
 
-#: Rows of each rank's part of a result whose errors are looked at.
+#: Rows of each rank's result that are compared for the error.
 ERROR_ROWS = 64
 
 #: Milliseconds of a product that is not short.
@@ -101,10 +317,10 @@ def about_table(about: dict[str, Any]) -> str:
 
 
 def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{}") -> pd.DataFrame:
-    """A table of text with two rows more: the geometric mean and the least of some columns."""
+    """A table of text with two more rows: geometric mean and least of the columns ``ratios``."""
     ends = pd.DataFrame("", ["geometric mean", "worst"], table.columns, dtype=object)
     for head, values in ratios.items():
-        ends[head] = cells(pd.Series([stats.geomean(values), values.min()], ends.index))
+        ends[head] = cells(pd.Series([geomean(values), values.min()], ends.index))
     ends[table.columns[0]] = ends.index.map(bold.format)
     return pd.concat([table, ends], ignore_index=True)
 
@@ -121,7 +337,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
         **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
         "ficco": "best",
     }
-    # The name of a column is its heading, but for the second of two alike.
+    # Columns are named by their headings, except for a heading that occurs twice.
     table = pd.DataFrame({"shape": shape_text(shapes)})
     for head, role in timed.items():
         table[head] = cells(shapes[role, "ms"], ".3f")
@@ -142,7 +358,7 @@ def _bounds(rows: pd.DataFrame, mode: str) -> str:
 
 
 def _punctual(rows: pd.DataFrame) -> str:
-    """How far the signals of a replay are off."""
+    """Deviations of the signals of a replay."""
     if "off_us" not in rows or rows["off_us"].isna().all():
         return ""
     off, worst = rows["off_us"], rows.loc[rows["off_us"].idxmax()]
@@ -171,7 +387,7 @@ def _tiled(rows: pd.DataFrame, mode: str) -> str:
     gain = ratios["tiled x library"] = shapes["library", "ms"] / shapes["tiled", "ms"]
     table = table.assign(**{"tiled x library": cells(gain)}).fillna("")
     long = shapes["gemm", "ms"] >= LONG_MS
-    means = [f"{head} {stats.geomean(values[long]):.3f}" for head, values in ratios.items()]
+    means = [f"{head} {geomean(values[long]):.3f}" for head, values in ratios.items()]
     return (
         "One product whose tiles wait (`tiled`) compared with the fastest schedule of library "
         "products.\n\n"
@@ -182,7 +398,7 @@ def _tiled(rows: pd.DataFrame, mode: str) -> str:
 
 
 def _sizes(operator: str) -> str:
-    """What the three sizes of a shape are."""
+    """Heading of the three sizes of a shape."""
     kind = OPERATORS[operator]
     if kind.blocks:
         return "rows per rank, n, k"
@@ -196,31 +412,31 @@ def _costs(rows: pd.DataFrame) -> str:
         case = Case("", row["m"], row["n"], row["k"], row["dtype"], operator=row["operator"])
         return moved_bytes(case.problem(row["world"]))
 
-    there = measured(rows)
-    each = [moved_by(row) for _, row in there.iterrows()]
-    moved = pd.Series(each, index=there.index, dtype=float)
-    there = there.assign(memory=(there["extra_bytes"] / moved).where(moved != 0))
-    by_name = there.groupby("candidate", sort=False)
-    host = there[there["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
-    hosts = host.unstack().reindex(there["candidate"].unique())
+    timed = measured(rows)
+    each = [moved_by(row) for _, row in timed.iterrows()]
+    moved = pd.Series(each, index=timed.index, dtype=float)
+    timed = timed.assign(memory=(timed["extra_bytes"] / moved).where(moved != 0))
+    by_name = timed.groupby("candidate", sort=False)
+    host = timed[timed["host_us"].notna()].groupby(["candidate", "mode"])["host_us"].median()
+    hosts = host.unstack().reindex(timed["candidate"].unique())
     known = [mode for mode in modes(rows) if mode in hosts]
     table = hosts[known].assign(memory=by_name["memory"].max()).dropna(how="all")
     if table.empty:
         return ""
     text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
-    what = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
-    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {what}")
+    moved_name = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
+    heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {moved_name}")
     return (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
-        f"{what}; largest of the shapes. ficco holds two slots, so that a call need not wait "
+        f"{moved_name}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
         f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
     )
 
 
-#: Candidates whose names do not say what they are.
+#: Candidates that need an explanation.
 NAMES = {
     "serial-collective": "the library's collective and the product one after the other, without "
     "ficco",
@@ -230,18 +446,18 @@ NAMES = {
 
 
 def _named(names: Iterable[str]) -> str:
-    """What those of these candidates are that need it said."""
+    """Explanations of candidates."""
     said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
     return f" {'; '.join(said)}." if said else ""
 
 
 def _accuracy(rows: pd.DataFrame) -> str:
     """Errors of sums on random data: ficco's compared with those of serial."""
-    there = measured(rows)
-    there = there.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
-    errors = there.pivot(index="case", columns="candidate", values="error")
-    ours = errors[there["candidate"][there["kind"] == "ficco"].unique()].dropna(how="all")
-    serial = there[there["candidate"] == stats.SERIALS[0]].set_index("case", drop=False)
+    timed = measured(rows)
+    timed = timed.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
+    errors = timed.pivot(index="case", columns="candidate", values="error")
+    ours = errors[timed["candidate"][timed["kind"] == "ficco"].unique()].dropna(how="all")
+    serial = timed[timed["candidate"] == SERIALS[0]].set_index("case", drop=False)
     serial = serial[serial.index.isin(ours.index)]
     if serial.empty:
         return ""
@@ -249,7 +465,7 @@ def _accuracy(rows: pd.DataFrame) -> str:
     ratios = ours.max(axis=1) / serial["error"]
     columns = {
         "serial": serial["error"],
-        "PyTorch": errors.reindex(columns=stats.PYTORCH[:1]).loc[serial.index, stats.PYTORCH[0]],
+        "PyTorch": errors.reindex(columns=PYTORCH[:1]).loc[serial.index, PYTORCH[0]],
         "ficco, least": ours.min(axis=1),
         "ficco, largest": ours.max(axis=1),
     }
@@ -279,37 +495,37 @@ BY_MODE = (
 
 
 def show_shape(rows: pd.DataFrame) -> None:
-    """Print one shape's rows: a table, fastest first, and what was left out."""
+    """Print one shape's rows: a table, fastest first, and the candidates without figures."""
     first = rows.iloc[0]
     operator = "" if first["operator"] == "all_gather_matmul" else f"{first['operator']} "
     sizes = f"m={first['m']} n={first['n']} k={first['k']} {first['dtype']}"
     title = f"{operator}{first['case']}: {sizes}, {first['world']} ranks"
     title += f"; {first['label']}" * bool(first["label"])
-    there = measured(rows)
-    if there.empty:
+    timed = measured(rows)
+    if timed.empty:
         print(f"{title}: {first['status']}: {first['note']}")
         return
-    modes_there = there["mode"].unique()
-    turn = there["mode"].map({mode: number for number, mode in enumerate(modes_there)})
-    names = there.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
-    seen = there.drop_duplicates("candidate").set_index("candidate").loc[names]
+    modes_there = timed["mode"].unique()
+    turn = timed["mode"].map({mode: number for number, mode in enumerate(modes_there)})
+    names = timed.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
+    seen = timed.drop_duplicates("candidate").set_index("candidate").loc[names]
     notes = zip(names, seen["note"], strict=True)
     table = pd.DataFrame({"candidate": [f"{n} ({note})" if note else n for n, note in notes]})
-    figures = there.pivot(index="candidate", columns="mode").reindex(names)
+    figures = timed.pivot(index="candidate", columns="mode").reindex(names)
     for mode in modes_there:
         for heading, column, form in BY_MODE:
             if (column, mode) in figures and figures[column, mode].notna().any():
                 table[f"{mode}\n{heading}"] = cells(figures[column, mode], form).to_numpy()
     if seen["extra_bytes"].notna().any():
         table["extra MiB"] = cells(seen["extra_bytes"] / 2**20, ".1f").to_numpy()
-    bold = [number for number, name in enumerate(names) if name == stats.IDEAL]
+    bold = [number for number, name in enumerate(names) if name == IDEAL]
     show(title, table, bold=bold, width=140)
     for text in left_out(rows):
         print(f"  {text}")
 
 
 def show_best(rows: pd.DataFrame) -> None:
-    """Print what the best schedule reaches on each shape, a table per operator and mode."""
+    """Print the figures of the best schedule for each shape, a table per operator and mode."""
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
             shapes = lines(mine, mode)
@@ -327,7 +543,7 @@ def show_best(rows: pd.DataFrame) -> None:
 
 # Pictures.
 
-#: What is drawn, by role: name and colour.
+#: Names and colours of roles in pictures.
 DRAWN = {
     "serial": ("serial", GREY),
     "pytorch": ("PyTorch fused op", ORANGE),
@@ -340,8 +556,8 @@ DRAWN = {
     "pieces": ("ficco rccl", PURPLE),
 }
 
-#: Roles that the first picture compares, that the second draws over the balance of GEMM and
-#: communication, and of which it shows geometric means.
+#: Roles of the first picture; roles that the second picture draws over the balance of GEMM and
+#: communication; roles with geometric means in the second picture.
 SHARES = ("serial", "pytorch", "overlap", "auto", "best")
 CURVES = ("ideal", "overlap", "best")
 MEANS = ("ideal", "overlap", "best_1d", "best_2d", "pieces", "pytorch")
@@ -351,24 +567,25 @@ MOST_SHAPES = 10
 
 
 def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
-    """Draw the rows of a CSV file, to files that begin with its name; returns them."""
+    """Draw the rows of a CSV file, to files whose names begin with its name; returns their
+    paths."""
     about = read_description(csv)
     title = f"{csv.stem}: {place(about)}"
     return draw(rows, csv.with_suffix(""), title)
 
 
 def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    """Draw all pictures for which there are rows, to files that begin with ``stem``; those of
-    several operators one by one; returns them."""
+    """Draw the pictures of each operator, to files whose names begin with ``stem``; returns their
+    paths."""
     drawn = []
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
-        if not (there := modes(mine)):
+        if not (timed_modes := modes(mine)):
             continue
         start = f"{stem.name}_{operator}" if several else stem.name
         share, speedup = (stem.with_name(f"{start}_{name}.png") for name in ("share", "speedup"))
-        shares(mine, there, share, f"{title}, {operator}" if several else title)
-        speedups(mine, there, speedup, f"{title}, {operator}" if several else title)
+        shares(mine, timed_modes, share, f"{title}, {operator}" if several else title)
+        speedups(mine, timed_modes, speedup, f"{title}, {operator}" if several else title)
         drawn += [share, speedup]
     return drawn
 
@@ -389,31 +606,31 @@ def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: st
     by_mode = {mode: lines(rows, mode) for mode in modes_there}
     shown = [
         (mode, measured, part)
-        for mode, there in by_mode.items()
-        for measured in [[role for role in SHARES if there[role, "share"].notna().any()]]
-        for part in _in_rows(there)
+        for mode, shapes in by_mode.items()
+        for measured in [[role for role in SHARES if shapes[role, "share"].notna().any()]]
+        for part in _in_rows(shapes)
     ]
     widest = max(len(part) for *_, part in shown)
     size = max(6.0, 1.3 * widest + 2), 2.9 * len(shown) + 0.6
     with picture(path, *size, title) as figure:
         panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-        for axes, (mode, measured, there) in zip(panels, shown, strict=True):
-            series = [(DRAWN[role][0], there[role, "share"], DRAWN[role][1]) for role in measured]
-            _bars(axes, [_shape(row) for _, row in there["shape"].iterrows()], series)
+        for axes, (mode, measured, shapes) in zip(panels, shown, strict=True):
+            series = [(DRAWN[role][0], shapes[role, "share"], DRAWN[role][1]) for role in measured]
+            _bars(axes, [_shape(row) for _, row in shapes["shape"].iterrows()], series)
             axes.set_xlim(-0.6, widest - 0.4)
             axes.set_ylabel(f"share of ideal, {mode}")
         _legend_below(figure, panels[0])
 
 
-def _in_rows(there: pd.DataFrame) -> list[pd.DataFrame]:
+def _in_rows(shapes: pd.DataFrame) -> list[pd.DataFrame]:
     """Shapes in rows of about the same length, ``MOST_SHAPES`` at most."""
-    rows = -(-len(there) // MOST_SHAPES)
-    length = -(-len(there) // rows)
-    return [there.iloc[first : first + length] for first in range(0, len(there), length)]
+    rows = -(-len(shapes) // MOST_SHAPES)
+    length = -(-len(shapes) // rows)
+    return [shapes.iloc[first : first + length] for first in range(0, len(shapes), length)]
 
 
 def _legend_below(figure: Any, axes: Any) -> None:
-    """What is in these axes, below all axes of the figure."""
+    """Draw the legend of ``axes`` below all axes of the figure."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False
@@ -432,20 +649,20 @@ def speedups(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: 
         widths = {"width_ratios": [1.4, 1]}
         panels = figure.subplots(len(modes_there), 2, squeeze=False, gridspec_kw=widths)
         for (left, right), mode in zip(panels, modes_there, strict=True):
-            there = lines(rows, mode, "speedup")
-            order = balance(there).sort_values(kind="stable")
+            shapes = lines(rows, mode, "speedup")
+            order = balance(shapes).sort_values(kind="stable")
             for name, colour, role in ((*DRAWN[role], role) for role in CURVES):
-                points = there[role, "speedup"].reindex(order.index).set_axis(order).dropna()
+                points = shapes[role, "speedup"].reindex(order.index).set_axis(order).dropna()
                 left.plot(points, "o-", label=name, color=colour)
             left.axhline(1, color=GREY, linewidth=0.8)
             left.set_xscale("log", base=2)
             left.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
             left.set_xlabel("time of the GEMM / time of the communication")
             left.set_ylabel(f"speed-up over serial, {mode}")
-            means = pd.Series({role: geomean(there[role, "speedup"]) for role in MEANS}).dropna()
+            means = pd.Series({role: geomean(shapes[role, "speedup"]) for role in MEANS}).dropna()
             names, colours = zip(*(DRAWN[role] for role in means.index), strict=True)
             names = [name.replace(" ", "\n", 1) for name in names]
             right.bar_label(right.bar(names, means, color=colours), fmt="%.2f")
             right.axhline(1, color=GREY, linewidth=0.8)
-            right.set_ylabel(f"geometric mean of {len(there)} shapes")
+            right.set_ylabel(f"geometric mean of {len(shapes)} shapes")
         _legend_below(figure, panels[0, 0])

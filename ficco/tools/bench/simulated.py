@@ -19,7 +19,7 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
 from ficco.tools.bench.frames import SIMULATED, show
 
-#: What every shape is held against: bounds, not schedules.
+#: References of every shape: bounds, not schedules.
 BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
 
 
@@ -32,7 +32,7 @@ def simulate_case(
 
 
 def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
-    """What a row says of a shape."""
+    """Columns of a shape."""
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
 
@@ -46,8 +46,9 @@ def simulate_problem(
 ) -> pd.DataFrame:
     """The bounds of a problem, then every schedule, as ``ficco.tools.bench.frames.SIMULATED``.
 
-    As in measured reports, ideal is the longer of what is computed, in one whole, and the faster of
-    the vendor's collective and the copies; serial is the better of the two followed by that.
+    As in measured reports, ideal is the longer of the whole product and the faster communication:
+    the vendor's collective or the copies. Serial is the faster communication followed by the
+    product.
     """
     family = family_of(problem)
     bounds, usual = family.bounds(problem, machine, mode), family.schedules(problem, machine)
@@ -116,16 +117,16 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
         "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
         "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
     }
-    there = {name: values for name, values in series.items() if any(values)}
+    present = {name: values for name, values in series.items() if any(values)}
     colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
-    height = 0.8 / len(there)
+    height = 0.8 / len(present)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
     with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
         axes = figure.subplots()
-        for i, (name, values) in enumerate(there.items()):
+        for i, (name, values) in enumerate(present.items()):
             places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
             widths = [(value or 0.0) * 1e3 for value in values]
             axes.barh(places, widths, height=height, color=colours[name], label=name)

@@ -1,27 +1,220 @@
-"""``ficco plan``: print or draw what a schedule does for given sizes; needs no GPU."""
+"""Commands that need no GPU: ``simulate``, ``plan``, ``explain`` and ``plot``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
-from typing import Any
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ficco.tools.cli.simulate import write
-from ficco.tools.cli.site import (
+from ficco.errors import ConfigError
+from ficco.plan.amounts import seconds_text
+from ficco.problems.products import OPERATORS
+from ficco.problems.sizes import ASKABLE, MODES, problem_of
+from ficco.tools import launch
+from ficco.tools.bench import cases
+from ficco.tools.bench.cases import BenchSettings, Case
+from ficco.tools.cli import (
+    CSV,
     FILE,
     FLAG,
+    GATHERS,
     MACHINE,
     add_ranks_of_rows,
     add_sizes,
+    add_world,
     picture,
     problem,
     ranks_per_host,
+    require_extra,
+    shapes,
     site,
+    sizes,
 )
+from ficco.tools.cli.measure import BENCH_START_S
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ficco.machine import Machine
+    from ficco.simulate.timeline import Timeline
 
 
-def options(parser: Any) -> None:
+# Simulate.
+
+
+def add_simulate(parser: Any) -> None:
+    parser.add_argument(
+        "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
+    )
+    problems = parser.add_argument_group("what")
+    text = "shapes that ship with ficco (default: measured)"
+    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
+    problems.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
+    add_sizes(parser)
+    where = parser.add_argument_group("where")
+    where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
+    add_world(where)
+    where.add_argument(
+        "--mode",
+        choices=MODES,
+        help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
+        "idle, since the caller itself carries out the call)",
+    )
+    result = parser.add_argument_group("output")
+    result.add_argument("--json", **FLAG, help="print the rows as JSON")
+    result.add_argument("--csv", **FILE, help="write the rows")
+    result.add_argument("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
+    result.add_argument("--trace", **FILE, help="with one shape: write its trace for Perfetto")
+    text = "with one shape: write its timelines, for ficco plot"
+    result.add_argument("--timelines", **FILE, help=text)
+
+
+def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
+    """Write what ``--draw`` and ``--trace`` ask for."""
+    from ficco.tools.bench.draw import draw, trace
+
+    if arguments.draw:
+        ranks = [0] if len(timelines) > 1 else None  # all ranks of one call
+        print(f"wrote {draw(timelines, arguments.draw, ranks=ranks)}", file=sys.stderr)
+    if arguments.trace:
+        print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    import pandas as pd
+
+    from ficco.schedules import NAMED, Schedule
+    from ficco.tools.bench import simulated
+    from ficco.tools.bench.frames import append, records
+
+    picture(arguments.draw)
+    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    mode = arguments.mode or ("idle" if where.mode == "idle" else "queued")
+    if "auto" in arguments.schedules:
+        raise ValueError(
+            f"schedules: required one of {', '.join(NAMED)}, got 'auto', which stands for one of "
+            "them; `ficco explain` says for which"
+        )
+    schedules = [Schedule.parse(name) for name in arguments.schedules] or None
+    requests = list(_asked(arguments, where.world * arguments.hosts))
+    drawn = arguments.draw or arguments.trace or arguments.timelines
+    if drawn and len(requests) > 1:
+        raise ValueError(
+            f"--draw, --trace, --timelines: required one shape, got {len(requests)}; "
+            "give it with --m, --n and --k"
+        )
+    machine, problems = where.simulated, [one for one, _ in requests]
+    rows = pd.concat(
+        [
+            simulated.simulate_problem(one, shape, machine, mode, schedules)
+            for one, shape in requests
+        ],
+        ignore_index=True,
+    )
+    if arguments.json:
+        print(json.dumps(records(rows)))
+    else:
+        print(", ".join(dict.fromkeys(map(_what, problems))))
+        names = ASKABLE[problems[0].operator].required
+        heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
+        values = sizes(arguments)
+        _print_rows(rows, f"{heads}; candidate", ", ".join(str(values.get(name)) for name in names))
+    if arguments.csv:
+        arguments.csv.unlink(missing_ok=True)
+        print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
+    if drawn:
+        _timelines(arguments, requests[0][0], machine, mode)
+    return 0
+
+
+def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Problems, and what rows say of them."""
+    from ficco.tools.bench.simulated import shape_of
+
+    values, operator = sizes(arguments), arguments.operator
+    if sum([bool(values), arguments.set is not None, arguments.shapes is not None]) > 1:
+        raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
+    if values or operator not in (None, *OPERATORS):
+        hosts = arguments.hosts
+        one: Any = problem_of(operator or GATHERS, world, arguments.dtype, values, hosts=hosts)
+        if one.operator in OPERATORS:
+            case = Case("x".join(map(str, (one.m, one.n, one.k))), one.m, one.n, one.k)
+            yield one, shape_of(case, one)
+        else:
+            yield one, {"case": str(one), "dtype": arguments.dtype}
+        return
+    for case in shapes(arguments, [arguments.set or "measured"]):
+        case = case.on(operator or case.operator)
+        problem = replace(case.problem(world), hosts=arguments.hosts)
+        yield problem, shape_of(case, problem)
+
+
+def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mode: str) -> None:
+    from ficco.heuristics.families import family_of
+    from ficco.schedules import Schedule
+    from ficco.simulate import simulate
+    from ficco.simulate.timeline import dumps
+
+    family = family_of(problem)
+    schedules = [Schedule.parse(name) for name in arguments.schedules]
+    timelines = [
+        simulate(family.plans(problem, schedule), machine, mode, f"{schedule}: simulated")
+        for schedule in schedules or family.schedules(problem, machine)
+    ]
+    write(timelines, arguments)
+    if arguments.timelines:
+        arguments.timelines.parent.mkdir(parents=True, exist_ok=True)
+        arguments.timelines.write_text(dumps(timelines))
+        print(f"wrote {arguments.timelines}", file=sys.stderr)
+
+
+def _what(problem: Any) -> str:
+    """Heading of a table: the operator, or the problem with its sizes."""
+    return problem.operator if problem.operator in OPERATORS else str(problem)
+
+
+def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
+    """Print the rows as a table. ``heading``: of the first column, sizes first. ``sizes``: sizes of
+    an operator other than products."""
+    import pandas as pd
+
+    from ficco.tools.bench.frames import cells, show
+    from ficco.tools.bench.simulated import BOUNDS
+
+    bound = rows["candidate"].isin(BOUNDS)
+    text = pd.DataFrame(
+        {
+            heading: rows["candidate"],
+            "time": (rows["ms"] * 1e-3).map(seconds_text),
+            "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
+            "of ideal": cells(rows["share"].where(~bound)),
+        }
+    )
+    tables: list[pd.DataFrame] = []
+    starts, ends = [], []
+    for case, mine in rows.groupby("case", sort=False):
+        sizes_text = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
+        title = sizes_text if case == sizes_text.replace(", ", "x") else f"{case}: {sizes_text}"
+        title = title if mine["m"].iloc[0] else sizes
+        starts.append(sum(map(len, tables)))
+        tables += [pd.DataFrame([[title, "", "", ""]], columns=list(text)), text.loc[mine.index]]
+        ends.append(sum(map(len, tables)) - 1)
+    machine, world, hosts, mode = rows.iloc[0][["machine", "world", "hosts", "mode"]]
+    over = f" on {hosts} hosts" if hosts > 1 else ""
+    title = f"simulated on {machine}, {world} ranks{over}, {mode}"
+    show(title, pd.concat(tables), bold=starts, sections=ends)
+
+
+# Plan.
+
+
+def add_plan(parser: Any) -> None:
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
     add_sizes(parser)
     add_ranks_of_rows(parser)
@@ -43,7 +236,7 @@ def options(parser: Any) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
     from ficco.heuristics.decide import too_large
     from ficco.heuristics.families import family_of
@@ -52,19 +245,19 @@ def run(arguments: argparse.Namespace) -> int:
     from ficco.simulate import simulate
     from ficco.tools.promela import promela
 
-    asked = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
-    asked_of = problem(arguments, asked.world)
-    if not 0 <= arguments.rank < asked_of.world:
-        raise ValueError(f"--rank: required 0 to {asked_of.world - 1}, got {arguments.rank}")
+    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    wanted = problem(arguments, where.world)
+    if not 0 <= arguments.rank < wanted.world:
+        raise ValueError(f"--rank: required 0 to {wanted.world - 1}, got {arguments.rank}")
     picture(arguments.draw)
-    drawn = asked.simulated if arguments.draw or arguments.trace else None
-    family = family_of(asked_of)
-    decision = decide(asked_of, arguments.schedule, machine=asked.machine, mode=asked.mode)
-    made = family.plans(asked_of, decision.schedule, staging_bytes=arguments.workspace_bytes)
-    check(made)
-    one = made[arguments.rank]
+    drawn = where.simulated if arguments.draw or arguments.trace else None
+    family = family_of(wanted)
+    decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
+    plans = family.plans(wanted, decision.schedule, staging_bytes=arguments.workspace_bytes)
+    check(plans)
+    one = plans[arguments.rank]
     if arguments.promela is not None:
-        model = promela(made)
+        model = promela(plans)
         if str(arguments.promela) == "-":
             print(model, end="")
             return 0
@@ -75,11 +268,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(render(one))
         print(_plan_text(one, decision))
-        if why := too_large(asked_of, one.rank, one.extra_bytes, asked.machine):
+        if why := too_large(wanted, one.rank, one.extra_bytes, where.machine):
             print(why)
     if drawn is not None:
-        mode = "idle" if asked.mode == "idle" else "queued"
-        write([simulate(made, drawn, mode)], arguments)
+        mode = "idle" if where.mode == "idle" else "queued"
+        write([simulate(plans, drawn, mode)], arguments)
     return 0
 
 
@@ -128,3 +321,260 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
     return list(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+# Explain.
+
+
+#: Seconds of ``--measure`` for timing; the start of ranks and the proofs take more.
+MEASURE_S = 20.0
+
+
+def add_explain(parser: Any) -> None:
+    add_sizes(parser)
+    add_ranks_of_rows(parser)
+    parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
+    parser.add_argument("--machine", help="a name or a file (default: this host's)")
+    parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
+    text = "instead: schedules of problems that a program logged with options(log_problems=FILE)"
+    parser.add_argument("--from-log", **FILE, help=text)
+    parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
+    parser.add_argument(
+        "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
+    )
+    parser.add_argument("--json", **FLAG, help="print everything as JSON")
+    parser.add_argument("--draw", **FILE, help="draw the candidates (png, svg)")
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    from ficco.heuristics import decide
+
+    if arguments.from_log:
+        return _from_log(arguments)
+    _refuse(arguments)
+    where = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
+    wanted = problem(arguments, where.world)
+    if arguments.measure and wanted.operator not in OPERATORS:
+        raise ValueError(
+            f"--measure: required an operator of products, got {wanted.operator}; "
+            "`ficco bench --attention` and `ficco bench --experts` time the others"
+        )
+    decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
+    measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
+    if arguments.json:
+        print(json.dumps(as_json(decision, measured), indent=2))
+    else:
+        _print_decision(decision, measured)
+    if arguments.draw:
+        from ficco.tools.bench.simulated import draw
+
+        print(f"wrote {draw(decision, measured, arguments.draw)}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _from_log(arguments: argparse.Namespace) -> int:
+    """A line for each problem of a log, or as JSON."""
+    from ficco.heuristics import decide
+    from ficco.ops import problem_log
+
+    for name in (*sizes(arguments), "rows", "measure", "draw"):
+        if getattr(arguments, name) not in (None, False):
+            raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
+    problems = problem_log.read(arguments.from_log, arguments.world)
+    if not problems:
+        raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
+    decisions = []
+    for one in problems:
+        where = site(arguments.machine, one.local_world, captured=arguments.captured)
+        mode = where.mode
+        decisions.append(decide(one, arguments.schedule, machine=where.machine, mode=mode))
+    if arguments.json:
+        print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
+        return 0
+    for decision in decisions:
+        print(problem_log.choice(decision))
+    return 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        ValueError: an option needs another option.
+    """
+    if arguments.rows and arguments.measure:
+        raise ValueError("--measure: required without --rows; it times equal rows only")
+    if (seconds := arguments.seconds) is not None:
+        if not arguments.measure:
+            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
+        launch.check_seconds(seconds)
+    picture(arguments.draw)
+
+
+def _measure(
+    arguments: argparse.Namespace, decision: Any
+) -> tuple[dict[str, dict[str, float]], bool]:
+    """Seconds of every candidate by mode, measured on the ranks of this host, and whether one was
+    wrong or failed.
+
+    Raises:
+        ValueError: this problem cannot be measured here.
+    """
+    from ficco.tools.bench import products
+    from ficco.tools.bench.candidates import parse
+    from ficco.tools.bench.harness import bench
+    from ficco.tools.bench.measure import modes_of
+
+    require_extra()
+    problem, device = decision.problem, launch.default_device()
+    sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
+    case = Case("explained", *sizes, operator=problem.operator)
+    names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
+    with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
+        settings = BenchSettings(
+            subject=products.SUBJECT,
+            cases=(case,),
+            schedules=tuple(map(parse, names)),
+            modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
+            device=device,
+            rounds=200,
+            seconds=arguments.seconds or MEASURE_S,
+            csv=Path(folder) / "explained.csv",
+            quiet=True,
+        )
+        limit = settings.seconds + BENCH_START_S
+        rows = launch.launch(bench, problem.world, settings, device=device, timeout_s=limit)
+    measured: dict[str, dict[str, float]] = {}
+    left_out: dict[str, bool] = {}  # once, not in every mode
+    for row in () if rows is None else rows.itertuples():
+        if row.status == "ok":
+            measured.setdefault(row.candidate, {})[row.mode] = row.ms * 1e-3
+        elif not row.candidate:  # the problem itself
+            raise ValueError(f"--measure: {row.note}")
+        else:
+            said = f"{row.status}: {row.candidate}: {row.note}"
+            left_out[said] = row.status in ("wrong", "failed")
+    for said in left_out:
+        print(said, file=sys.stderr)
+    return measured, any(left_out.values())
+
+
+def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """A decision as data for other programs; all times are seconds."""
+    return {
+        "problem": str(decision.problem),
+        "schedule": str(decision.schedule),
+        "source": decision.source,
+        "reason": decision.reason,
+        "machine": decision.machine and decision.machine.name,
+        "mode": decision.mode,
+        "candidates": [
+            {
+                "schedule": one.schedule,
+                "predicted": {"queued": one.queued, "idle": one.idle},
+                "measured": measured.get(one.schedule, {}),
+                "share_of_ideal": one.share,
+                "gemm_decomposition": one.losses and one.losses.gemm,
+                "copy_decomposition": one.losses and one.losses.copies,
+                "contention": one.losses and one.losses.contention,
+                "extra_bytes": one.extra_bytes,
+            }
+            for one in decision.candidates
+        ],
+    }
+
+
+def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> None:
+    import shutil
+
+    from ficco.heuristics.decide import too_large
+
+    print(decision.problem)
+    print(f"{decision.schedule}\n  {decision.why}")
+    for one in decision.candidates:
+        if one.schedule == str(decision.schedule):
+            if why := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
+                print(f"  {why}")
+    if decision.candidates:
+        on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+        print(decision.table(measured, shutil.get_terminal_size().columns if on_terminal else None))
+    else:  # measured only
+        for mode, seconds in measured.get(str(decision.schedule), {}).items():
+            print(f"measured {mode}: {seconds_text(seconds)}")
+
+
+# Plot.
+
+
+def add_plot(parser: Any) -> None:
+    parser.add_argument(
+        "files",
+        nargs="+",
+        type=Path,
+        help="of ficco simulate --timelines and ficco bench --timelines",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("timelines.png"),
+        help="png or svg (default: timelines.png)",
+    )
+    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
+    parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
+    parser.add_argument("--ranks", default="0", help="ranks to show: 0, 0,3 or all (default: 0)")
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    from ficco.tools.bench.draw import draw, trace
+
+    picture(arguments.out, "--out")
+    chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
+    if not chosen:
+        raise ValueError(f"--only: required part of a title, got {arguments.only!r}")
+    timelines, columns = _arrange(chosen)
+    ranks = _ranks(arguments.ranks, timelines)
+    print(f"wrote {draw(timelines, arguments.out, columns=columns, ranks=ranks)}", file=sys.stderr)
+    if arguments.trace:
+        print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
+    return 0
+
+
+def _read(path: Path, only: str | None) -> list[Timeline]:
+    from ficco.simulate.timeline import loads
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), "file", f"cannot be read: {error}") from None
+    try:
+        timelines = loads(text, str(path))
+    except ConfigError as error:
+        raise ConfigError(
+            str(path),
+            error.key,
+            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`; the CSV "
+            f"of a bench is drawn by `ficco bench --plot` ({error.expected})",
+        ) from None
+    return [one for one in timelines if only is None or only in one.title]
+
+
+def _arrange(timelines: list[Timeline]) -> tuple[list[Timeline], int]:
+    """Timelines row by row, and the number of columns; timelines of a schedule share a row."""
+    from ficco.simulate.timeline import Timeline
+
+    rows: dict[str, list[Timeline]] = {}
+    for one in timelines:
+        rows.setdefault(one.title.rpartition(": ")[0] or one.title, []).append(one)
+    columns = max(map(len, rows.values()))
+    padded = [[*row, *[Timeline("", ())] * (columns - len(row))] for row in rows.values()]
+    return [one for row in padded for one in row], columns
+
+
+def _ranks(text: str, timelines: list[Timeline]) -> list[int] | None:
+    if text == "all":
+        return None
+    ranks = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+    least = min(len(one.ranks) for one in timelines if one.ranks)
+    if any(not 0 <= rank < least for rank in ranks):
+        raise ValueError(f"--ranks: required all, or ranks from 0 to {least - 1}, got {text!r}")
+    return ranks

@@ -1,7 +1,6 @@
-"""``ficco doctor --selftest``: proves or refutes, on real ranks, what the engine here assumes.
+"""``ficco doctor --selftest``: test the assumptions of this host's engine on real ranks.
 
-Each check has a process group of its own, so that what one leaves behind does not reach the next.
-Ranks note what they begin and how it ends in files. Where one dies, stands still or meets an error
-after which it cannot be trusted, what it noted tells which check did it, and the checks that are
-left run on new ranks.
+Each check has a new process group, so that leftovers do not reach the next check. Ranks write the
+start and the outcome of each check to a journal. If a rank dies, hangs or raises an unexpected
+error, the journal names the check, and the remaining checks run on new ranks.
 """

@@ -1,12 +1,15 @@
-"""The checks of what engines assume, each by calls whose results are known."""
+"""The checks of the self-test: assumptions of engines, tested by calls with known results."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -15,23 +18,165 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
+from ficco.heuristics.decide import where
 from ficco.problems.products import OPERATORS, Problem
+from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
-from ficco.tools.bench.calls import call
-from ficco.tools.bench.calls import variable as environment
-from ficco.tools.bench.candidates import of_problem, parse
+from ficco.tools.bench.candidates import call, of_problem, parse
+from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.inputs import Operands, exact_calls
-from ficco.tools.selftest.rank import NotOffered, Passed, Rank
-from ficco.tools.selftest.speed import all_at_once, gb_per_s
+from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
+from ficco.tools.tune.communication import slowdowns
+from ficco.tools.tune.effort import GPU
 
-# Calls with integers whose results are known exactly, and what was wrong with them.
+# A rank, and the end of a check.
 
-#: Wrong calls that are named; the others are counted.
+
+@dataclass(frozen=True)
+class SelftestSettings:
+    """Extent of the self-test.
+
+    Attributes:
+        iterations: calls with small pieces per schedule in the check of copy and signal order; an
+            eighth as many with large pieces.
+        repeat: calls per schedule in the other checks.
+        small, large: rows per rank, k and n of calls.
+        dtype: of the operands.
+        pair_bytes: bytes that a rank receives from a peer in measurements of bandwidth.
+        rounds: times that each bandwidth is measured; the best counts.
+        timeout_s: seconds that a call may wait for a peer.
+        limit_s: seconds after which a check has hung.
+    """
+
+    iterations: int = 100
+    repeat: int = 3
+    small: tuple[int, int, int] = (24, 40, 16)
+    large: tuple[int, int, int] = (512, 512, 32)
+    dtype: str = "float32"
+    pair_bytes: int = 8 << 20
+    rounds: int = 3
+    timeout_s: float = 3.0
+    limit_s: float = 30.0
+
+    @classmethod
+    def of(cls, device: str) -> SelftestSettings:
+        """Settings for ``"cpu"`` or ``"cuda"``."""
+        if device == "cpu":
+            return cls()
+        return cls(
+            iterations=400,
+            repeat=5,
+            small=(48, 64, 40),
+            large=(4096, 4096, 256),
+            dtype="bfloat16",
+            pair_bytes=64 << 20,
+            timeout_s=5.0,
+            limit_s=45.0,
+        )
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Outcome of a check that passed: one line, and details for the report."""
+
+    seen: str
+    details: str = ""
+
+
+class CheckFailed(Exception):
+    """A check has failed on ranks that are still in step."""
+
+
+class NotOffered(Exception):
+    """This machine lacks the feature of a check, or has it only in part; ``details`` are for the
+    report."""
+
+    def __init__(self, why: str, details: str = "") -> None:
+        super().__init__(why)
+        self.details = details
+
+
+class PeerLeft(Exception):
+    """A peer is no longer in this check."""
+
+
+@dataclass
+class Rank:
+    """One rank of the self-test.
+
+    Attributes:
+        talk: a group for the ranks' outcomes, independent of devices.
+        iteration: number of the next inputs.
+        pairs: GB/s of each pair of ranks, once they are measured.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+    settings: SelftestSettings
+    talk: ProcessGroup
+    iteration: int = 0
+    pairs: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, on every rank; :class:`PeerLeft` if one has left the check."""
+        everyone = self._exchange((False, value))
+        if gone := [rank for rank, (left, _) in enumerate(everyone) if left]:
+            raise PeerLeft(f"ranks {gone} left the check")
+        return [value for _, value in everyone]
+
+    def _exchange(self, mine: tuple[bool, Any]) -> list[tuple[bool, Any]]:
+        everyone: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(everyone, mine, group=self.talk)
+        except RuntimeError as error:
+            raise PeerLeft(f"a peer's process is gone: {error}") from error
+        return everyone
+
+    def idle(self) -> None:
+        """Wait until this rank's device is idle."""
+        if self.device.type == "cuda":
+            gpu.synchronize()
+
+    def settle(self) -> None:
+        """Wait until every rank is here, with an idle device."""
+        self.idle()
+        self.gather(None)
+
+    def leave(self, group: ProcessGroup) -> None:
+        """Take a group down, once every rank has left the check and nothing uses its memory."""
+        self._left()
+        ficco.close(group)
+        self._left()
+        dist.destroy_process_group(group)
+
+    def _left(self) -> None:
+        """Wait until every rank has left the check. Ranks that are still in it learn that it has
+        ended."""
+        self.idle()
+        while not all(left for left, _ in self._exchange((True, None))):
+            pass
+
+    def conclude(self, problems: Iterable[str]) -> None:
+        """Raise the problems of all ranks, on every rank."""
+        everyone = self.gather(list(problems))
+        lines = [f"rank {rank}: {line}" for rank, own in enumerate(everyone) for line in own]
+        if lines:
+            raise CheckFailed("\n".join(lines))
+
+    def engine(self, group: ProcessGroup) -> Engine:
+        return workspace_of(group, self.device).engine
+
+
+# Calls with integers, whose results are known exactly.
+
+#: Wrong calls that are listed; further ones are counted.
 NAMED_CALLS = 4
 
 #: Rows per rank, k and n.
@@ -45,7 +190,7 @@ def operands_of(at: Rank, problem: Problem) -> Operands:
 
 
 def sized(at: Rank, shape: Shape, operator: str = GATHER, dtype: str = "") -> Operands:
-    """Operands with so many rows per rank, or per pair of ranks."""
+    """Operands with the rows of ``shape`` per rank, or per pair of ranks."""
     rows, k, n = shape
     dtype = dtype or at.settings.dtype
     case = Case("", rows * at.world, n, k, dtype, operator=operator)
@@ -53,7 +198,7 @@ def sized(at: Rank, shape: Shape, operator: str = GATHER, dtype: str = "") -> Op
 
 
 def uneven_operands(at: Rank, operator: str) -> Operands:
-    """Operands of which some ranks, or pairs of ranks, have no rows."""
+    """Operands with different rows of ranks or pairs of ranks, and no rows for some."""
     rows, k, n = odd(at.settings.small)
     ranks = range(at.world)
     table = [[rows * ((i + 2 * j) % 3) for j in ranks] for i in ranks]
@@ -66,7 +211,7 @@ def uneven_operands(at: Rank, operator: str) -> Operands:
 
 
 def odd(shape: Shape) -> Shape:
-    """Sizes that nothing divides."""
+    """Odd sizes."""
     rows, k, n = shape
     return rows - 7, k - 3, n - 1
 
@@ -74,8 +219,8 @@ def odd(shape: Shape) -> Shape:
 def exact(
     at: Rank, group: ProcessGroup, schedules: Iterable[str], where: Operands | Shape, count: int
 ) -> list[str]:
-    """Calls of schedules with changing integers, and what was wrong with them; on operands, or on
-    those of an all-gather of so many rows per rank."""
+    """Problems of calls of schedules with changing integers, on operands, or on the operands of an
+    all-gather of a shape."""
     operands = where if isinstance(where, Operands) else sized(at, where)
     make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
     return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
@@ -88,26 +233,26 @@ def compared(
     operands: Operands,
     count: int,
 ) -> list[str]:
-    """Calls that read these operands, enqueued without a wait, and what was wrong with them."""
+    """Problems of calls that read the operands and are enqueued without a wait."""
     compare = partial(wrong_rows, operands=operands)
-    made = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
-    at.iteration += len(made)
+    outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
+    at.iteration += len(outcomes)
     ficco.synchronize(group)
-    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(made, 1)]
+    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(outcomes, 1)]
     lines = [
-        f"{name}, call {number} of {len(made)}: {sum(many)} wrong elements"
+        f"{name}, call {number} of {len(outcomes)}: {sum(many)} wrong elements"
         + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
         for name, number, many in wrong
         if any(many)
     ]
     if len(lines) > NAMED_CALLS:
-        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(made)} calls"]
+        lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(outcomes)} calls"]
     return lines
 
 
 def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """Wrong elements in the rows that each rank gave or has summed, on the device; one number where
-    every row is of all ranks, or of this one."""
+    """Number of wrong elements in the rows of each source rank, on the device; one number if each
+    row depends on all ranks, or on this rank only."""
     problem, rank = operands.problem, operands.rank
     wrong = (result != operands.reference()).sum(1)
     kind = problem.kind
@@ -126,18 +271,18 @@ def proven(
     schedules: Sequence[str],
     *cases: tuple[Operands | Shape, int],
 ) -> int:
-    """So many calls of each schedule in each case, all right on all ranks; their number."""
+    """Make the calls of each schedule in each case; return their number, or raise on all ranks."""
     at.conclude(
         line for where, count in cases for line in exact(at, group, schedules, where, count)
     )
     return len(schedules) * sum(count for _, count in cases)
 
 
-def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], what: str) -> Passed:
-    """Small and large calls of some schedules."""
+def in_turn(at: Rank, group: ProcessGroup, schedules: Sequence[str], detail: str) -> Passed:
+    """Make small and large calls of schedules."""
     small, large, repeat = at.settings.small, at.settings.large, at.settings.repeat
     calls = proven(at, group, schedules, (small, repeat), (odd(small), repeat), (large, 1))
-    return Passed(f"{calls} calls exact{what}")
+    return Passed(f"{calls} calls exact{detail}")
 
 
 # The checks.
@@ -187,7 +332,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
     plain = torch.empty(rows, k, device=at.device)
     shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
     problems = []
-    for where, shard in (("its own memory", plain), ("symmetric memory", shared)):
+    for place, shard in (("its own memory", plain), ("symmetric memory", shared)):
         for schedule in MOVED:
             for turn in (1, 2):
                 shard.copy_(pattern(at.rank, turn))
@@ -198,7 +343,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
                 for rank, part in enumerate(gathered.view(at.world, rows, k)):
                     if wrong := int((part != pattern(rank, turn)).sum()):
                         problems.append(
-                            f"{schedule} from {where}: {wrong} of {rows * k} elements that rank "
+                            f"{schedule} from {place}: {wrong} of {rows * k} elements that rank "
                             f"{rank} wrote arrived wrong"
                         )
     at.conclude(problems)
@@ -245,7 +390,7 @@ def columns(at: Rank, group: ProcessGroup) -> Passed:
     capabilities = at.engine(group).capabilities()
     by = re.search(r"columns by .*?(?=, ends told|; |$)", capabilities.copy)
     seen = f"{passed.seen}, {by[0]}" if by else passed.seen
-    if at.world > 1 and capabilities.engine != "cpu":  # whose threads share the cores
+    if at.world > 1 and capabilities.engine != "cpu":  # on CPUs, threads share the cores
         of_rows = all_at_once(at)
         of_columns = of_rows.replace("-1d", "-2d")
         rows, cols = (gb_per_s(at, group, name, at.world - 1) for name in (of_rows, of_columns))
@@ -268,8 +413,8 @@ TILES = "tiled tiled:pull tiled:pieces=3,order=piece tiled:pieces=2,tail=2".spli
 
 
 def tiles(at: Rank, group: ProcessGroup) -> Passed:
-    """Rows that wait, and rows that are announced; in a dtype and sizes that every kernel takes,
-    with numbers of rows that nothing divides."""
+    """Test tiles that wait, and tiles that announce rows; in a dtype and sizes of every kernel,
+    with odd numbers of rows."""
     settings = at.settings
 
     def operands(shape: Shape, operator: str) -> Operands:
@@ -387,24 +532,24 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"SignalTimeout after {limits}; other groups are well")
 
 
-#: What says how the end of a pulled copy is told, and how columns travel.
+#: Choices of an engine for the end of a pulled copy, and for copies of columns.
 OF_PULLED, OF_COLUMNS = "events", "columns"
 
 
-def way(at: Rank, group: ProcessGroup, variable: str, what: str, value: str) -> Passed:
-    """One of the ways that an engine can be told to go, timed by what it is about."""
-    schedule, pull = all_at_once(at), what == OF_PULLED
-    schedule = schedule.replace("-1d", "-2d" if what == OF_COLUMNS else "-1d") + ",pull" * pull
+def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -> Passed:
+    """Test and time one value of an engine's choice."""
+    schedule, pull = all_at_once(at), choice == OF_PULLED
+    schedule = schedule.replace("-1d", "-2d" if choice == OF_COLUMNS else "-1d") + ",pull" * pull
     count = max(2, at.settings.iterations // 8)
-    # A pulled copy whose end is told late delays only the products of its own call.
+    # A late signal of a pulled copy delays only products of the same call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        with environment(variable, f"{what}={value}"):
+        with environment(variable, f"{choice}={value}"):
             calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
         raise
-    except RuntimeError as error:  # of the engine, or of PyTorch's memory
+    except RuntimeError as error:  # raised by the engine, or by PyTorch's memory
         raise NotOffered(f"{type(error).__name__}: {error}") from error
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
@@ -428,3 +573,150 @@ def sharing(at: Rank, group: ProcessGroup, kind: str) -> Passed:
             raise NotOffered(f"rank {rank}: {refused[0]}")
     at.conclude(seen.wrong)
     return Passed("every rank read what its peers wrote in theirs, and what one wrote in its own")
+
+
+# Speed of copies, exclusively and during products, as the tuner times them.
+
+
+#: Largest slowdown of products and copies during each other for copies that seem to leave the
+#: compute units free. With DMA engines the FiCCO paper saw 1.11 and 1.12 in the mean on MI300X;
+#: ``ficco tune`` saw 1.05 and 1.02 on 2 H200.
+SLOWER = 1.3
+#: Least share of the expected rate. Pairs of 4 H200 lay within 4 % of their median
+#: (docs/results/selftest-h200-4.md); 7 lanes that share 4 queues would reach 0.57.
+SLOW = 0.7
+#: Seconds for the times of products and copies during each other.
+OVERLAP_S = 5.0
+
+
+def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n: int = 0) -> float:
+    """GB/s that each rank of a group receives in a call, by the slowest rank. Collective over all
+    ranks; ranks outside of the group wait.
+
+    Products have ``n`` columns.
+    """
+    at.settle()
+    rows, k, seconds = 1024, at.settings.pair_bytes // 2048, 0.0
+    if group is not None:
+        parts = MeasuredCalls(group, at.device, torch.bfloat16)
+        a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
+
+        def call() -> None:
+            ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+            if not watch.on_gpu:  # where the host's clock runs until the call is over
+                ficco.synchronize(group)
+
+        rounds = at.settings.rounds
+        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+            series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
+        seconds = min(series[schedule])
+    return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
+
+
+def overlap(at: Rank, group: ProcessGroup) -> Passed:
+    """Test whether copies seem to leave the compute units to products that fill the device."""
+    if at.device.type == "cpu":
+        raise NotOffered("there are no DMA engines: on a CPU the cores do all work")
+    if at.world == 1:
+        raise NotOffered("one rank has no peer to copy to")
+    parts = MeasuredCalls(group, at.device, torch.bfloat16)
+    products = {"product": parts.matmul(*GPU.products[0][:3])}
+    copies = {"copies": parts.copies(all_at_once(at), at.settings.pair_bytes)}
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+
+        def time(calls: dict[str, Callable[[], Any]], share: float, most: int = 40) -> Any:
+            return watch.time(calls, seconds=OVERLAP_S * share, most=most)
+
+        slowed = slowdowns(time, products, copies, at.device)
+    return looks(slowed["product", "copies"], slowed["copies", "product"])
+
+
+def looks(products: float, copies: float) -> Passed:
+    """Outcome from the slowdowns of products and of copies during each other."""
+    seen = (
+        f"during each other products take {products:.2f} and copies {copies:.2f} times as long as "
+        "without; only a profile proves it"
+    )
+    if max(products, copies) > SLOWER:
+        raise NotOffered(f"looks like copies by compute units: {seen}")
+    return Passed(f"looks like copies by DMA engines: {seen}")
+
+
+def all_at_once(at: Rank) -> str:
+    """A schedule with a copy lane for every peer."""
+    return f"hetero-fused-1d:pieces=4,copy={max(1, at.world - 1)}"
+
+
+def pairs(at: Rank) -> dict[tuple[int, int], float]:
+    """GB/s that each rank of a pair receives. Collective; measured once, if ranks live on."""
+    if all(at.gather(bool(at.pairs))):
+        return at.pairs
+    rates = {}
+    for pair in combinations(range(at.world), 2):
+        both = dist.new_group(list(pair))
+        mine = both if at.rank in pair else None
+        rates[pair] = gb_per_s(at, mine, "shard-overlap", 1)
+        at.settle()
+        if mine is not None:
+            ficco.close(mine)
+        at.gather(None)
+        if mine is not None:
+            dist.destroy_process_group(mine)
+    at.pairs = rates
+    return rates
+
+
+def bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    return alike(pairs(at), shared=at.device.type == "cpu")
+
+
+def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
+    """Outcome from the rates of pairs; a slow pair counts only if pairs do not share cores."""
+    middle = statistics.median(rates.values())
+    slow = [pair for pair, rate in rates.items() if rate < SLOW * middle]
+    seen = f"{middle:.1f} GB/s received per rank, both ways at once"
+    if len(rates) > 1:
+        least, most = min(rates.values()), max(rates.values())
+        seen += f" (median of {len(rates)} pairs, {least:.1f} to {most:.1f})"
+    if slow:
+        one, two = min(slow, key=rates.__getitem__)
+        seen += f"; {len(slow)} below {SLOW} of that, the slowest between ranks {one} and {two}"
+    lines = (f"ranks {one} and {two}: {rate:.1f} GB/s" for (one, two), rate in rates.items())
+    details = "\n".join(lines)
+    if slow and not shared:
+        raise NotOffered(f"pairs are not alike: {seen}", details)
+    return Passed(seen, details)
+
+
+def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    peers, lanes = at.world - 1, all_at_once(at)
+    rates = {name: gb_per_s(at, group, name, peers) for name in ("shard-overlap", lanes)}
+    best = max(rates, key=rates.__getitem__)
+    details = "\n".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items())
+    seen = f"{rates[best]:.1f} GB/s received per rank from {peers}, by {best}"
+    # One peer has one link, whatever lanes there are.
+    if peers == 1 or at.device.type == "cpu" or not all(at.gather(_meshed(at, group))):
+        return Passed(seen, details)
+    pair = statistics.median(pairs(at).values())
+    share = rates[lanes] / (peers * pair)
+    seen += (
+        f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of {pair:.1f} "
+        "GB/s each"
+    )
+    if share < SLOW:
+        raise NotOffered(f"copy lanes do not fill the links: {seen}", details)
+    return Passed(seen, details)
+
+
+def _meshed(at: Rank, group: ProcessGroup) -> bool:
+    """Whether every pair is assumed to have a separate link: by the machine's description, or
+    without one, if the engine does not know how many copies run at once."""
+    engine = at.engine(group)
+    machine = where(None, at.world, engine.fingerprint()).machine
+    if machine is None or machine.topology is None:
+        return engine.copy_engines() is None
+    return machine.topology.kind == "mesh"

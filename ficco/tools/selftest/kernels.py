@@ -26,7 +26,7 @@ from ficco.hip_kernels.launch import (
     Signals,
 )
 from ficco.tools import probe
-from ficco.tools.selftest.rank import Passed, Rank
+from ficco.tools.selftest.checks import Passed, Rank
 
 HALVES = (torch.bfloat16, torch.float16)
 #: Parts of matrices: rows, columns, the matrix's columns and the first of the part.
@@ -35,10 +35,10 @@ PARTS = ((64, 512, 512, 0), (33, 100, 160, 8), (17, 23, 40, 3))
 IN_PLACE = ((64, 512, 1024, 512), *PARTS[1:])
 #: Places that copies of one launch lead to.
 PLACES = 3
-#: Words of one signal, more than a launch takes, and which of them nobody posts.
+#: Words of one signal, more than a launch takes, and the word that is never posted.
 WORDS, NEVER = 70, 67
-#: Seconds after which a kernel goes on by itself that waits for what nobody posts, and for what
-#: somebody does.
+#: Deadlines in seconds of a kernel that waits for the word that is never posted, and for posted
+#: words.
 DEADLINE_S, PATIENCE_S = 0.2, 2.0
 
 
@@ -66,7 +66,7 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
 
 @dataclass
 class _Trial:
-    """Each method launches kernels of one kind, and says what was wrong."""
+    """Each method launches kernels of one kind, and returns problems."""
 
     at: Rank
     kernels: Any
@@ -74,9 +74,9 @@ class _Trial:
     generator: torch.Generator
 
     def integers(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """So small that their sums are exact."""
-        made = torch.empty(shape, dtype=dtype, device=self.at.device)
-        return made.random_(-3, 4, generator=self.generator)
+        """Integers whose sums are exact."""
+        numbers = torch.empty(shape, dtype=dtype, device=self.at.device)
+        return numbers.random_(-3, 4, generator=self.generator)
 
     def words(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.at.device)
@@ -109,8 +109,8 @@ class _Trial:
             wanted[:, first : first + cols] = _sum(blocks, half)
             self.kernels.reduce(blocks[0], blocks, self.stream)
             if not torch.equal(wide[0], wanted):
-                what = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
-                problems.append(f"the sum of {what} is wrong")
+                shape = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
+                problems.append(f"the sum of {shape} is wrong")
         return problems
 
     def copied(self) -> list[str]:
@@ -135,8 +135,8 @@ class _Trial:
             self.kernels.copies(ends, shape, self.stream, signals=signals)
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
-                what = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
-                problems.append(f"copies of {what}: wrong at {wrong}")
+                part = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
+                problems.append(f"copies of {part}: wrong at {wrong}")
             if signals is not None and (left := words.tolist()) != [0, 7, 9, 0]:
                 problems.append(f"a launch of copies left {left} in words, not 0, 7, 9, 0")
             words.zero_()
@@ -172,8 +172,7 @@ class _Trial:
         return problems
 
     def gated(self) -> list[str]:
-        """Functions of half a row: ReLU of small integers, SiLU of numbers that it keeps, or makes
-        zero."""
+        """Gates of half a row: ReLU of small integers, and SiLU of numbers with exact results."""
         problems = []
         for function, dtype in product(GATES, GATED):
             rows = self.integers(dtype, 2, 9, 128)
@@ -192,8 +191,8 @@ class _Trial:
         order = flat.argsort(stable=True)
         begins = counts.cumsum(0) - counts
         right = torch.equal(counts, flat.bincount(minlength=11))
-        found = (begins[flat] + places.t().flatten())[order]
-        right &= torch.equal(found, torch.arange(1400, device=found.device))
+        positions = (begins[flat] + places.t().flatten())[order]
+        right &= torch.equal(positions, torch.arange(1400, device=positions.device))
         right &= torch.equal(rows, (chosen * 100 + places).where(places < 100, 1100))
         *_, rows, held = self.kernels.route(chosen, 11, 0, self.stream)
         right &= torch.equal(rows, begins[chosen] + places)
@@ -233,8 +232,8 @@ class _Trial:
             return [f"a wait after its own posts missed word {index - 1}"]
         words.zero_()
         at.idle()
-        # What a wait is for is launched first, in case that both streams share a queue. Until the
-        # first wait has reached its deadline the second finds nothing posted.
+        # Posts are launched before the wait for them, since both streams may share a queue. The
+        # wait sees no post until the first wait has reached its deadline.
         began = time.monotonic()
         kernels.wait(unposted, DEADLINE_S, missed + 4, poster)
         kernels.place(data, five, poster)
@@ -244,22 +243,24 @@ class _Trial:
         at.idle()
         took = time.monotonic() - began
         problems = []
-        missing, told = late.tolist()
+        missing, deadline_word = late.tolist()
         if missing:
             problems.append(f"a wait missed word {missing - 1}, which another stream had posted")
         elif float(seen) != 5.0:
             problems.append("after a wait was not seen what came before the post")
         if words[0].tolist() != [value for _, value in posted] or words[1].any():
             problems.append("posts wrote something else than they should")
-        if told != 1 + NEVER:
-            problems.append(f"a wait that reached its deadline wrote {told}, {1 + NEVER} is right")
+        if deadline_word != 1 + NEVER:
+            problems.append(
+                f"a wait that reached its deadline wrote {deadline_word}, {1 + NEVER} is right"
+            )
         if not (missing or 0.9 * DEADLINE_S <= took < PATIENCE_S):
             problems.append(f"a wait with a deadline of {DEADLINE_S} s was over after {took:.2f} s")
         return problems
 
     def scripted(self) -> list[str]:
-        """Sums that carry out scripts before and after, and a script by itself. They wait for
-        nothing but what they have written."""
+        """Sums with scripts before and after, and a script by itself. Scripts wait only for words
+        that they have written."""
         problems = []
         dtypes = sorted({part for part, out in REDUCTIONS if part == out}, key=str)
         for dtype, (rows, cols, pitch, first) in product(dtypes, PARTS):
@@ -274,14 +275,14 @@ class _Trial:
             steps = ScriptStep(each[1], 9, waits=True), ScriptStep(each[2], 5, behind=True)
             self.kernels.script(Script(steps, alone=2), self.stream)
             if not torch.equal(total, _sum(parts, dtype)):
-                what = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
-                problems.append(f"the sum of {what} with scripts is wrong")
+                tile = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
+                problems.append(f"the sum of {tile} with scripts is wrong")
             if words.tolist() != [0, 7, 9, 5, 0]:
                 problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
         return problems
 
     def new_stream(self) -> Any:
-        """A stream of its own, as kernels take it; on a CPU, which has none, the one there is."""
+        """A new stream, as kernels take it; on a CPU the current one."""
         if self.at.device.type == "cpu":
             return self.stream
         with gpu.stream(gpu.Stream(self.at.device)):

@@ -32,8 +32,8 @@ from ficco.schedules import NAMED, refusal
 from ficco.tools import doctor, probe
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
-from ficco.tools.selftest import checks, kernels, speed
-from ficco.tools.selftest.rank import (
+from ficco.tools.selftest import checks, kernels
+from ficco.tools.selftest.checks import (
     CheckFailed,
     NotOffered,
     Passed,
@@ -45,10 +45,10 @@ from ficco.tools.selftest.rank import (
 
 @dataclass(frozen=True)
 class Check:
-    """A thing that is assumed; ``instead`` says what is used where it does not hold.
+    """An assumption; ``instead`` is the fallback if it does not hold.
 
-    An ``exclusive`` check has ranks of its own, since it leaves them in a state that no other
-    should meet; ``limits`` is the time that it may take, in limits of the settings.
+    An ``exclusive`` check has new ranks, since it leaves ranks in an undefined state. ``limits``:
+    time limit as a multiple of the settings' limit.
     """
 
     name: str
@@ -94,7 +94,7 @@ CHECKS = (
             "another schedule=; 'auto' does not know that it fails",
         )
         for name in NAMED
-        if name != "tiled"  # whose sizes are not any
+        if name != "tiled"  # it does not take all sizes
         and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
     ),
     Check(
@@ -118,27 +118,27 @@ CHECKS = (
     Check("graphs", checks.graph, "calls outside of graphs"),
     Check(
         "bandwidth of pairs",
-        speed.bandwidth_of_pairs,
+        checks.bandwidth_of_pairs,
         "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
         "leave a rank of the slow pair out",
         limits=2,
     ),
     Check(
         "bandwidth of all pairs",
-        speed.bandwidth_of_all,
+        checks.bandwidth_of_all,
         "schedules with fewer copy lanes (copy=), in case that lanes run one after the other",
         limits=3,
     ),
     Check(
         "products beside copies",
-        speed.overlap,
+        checks.overlap,
         "copies by compute units, which slow products down",
     ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
-#: What each engine goes by: attributes of the device, kinds of memory, and the ways that it can be
-#: told to go. Those of the other engines are not tried.
+#: Checks of each engine: attributes of the device, kinds of memory, and values of its choices. Only
+#: those of the engine in use are tried.
 WAYS = {
     engine: (
         *(
@@ -151,11 +151,11 @@ WAYS = {
         ),
         *(
             Check(
-                f"{variable(engine)}={what}={value}",
-                partial(checks.way, variable=variable(engine), what=what, value=value),
-                f"leave {what} out of {variable(engine)}, or name another of {', '.join(values)}",
+                f"{variable(engine)}={choice}={value}",
+                partial(checks.way, variable=variable(engine), choice=choice, value=value),
+                f"leave {choice} out of {variable(engine)}, or name another of {', '.join(values)}",
             )
-            for what, values in choices.items()
+            for choice, values in choices.items()
             for value in values
         ),
     )
@@ -165,18 +165,18 @@ WAYS = {
 
 # On ranks.
 
-#: Seconds that ranks may take to start, with everything that a first use of a library takes.
+#: Seconds that ranks may take to start, first use of libraries included.
 START_S = 60.0
-#: What a rank may say of a check, the weightiest last. "left", its peers were gone, and "late", it
-#: waited in vain, follow from what befell another rank.
+#: Outcomes of a check on a rank, the most severe last. "left", the peers were gone, and "late", a
+#: wait timed out, follow from a problem of another rank.
 ORDER = ("ok", "left", "late", "not offered", "failed")
-#: Lines of what a rank printed that go to the report.
+#: Lines of a rank's output in the report.
 LOG_LINES = 60
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came out of a check: ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
+    """Result of a check; ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
 
     check: str
     verdict: str
@@ -187,7 +187,8 @@ class CheckResult:
 
 
 class _RankJournal:
-    """What a rank begins, sees and ends, a JSON object per line; ``log``: where its output goes."""
+    """Journal of a rank: starts, outcomes and ends of checks, a JSON object per line. ``log``: file
+    of its output."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self.path, self.log = (Path(folder) / f"rank{rank}.{kind}" for kind in ("jsonl", "log"))
@@ -221,12 +222,12 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
     at = Rank(rank, world, local_device(device), settings, talk)
     _warm(at)
     at.settle()
-    every = {check.name: check for some in (CHECKS, *WAYS.values()) for check in some}
+    every = {check.name: check for group in (CHECKS, *WAYS.values()) for check in group}
     for check in (every[name] for name in names):
         if rank == 0:
             print(f"selftest: {check.name}", file=screen, flush=True)
         at.iteration = 10_000 * list(every).index(check.name)
-        # In place of the time that launch() set: where a check hangs, the rank ends.
+        # Replaces the limit of launch(): the rank exits if a check hangs.
         faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
         journal.note(check.name, "begin")
         with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
@@ -236,19 +237,18 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
 
 
 def _warm(at: Rank) -> None:
-    """What the first use of libraries takes is no peer's delay."""
+    """Use libraries once, so that their start does not look like a late peer."""
     dtype = getattr(torch, at.settings.dtype)
     for kind in (dtype, torch.float32):
         a = torch.ones(2, 64, 64, dtype=kind, device=at.device)
         torch.bmm(a, a), torch.mm(a[0], a[1]), torch.addmm(a[0], a[0], a[1])
         torch.baddbmm(a, a, a), a.random_(-3, 4), (a != a.clone()).sum()
-    with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # its check will tell
+    with contextlib.suppress(NotImplementedError, BackendError, ImportError):  # see its check
         probe.own_kernels(at.device)
 
 
 def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
-    """Run one check in a group of its own; note what came out. Raises where this rank cannot go
-    on."""
+    """Run one check in a new group, and write its outcome. Raises if this rank cannot go on."""
     began = time.monotonic()
 
     def note(verdict: str, seen: str, details: str = "") -> None:
@@ -264,7 +264,7 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     except (NotOffered, NotImplementedError) as error:
         trace = "".join(traceback.format_exception(error))
         note("not offered", str(error), getattr(error, "details", "") or trace)
-        if error.__cause__ is not None:  # who knows where the peers are
+        if error.__cause__ is not None:  # the state of peers is unknown
             raise
     except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -285,9 +285,9 @@ class Selftest:
 
     Attributes:
         results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
-        logs: what ranks printed, by launch and rank.
-        starts: how often new ranks were started: for the checks, for those that have ranks to
-            themselves, and after one from which ranks could not go on.
+        logs: output of ranks, by launch and rank.
+        starts: number of starts of ranks: for the checks, for each exclusive check, and after a
+            check that broke the ranks.
     """
 
     device: str
@@ -306,8 +306,8 @@ class Selftest:
 def selftest(
     device: str, ranks: int | None = None, settings: SelftestSettings | None = None
 ) -> Selftest:
-    """Run all checks on ranks of this machine, a GPU each, or two on CPUs; goes on after those that
-    fail.
+    """Run all checks on ranks of this machine, a GPU each, or two on CPUs; failed checks do not end
+    the run.
 
     Raises:
         ValueError: that many ranks cannot run here.
@@ -325,7 +325,7 @@ def selftest(
         batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
         new = _launched(run, batch)
         results |= new
-        if not any(check.name in new for check in batch):  # they do not even start
+        if not any(check.name in new for check in batch):  # no check started
             why = f"not run: {new['start of ranks'].seen if new else 'nothing was noted'}"
             results |= {one.name: CheckResult(one.name, "failed", why, one.instead) for one in left}
         left = [check for check in left if check.name not in results]
@@ -337,7 +337,7 @@ def selftest(
 
 
 def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
-    """Run checks on new ranks; the results of those that they began."""
+    """Run checks on new ranks; the results of started checks."""
     settings, error = run.settings, None
     run.starts += 1
     with tempfile.TemporaryDirectory(prefix="ficco-selftest-") as folder:
@@ -369,7 +369,7 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
 def _result(
     check: Check, events: list[dict[str, Any]], error: RankFailed | None, settings: SelftestSettings
 ) -> CheckResult:
-    """The verdict on a check, from what each rank noted of it."""
+    """The result of a check, from the journals of all ranks."""
     outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
     unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
     worst = max(
@@ -397,9 +397,9 @@ def _result(
     )
 
 
-# What people and machines read of a self-test.
+# Output of a self-test.
 
-#: Characters of what was seen in a check that tables show.
+#: Characters of an outcome in tables.
 SHOWN = 300
 
 
@@ -430,8 +430,8 @@ def _summary(run: Selftest) -> str:
 
 
 def about() -> dict[str, Any]:
-    """What ``ficco doctor`` says, in a process of its own: this one leaves the devices to ranks,
-    and a device that hangs must not keep the report from being written."""
+    """The report of ``ficco doctor``, by a separate process: this process uses no device, and a
+    device that hangs must not block the report."""
     command = [sys.executable, "-m", "ficco", "doctor", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
@@ -442,7 +442,7 @@ def about() -> dict[str, Any]:
 
 
 def report(run: Selftest, about: dict[str, Any]) -> str:
-    """All that was found, in Markdown; ``about`` is what :func:`about` found."""
+    """All results in Markdown; ``about``: result of :func:`about`."""
     verdicts = [result.verdict for result in run.results]
     later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None
     after = "" if later is None else f"; {later} checks came after the first that failed"

@@ -1,5 +1,5 @@
-"""What whole calls take: of the host to enqueue them, the thresholds of the rule, and the fastest
-schedules of given problems, each proven right and then timed in pairs."""
+"""Steps that time whole calls: host times, thresholds of the rule, and the fastest schedules of
+problems."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
 from ficco.tools.bench.cases import MEMORY_SHARE, Case
 from ficco.tools.bench.inputs import Operands
+from ficco.tools.bench.measure import Times
 from ficco.tools.bench.products import Verifier
-from ficco.tools.bench.series import Times
 from ficco.tools.tune import fits
 from ficco.tools.tune.site import Site
 
@@ -33,7 +33,7 @@ ENQUEUED = """
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may record the first few.
 WARM_CALLS = 12
-#: Most rounds in which host time is taken, and the share of its seconds in mode "idle".
+#: Most rounds of host times, and the share of the seconds for mode "idle".
 HOST_ROUNDS, HOST_SHARE = 200, 0.6
 
 
@@ -80,10 +80,10 @@ def counts(whole: Plan) -> tuple[int, int, int]:
 
 
 def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
-    """Seconds by which calls end later where a device waits for its host.
+    """Seconds by which calls end later if the device waits for the host.
 
-    This is not the host's own time to enqueue them, which is longer with calls in flight; and it is
-    without what a GPU takes to begin.
+    The host's time to enqueue is longer with calls in flight. The start latency of a GPU is not
+    included.
     """
     idle = site.time("host", calls, mode="idle", share=HOST_SHARE, most=HOST_ROUNDS)
     if not site.watch.on_gpu:
@@ -114,8 +114,8 @@ def thresholds(site: Site) -> Thresholds:
 
 
 def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
-    """Measure all candidates of a problem: its entry, and what was not measured, with the reason.
-    The same on all ranks.
+    """Measure all candidates of a problem: its entry, and the reason for each candidate that was
+    not measured. The same on all ranks.
 
     Raises:
         ValueError: the problem does not fit, or no serial schedule could be timed.
@@ -178,8 +178,8 @@ def with_entry(machine: Machine, new: Tuned) -> Machine:
 def from_cases(
     cases: Iterable[Case], world: int, device: str, operators: Sequence[str] = ()
 ) -> list[Problem]:
-    """The problems of shapes for so many ranks, of their own operator or of all that are given; a
-    CPU takes half precision as float32."""
+    """Problems of shapes for ``world`` ranks, of the shapes' operator or of each in ``operators``;
+    CPUs use float32 for half precision."""
     problems = [
         case.on(name).problem(world) for case in cases for name in operators or (case.operator,)
     ]

@@ -1,5 +1,5 @@
-"""What passes between ranks: copies by engines and by the kernel, how they share links, the
-library's collectives, and how products and communication slow each other down."""
+"""Steps that time communication: copies by engines and by the kernel, links, the library's
+collectives, contention of products and communication, and networks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ficco.plan import together
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
-from ficco.tools.bench.calls import reduce_scatter
-from ficco.tools.bench.series import MeasuredCalls, Times, timed_during
+from ficco.tools.bench.measure import MeasuredCalls, Times, reduce_scatter, timed_during
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import Shape
 from ficco.tools.tune.products import reserve, row_of
@@ -36,9 +35,9 @@ ROWS_OF = {
     "dma": "hetero-unfused-1d:pieces={pieces},order=peer",
     "kernel": "hetero-unfused-1d:pieces={pieces},order=piece,kernel",
 }
-#: Copies by the kernel in front of a product, where the model may take them; of shards of at most
-#: so many bytes, since the times of larger ones vary by more than what is asked. The product has
-#: so many columns. In the rest of the step's seconds rows are timed.
+#: Copies by the kernel before a product: the schedule, most bytes of a shard (times of larger
+#: shards vary by more than the measured difference), columns of the product, and share of the
+#: step's seconds.
 IN_FRONT, IN_FRONT_BYTES, IN_FRONT_COLUMNS, IN_FRONT_SHARE = "serial:kernel", 4 << 20, 1024, 0.4
 #: Messages of a shard between hosts, in rows of two lengths.
 MESSAGES, IN_A_ROW = "hetero-unfused-1d:pieces={count}", (1, 4)
@@ -46,7 +45,7 @@ ONE_BY_ONE, AT_ONCE = "shard-overlap", "shard-overlap:copy={peers}"
 
 
 def copies(site: Site) -> Copies:
-    """As many in flight as the rank's engine says, else as the file says."""
+    """Copies by copy engines; their number is the engine's, else the file's."""
     said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
     known = site.machine.copies
     engines = said or (known.engines if known is not None else max(site.world - 1, 1))
@@ -54,8 +53,8 @@ def copies(site: Site) -> Copies:
 
 
 def kernel_copies(site: Site) -> Copies | None:
-    """Those of the copy kernel, which has no engines to wait for: a queue per peer at most. None
-    where no kernel copies, as on a CPU."""
+    """Copies by the kernel, with at most a queue per peer; None if no kernel copies, as on a
+    CPU."""
     if not copies_by_kernel(site):
         return None
     queues, share = max(site.world - 1, 1), 1.0 - IN_FRONT_SHARE
@@ -112,7 +111,7 @@ def copy_times(
 
 
 def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int]:
-    """Mean bytes of what is enqueued at once in a row of copies, and how often that is."""
+    """Mean bytes of a launch in a row of copies, and the number of launches."""
     rows = (max(size * pieces // 2048, 1),) * world
     row = Schedule.parse(ROWS_OF[mover].format(pieces=pieces))
     whole = plan(Problem("all_gather_matmul", rows, 0, 1024, "bfloat16"), row, 0)
@@ -121,8 +120,8 @@ def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int
 
 
 def in_front(site: Site, copies: Copies) -> float:
-    """Seconds that copies by the kernel add to a product that comes after them, beyond their bytes'
-    time. The product itself takes what a second one adds to a first."""
+    """Seconds that copies by the kernel add to a following product, beyond the time of their bytes.
+    The product's own time is the difference of two products and one."""
     parts, world, n = site.parts(), site.world, IN_FRONT_COLUMNS
     sizes = [size for size in site.effort.sizes if size <= IN_FRONT_BYTES]
     calls: dict[str, Any] = {}
@@ -135,7 +134,7 @@ def in_front(site: Site, copies: Copies) -> float:
     series = site.time("kernel_copies", calls, share=IN_FRONT_SHARE)
 
     def added(size: int) -> float:
-        whole, one, two = (series[f"{size} {what}"] for what in ("in front", 1, 2))
+        whole, one, two = (series[f"{size} {row}"] for row in ("in front", 1, 2))
         return median(whole - (two - one))
 
     return fits.in_front({(world - 1) * size: added(size) for size in sizes}, copies.rate)
@@ -159,7 +158,7 @@ def topology(site: Site) -> Topology:
             f"{rates['all'] / 1e9:.4g} GB/s from all at once"
         )
     else:
-        if before is not None:  # what several copies bring together stays what it was
+        if before is not None:  # keeps the known sharing
             kind, sharing = before.kind, min(before.bandwidth * before.sharing / bandwidth, 1.0)
         note = "two ranks have one peer each: what several copies at once do was not measured"
     return Topology(kind, bandwidth, site.provenance("measured", note), sharing)
@@ -176,7 +175,7 @@ def collective(site: Site, name: str) -> Collective:
     return Collective(curve, site.provenance("measured", f"{name.replace('_', '-')}, {unit}"))
 
 
-#: The call of each collective on so many bytes, and what the bytes are.
+#: The call of each collective on a number of bytes, and the meaning of the bytes.
 EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
     "all_gather": (MeasuredCalls.collective, "bytes per rank"),
     "reduce_scatter": (
@@ -201,8 +200,8 @@ EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
 
 
 def network(site: Site) -> Network | None:
-    """What joins the hosts of the ranks, by rows of messages between ranks that have the same place
-    on their hosts: those of one place, and of all. None where the ranks share a host."""
+    """The network between hosts, from rows of messages between ranks with equal local ranks: of one
+    local rank, and of all at once. None for one host."""
     watch, hosts = site.watch, site.watch.hosts
     if hosts.count == 1:
         return None
@@ -224,19 +223,19 @@ def network(site: Site) -> Network | None:
         # By the clock: ranks wait for what their cores do not do.
         seconds, effort = site.effort.seconds["network"], site.effort
         series = watch.time(calls, seconds=seconds, least=effort.least, most=40, tick=site.tick)
-        found = {}
+        messages = {}
         for who in ("one", "all"):
             times = [
                 fits.CopyTime(size, count * (hosts.count - 1), median(series[f"{who}: {name}"]))
                 for name, (count, size, _) in rows.items()
             ]
-            found[who] = fits.messages(times)
+            messages[who] = fits.messages(times)
         by = workspace_of(rail, watch.device).engine.capabilities().network
     finally:
         ficco.close(rail)
         for group in groups:
             dist.destroy_process_group(group)
-    (latency, bandwidth), (_, shared) = found["one"], found["all"]
+    (latency, bandwidth), (_, shared) = messages["one"], messages["all"]
     note = (
         f"{hosts.count} hosts, {by}; {min(sizes)} to {max(sizes)} bytes; one rank of a host "
         f"{bandwidth / 1e9:.4g} GB/s, each of {each} at once {shared / 1e9:.4g} GB/s"
@@ -246,7 +245,7 @@ def network(site: Site) -> Network | None:
 
 
 def _nothing() -> None:
-    """In place of a call of other ranks."""
+    """Replaces a call of other ranks."""
 
 
 def contention(site: Site) -> Contention:
@@ -294,8 +293,8 @@ def slowdowns(
 def _halved(
     time: Callable[..., dict[str, Times]], products: Mapping[str, Call], moves: Mapping[str, Call]
 ) -> dict[tuple[str, str], float]:
-    """The same where cores are all busy: each of two calls at the same time has half of them, and
-    both take a little more than one after the other."""
+    """Slowdowns if all cores are busy: each of two concurrent calls has half of the cores, and both
+    take slightly more than in turn."""
     pairs = list(product(products, moves))
     both = {f"{a} and {b}": _at_once(products[a], moves[b]) for a, b in pairs}
     series = time({**products, **moves, **both})

@@ -1,11 +1,9 @@
-"""The settings and steps of a tuning run, and what each step measures, as data: for GPUs and CPUs,
-full and quick."""
+"""Settings, steps and efforts of a tuning run, as data: for GPUs and CPUs, full and quick."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +14,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Shape(NamedTuple):
-    """A product of one rank, or a batch of such; ``wide`` ones accumulate into float32. Each of a
-    batch that is ``apart`` has a right operand of its own; ``turned`` ones lie transposed."""
+    """A product of one rank, or a batch of products; ``wide`` ones accumulate into float32. Each of
+    a batch that is ``apart`` has a right operand of its own; ``turned`` ones lie transposed."""
 
     m: int
     n: int
@@ -70,23 +68,23 @@ def attends(
     return tuple(
         Attends(*rows, *one, causal, back)
         for one in heads
-        for causal, back, some in (
+        for causal, back, pairs in (
             (False, False, [(q, k) for q in queries for k in keys]),
             (True, False, squares),
             (False, True, squares[:2]),
             (True, True, squares[:2]),
         )
-        for rows in some
+        for rows in pairs
     )
 
 
 @dataclass(frozen=True)
 class Effort:
-    """What a tuning run measures.
+    """Extent of a tuning run.
 
     Attributes:
         dtype: of all operands.
-        gemms: products, and ``reference`` one that tells how hot the device is.
+        gemms: products. ``reference``: a product that shows the temperature of the device.
         heating: products, with many terms and with many columns, and ``rows`` how many of them
             follow each other until the device is at its power limit; three numbers or more.
         sizes: bytes of a copy.
@@ -99,8 +97,8 @@ class Effort:
         moves: bytes of copies within a rank.
         tiny: rows of a rank, columns of b and of A of calls whose host time counts.
         rule: m, n and k of products for the thresholds of the rule.
-        seconds: time for each step, 0 for one that this device does not need, and ``takes``: how
-            many times as long it takes, with what it prepares and the ``least`` rounds.
+        seconds: time for each step, 0 for one that this device does not need, and ``takes``: factor
+            of these seconds for preparation and the ``least`` rounds.
         shape_seconds: time for each given problem.
         least: rounds of everything that is timed.
         exchanges: bytes that a rank has for another in a collective, whose library changes its
@@ -133,7 +131,7 @@ class Effort:
 def grid(
     ms: tuple[int, ...], ns: tuple[int, ...], ks: tuple[int, ...], most_flops: float, count: int
 ) -> tuple[Shape, ...]:
-    """About so many products: of a grid, of odd sizes between its ends, batches, and wide ones.
+    """About ``count`` products: of a grid, of odd sizes between its ends, batches, and wide ones.
 
     Always the same ones: the numbers are drawn with a fixed seed.
     """
@@ -168,19 +166,17 @@ def by_experts(
     widths: tuple[tuple[int, int], ...],
     most_flops: float,
 ) -> tuple[Shape, ...]:
-    """The products of layers with so many experts, rows for each, and inner and outer columns, that
-    take no more operations: the first, whose result is gated, and the second; and of every other
-    number of rows the two of their gradients, by the same matrices."""
+    """Products of expert layers with at most ``most_flops``, by number of experts, rows of each,
+    and inner and outer columns: the first product, whose result is gated, and the second; for every
+    other number of rows also the two products of their gradients, by the same matrices."""
     sizes = [(n, k) for inner, outer in widths for n, k in ((2 * inner, outer), (outer, inner))]
-    made = partial(Shape, apart=True)
-    every = [made(m, n, k, batch) for batch in experts for m in rows for n, k in sizes]
-    every += [
-        made(m, k, n, batch, turned=True) for batch in experts for m in rows[::2] for n, k in sizes
-    ]
+    every = [Shape(m, n, k, b, apart=True) for b in experts for m in rows for n, k in sizes]
+    back = [(m, k, n, b) for b in experts for m in rows[::2] for n, k in sizes]
+    every += [Shape(*size, apart=True, turned=True) for size in back]
     return tuple(one for one in every if one.flops <= most_flops)
 
 
-#: In the order of the steps: what a step needs of the machine comes before it.
+#: In the order of the steps: a step follows the steps that it depends on.
 _GPU_SECONDS = {
     "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "experts": 6.0,
     "tiled": 12.0, "attention": 5.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
@@ -188,7 +184,7 @@ _GPU_SECONDS = {
     "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0, "network": 20.0,
 }  # fmt: skip
 
-#: Stands for all shapes that are given, where steps are chosen.
+#: Name of the steps of all ``problems`` in ``only``.
 SHAPES = "shapes"
 
 #: Names of the steps, in order.
@@ -210,7 +206,7 @@ GPU = Effort(
     sizes=tuple(size * KIB for size in (64, 256, 1024, 4096, 16384, 65536, 131072)),
     pieces=(1, 4),
     least_bytes=16 * MIB,
-    # Of so many heads that no library splits the keys of few queries between processors.
+    # So many heads that no library splits keys between processors.
     attends=attends(
         (512, 1024, 4096), (1024, 4096, 8192), ((32, 8, 64), (32, 8, 128), (32, 8, 256))
     ),
@@ -246,8 +242,8 @@ CPU = Effort(
     least_bytes=4 * MIB,
     attends=attends((128, 256), (256, 512), ((4, 2, 64), (4, 2, 128))),
     experts=by_experts((2, 4), (16, 64, 256), ((64, 64), (128, 128)), 1.5e8),
-    # Long against the time slices in which ranks share cores: what is shorter waits for whole
-    # slices of others, and seems to be ten times as slow.
+    # Long compared with the time slices of shared cores: a shorter product waits for whole slices
+    # of other ranks, and seems ten times as slow.
     products=(Shape(512, 512, 512), Shape(1024, 512, 512)),
     traffic=4 * MIB,
     moves=(256 * KIB, 1 * MIB, 16 * MIB),
@@ -305,7 +301,7 @@ def name_of(problem: Problem) -> str:
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What is tuned, and where the figures go.
+    """Settings of a tuning run.
 
     Attributes:
         path: the machine's file.
@@ -313,7 +309,7 @@ class TuneSettings:
         only: names of steps; empty for all.
         operators: whose collectives are measured; empty for all. The all-gather always is, since
             collectives that were not measured are derived from it.
-        problems: whose candidates are measured exhaustively.
+        problems: problems whose candidates are all measured.
         command: the command line, for the provenance of the figures.
     """
 
@@ -348,7 +344,7 @@ class TuneSettings:
         return tuple(wanted)
 
     def describe(self, fingerprint: Any) -> str:
-        """What another run must share to continue this one."""
+        """Text that another run must share to continue this run."""
         return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
 
     def seconds(self, step: str) -> float:

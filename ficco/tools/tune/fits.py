@@ -22,8 +22,8 @@ from ficco.machine.model import (
 )
 from ficco.problems.mask import LibraryCall
 
-#: Copies to all peers at once that bring so many times the bytes per second of copies to one peer
-#: after the other show a link per pair; a shared port brings no more.
+#: Gain of concurrent copies to all peers over copies to one peer after the other that shows a link
+#: per pair; a shared port has no gain.
 MESH_GAIN = 1.5
 
 #: Largest share of a small copy's time that counts as the gap after it.
@@ -66,14 +66,14 @@ def least_squares(
     best = solved(free)
     while not free.all():
         left = y - a @ best
-        # What a step of each column takes off the squares, for columns of length 1.
+        # Decrease of the squares by a step of each column, for columns of length 1.
         gains = np.where(free, -np.inf, a.T @ left / lengths)
         if gains.max() <= 1e-12 * math.sqrt(len(y)):
             break
         free[gains.argmax()] = True
         tried, trial = best, solved(free)
         while (outside := free & bounded & (trial <= 0)).any():
-            # As far towards the trial as all stay at 0 or above; what gets to 0 is bound there.
+            # Go towards the trial until an unknown reaches 0, and bind it there.
             steps = tried[outside] / np.maximum(tried[outside] - trial[outside], 1e-300)
             tried = tried + steps.min() * (trial - tried)
             free[np.flatnonzero(outside)[steps <= steps.min()]] = False
@@ -95,7 +95,7 @@ class CopyTime:
 
 @dataclass(frozen=True)
 class CopyFit:
-    """What :class:`ficco.machine.Copies` is made of; ``error``: largest relative error."""
+    """Fitted fields of :class:`ficco.machine.Copies`; ``error``: largest relative error."""
 
     latency: float
     gap: float
@@ -142,7 +142,7 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
             f"copies: required two sizes and rows of two lengths, got sizes {sizes} and rows "
             f"{sorted(set().union(*rows.values()))}"
         )
-    # Unknown are what a copy of each size adds to a row, and the rest: latency - gap.
+    # Unknowns: the time that a copy of each size adds to a row, and the rest, latency - gap.
     matrix = np.zeros((len(times), len(sizes) + 1))
     for i, one in enumerate(times):
         matrix[i, sizes.index(one.nbytes)] = one.count
@@ -163,13 +163,13 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
 
 
 def in_front(seconds: Mapping[float, float], rate: Callable[[float], float]) -> float:
-    """What copies, by their bytes, take beyond their bytes' time: the median, at least 0."""
+    """Median time of copies beyond the time of their bytes, at least 0."""
     return max(median(taken - nbytes / rate(nbytes) for nbytes, taken in seconds.items()), 0.0)
 
 
 @dataclass(frozen=True)
 class Enqueued:
-    """Seconds in which a host enqueued so many calls, products, copies and batches of signals."""
+    """Seconds of a host to enqueue a number of calls, products, copies and batches of signals."""
 
     seconds: float
     calls: int
@@ -251,7 +251,8 @@ class RowTime:
 
 @dataclass(frozen=True)
 class Heat:
-    """What :meth:`ficco.machine.Gemm.heated` needs; ``error``: mean relative error on the rows."""
+    """Power limit of a device for :meth:`ficco.machine.Gemm.heated`; ``error``: mean relative error
+    on the rows."""
 
     burst: float = math.inf
     sustained: float = 1.0
@@ -263,13 +264,13 @@ class Heat:
         return self.sustained < 1.0
 
     def cold(self, seconds: Any) -> Any:
-        """What products that took so many seconds in a row take one by one: the inverse of
-        ``heated``. A number, or an array."""
+        """Seconds of products one by one, from their seconds in a row: the inverse of ``heated``. A
+        number, or an array."""
         return seconds - np.maximum(0.0, seconds - self.burst) * (1.0 - self.sustained)
 
 
 def heat_of(gemm: Gemm) -> Heat:
-    """What the block of a machine says."""
+    """The power limit of a machine's block."""
     return Heat(gemm.burst, gemm.sustained)
 
 
@@ -280,9 +281,9 @@ COLD = Heat()
 def heat(times: Sequence[RowTime]) -> Heat:
     """Seconds after which a device is at its power limit, and the share of its rate left then.
 
-    The right pair gives every product of a row the same time, whatever the length of the row: it is
-    the pair for which these times differ least, on a grid and then on a finer one around the best.
-    A device without a limit that shows (:data:`LEAST_HEAT`, :data:`MOST_LEFT`) gets infinite and 1.
+    With the right pair, a product takes the same time in rows of any length. The fit takes the pair
+    with the smallest differences, on a grid and then on a finer grid around the best. A device
+    without a limit that shows (:data:`LEAST_HEAT`, :data:`MOST_LEFT`) gets infinite and 1.
 
     Raises:
         ValueError: no product with rows of three lengths, which is the least that shows a bend.
@@ -319,8 +320,8 @@ def heat(times: Sequence[RowTime]) -> Heat:
 
 
 def steadied(times: Mapping[str, Any], references: Sequence[str]) -> dict[str, float]:
-    """Medians over rounds of times, each divided by how much slower the device was in its round:
-    the median of the references' times in the round over that median's median over all rounds."""
+    """Medians of times over rounds, corrected for the pace of the device: a time is divided by the
+    median of the references' times in its round, relative to the median over all rounds."""
     by_round = np.median([times[name] for name in references], axis=0)
     pace = by_round / np.median(by_round)
     return {
@@ -337,11 +338,11 @@ TILE_ROWS = (32, 64, 96, 128, 160, 192, 256)
 TILE_COLS = (64, 128, 192, 256)
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
-#: Samples from which waves are fitted; fewer say no more than a rate, a start and a bandwidth.
+#: Least samples for a fit of waves; fewer determine only a rate, a start and a bandwidth.
 ENOUGH = 60
 
-#: What a parameter that e times its first guess costs, as part of the mean error: what samples do
-#: not determine stays where it was.
+#: Penalty of a parameter of e times its first guess, in units of the mean error: parameters that
+#: samples do not determine keep their guess.
 _PULL = 3e-4
 
 
@@ -390,16 +391,15 @@ def fit(
     tiles are left out, and a rate, a start and a bandwidth are fitted.
 
     Args:
-        samples: measured products; times of a queue of them give a ``start`` that holds what lies
-            between two, and ``launch`` is then 0.
+        samples: measured products. From times of a queue of products, ``start`` includes the time
+            between two products, and ``launch`` is 0.
         units: processors that work on one tile each.
         tiles: rows and columns that tiles may have.
         peak: operations per second of the smallest dtype that was measured; the highest rate that
             was seen where it is not known.
         launch: seconds between two products that are not in the samples' times.
-        known: a model of the same device, for what samples do not tell: the shares of dtypes that
-            were not measured, and what the power limit does. They stay as they are there. Samples
-            are of a device that is not at its limit.
+        known: a model of the same device, for the shares of dtypes without samples and for the
+            power limit. Samples are of a device below its power limit.
         provenance: of the block.
 
     Raises:

@@ -1,5 +1,5 @@
-"""What a rank's own work takes: products, one by one and in rows that heat up the device, calls of
-attention, and copies within its memory."""
+"""Steps that time a rank's own work: products, one by one and in rows that heat up the device,
+calls of attention, and copies within memory."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, LibraryCall
 from ficco.problems.scaling import MULTIPLE, SCALED
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule
-from ficco.tools.bench.series import MeasuredCalls, Stopwatch
+from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import EFFORTS, Attends, Shape
 from ficco.tools.tune.fits import Sample, errors, fit
 from ficco.tools.tune.site import Site
 
-#: The call by which an engine is asked whether its library has a recipe.
+#: The operator and schedule that show whether an engine's library has a recipe.
 GATHERS, SERIAL = "all_gather_matmul", Schedule.parse("serial")
-#: Share of the seconds for products in which rows heat up the device.
+#: Share of the seconds of products for rows that heat up the device.
 HEAT_SHARE = 0.1
-#: Columns of what the product whose tiles wait can address are multiples of this.
+#: Columns of the tiled product's operands are multiples of this.
 TMA = 8
 #: Rows and columns of its tiles (ficco/compute/tiled/worklist.py); two blocks of 128 rows can share
 #: loads.
@@ -67,20 +67,20 @@ def gemm(site: Site) -> Gemm:
 
 
 def scaled(site: Site, recipe: str) -> Gemm | None:
-    """The library's products of float8 operands by a recipe, where it has them and the effort gives
-    them time."""
-    there = scaled_site(site, recipe)
-    if there is None:
+    """The library's products of float8 operands by a recipe; None without them, or without seconds
+    for them."""
+    own = scaled_site(site, recipe)
+    if own is None:
         return None
     gemm = site.machine.gemm
     heat = fits.heat_of(gemm) if gemm else fits.COLD
-    measured = samples(there, there.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
-    return fitted(there, measured, heat, "burst and sustained as of gemm")
+    measured = samples(own, own.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
+    return fitted(own, measured, heat, "burst and sustained as of gemm")
 
 
 def scaled_site(site: Site, recipe: str) -> Site | None:
-    """The same with float8 operands by a recipe, and the products that these can have; None where
-    the library has none, or the effort gives them no time."""
+    """The site with float8 operands by a recipe, and the products that the recipe allows; None
+    without such products in the library, or without seconds for them."""
     if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
         return None
     engine = workspace_of(site.watch.group, site.watch.device).engine
@@ -100,7 +100,7 @@ def scaled_site(site: Site, recipe: str) -> Site | None:
 
 
 def tiled(site: Site) -> Gemm | None:
-    """The product whose tiles wait, with nothing to wait for."""
+    """The tiled product, without waits; None without it."""
     engine = workspace_of(site.watch.group, site.watch.device).engine
     gemm = site.machine.gemm
     if not engine.capabilities().tiles or gemm is None:
@@ -126,7 +126,7 @@ def experts(site: Site) -> Gemm:
 
 
 def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **known: Any) -> Gemm:
-    """The model of products that take so long, from what is ``known`` of them."""
+    """The model fitted to samples; ``known``: arguments of :func:`ficco.tools.tune.fits.fit`."""
     model = fit(measured, units=units(site), **known)
     error = errors(model, measured)
     errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
@@ -203,7 +203,7 @@ def reserve(parts: MeasuredCalls, shapes: Sequence[Shape]) -> None:
 
 
 def row_of(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
-    """So many products in a row."""
+    """A call of ``count`` products in a row."""
     how = ("batch", "wide", "apart", "turned")
     call = parts.matmul(*shape[:3], **{name: getattr(shape, name) for name in how})
     return repeated(call, count)
@@ -218,7 +218,7 @@ def repeated(call: Callable[[], Any], count: int) -> Callable[[], Any]:
 
 
 def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[fits.RowTime]:
-    """Seconds of so many products in a row, few and so many that the device heats up.
+    """Seconds of rows of products, of few products up to a number that heats up the device.
 
     Each row is repeated for a while, with pauses as between benchmarked calls: a power limit looks
     back over many rows, so that shuffled ones would all be as slow as the longest. The second half
@@ -236,8 +236,8 @@ def row_times(site: Site, shapes: Sequence[Shape], rows: Sequence[int]) -> list[
 
 
 def known_gemm(site: Site) -> Gemm | None:
-    """The block of the file or, for a GPU, of the nearest machine with this accelerator: it holds
-    the dtypes that are not measured."""
+    """The block of the file or, for a GPU, of the nearest machine with this accelerator; it has the
+    dtypes that are not measured."""
     machine = site.machine
     if machine.gemm is not None or not site.watch.on_gpu:
         return machine.gemm
@@ -261,62 +261,62 @@ def attention(site: Site) -> AttentionCalls:
     gemm = site.machine.gemm
     if gemm is None:
         raise ValueError("attention: required the block 'gemm', whose rate it is a share of")
-    asked = site.effort.attends
-    counted, seconds = list(map(call_of, asked)), attention_seconds(site, asked)
+    calls = site.effort.attends
+    counted, seconds = list(map(call_of, calls)), attention_seconds(site, calls)
     start, block, more, rates = fits.attention(gemm.units, counted, seconds)
     full = gemm.rate(site.itemsize)
     shares, backwards = (
         tuple((float(size), rate / full) for (back, size), rate in rates.items() if back == one)
         for one in (False, True)
     )
-    kept = {"backward": backwards, "backward_start": more}
-    model = partial(AttentionCalls, start, block, shares, **kept)
+    backward_of = {"backward": backwards, "backward_start": more}
+    model = partial(AttentionCalls, start, block, shares, **backward_of)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
     taken = zip(counted, seconds, strict=True)
     errors = [abs(times(*one)[0] / took - 1) for one, took in taken]
-    note = f"{len(asked)} calls of {site.effort.dtype}, errors {median(errors):.1%} median, "
+    note = f"{len(calls)} calls of {site.effort.dtype}, errors {median(errors):.1%} median, "
     note += f"{mean(errors):.1%} mean, {max(errors):.1%} worst; burst and sustained as of gemm"
     return model(site.provenance("fitted", note))
 
 
-def call_of(asked: Attends) -> LibraryCall:
-    """As plans count it."""
-    products = BACKWARD_PRODUCTS if asked.back else FORWARD_PRODUCTS
-    return rectangle_of(asked).call(asked.heads, asked.size, products)
+def call_of(call: Attends) -> LibraryCall:
+    """The call as plans count it."""
+    products = BACKWARD_PRODUCTS if call.back else FORWARD_PRODUCTS
+    return rectangle_of(call).call(call.heads, call.size, products)
 
 
-def rectangle_of(asked: Attends) -> Rectangle:
-    """Its rows and its mask."""
-    return Rectangle(0, asked.queries, 0, asked.keys, None, 0 if asked.causal else None)
+def rectangle_of(call: Attends) -> Rectangle:
+    """The rectangle of a call."""
+    return Rectangle(0, call.queries, 0, call.keys, None, 0 if call.causal else None)
 
 
-def attention_seconds(site: Site, asked: Sequence[Attends]) -> list[float]:
+def attention_seconds(site: Site, attends: Sequence[Attends]) -> list[float]:
     """Seconds of calls, without the pace of the device's temperature."""
     parts, gemm = site.parts(), site.machine.gemm
     reserve(parts, (site.effort.reference,))
-    parts.matrix("q", max(one.queries * one.heads * one.size for one in asked), 1)
-    parts.matrix("kv", max(2 * one.keys * one.kv_heads * one.size for one in asked), 1)
-    calls = {str(i): attention_call(parts, one) for i, one in enumerate(asked)}
+    parts.matrix("q", max(one.queries * one.heads * one.size for one in attends), 1)
+    parts.matrix("kv", max(2 * one.keys * one.kv_heads * one.size for one in attends), 1)
+    calls = {str(i): attention_call(parts, one) for i, one in enumerate(attends)}
     heat = fits.heat_of(gemm) if gemm else fits.COLD
     seconds = cold_seconds(site, parts, calls, heat, "attention")
-    return [seconds[str(i)] for i in range(len(asked))]
+    return [seconds[str(i)] for i in range(len(attends))]
 
 
-def attention_call(parts: MeasuredCalls, asked: Attends) -> Callable[[], Any]:
-    """A call on rows as plans have them: of all heads, keys and values side by side."""
-    q = parts.matrix("q", asked.queries, asked.heads * asked.size)
-    kv = parts.matrix("kv", asked.keys, 2 * asked.kv_heads * asked.size)
-    kv = kv.view(asked.keys, 2, 1, asked.kv_heads, asked.size)
+def attention_call(parts: MeasuredCalls, call: Attends) -> Callable[[], Any]:
+    """A call on rows as in plans: of all heads, with keys and values in one matrix."""
+    q = parts.matrix("q", call.queries, call.heads * call.size)
+    kv = parts.matrix("kv", call.keys, 2 * call.kv_heads * call.size)
+    kv = kv.view(call.keys, 2, 1, call.kv_heads, call.size)
     heads = Heads(
-        by_heads(q.view(asked.queries, 1, asked.heads, asked.size)),
+        by_heads(q.view(call.queries, 1, call.heads, call.size)),
         by_heads(kv[:, 0]),
         by_heads(kv[:, 1]),
     )
-    rectangle, scale = rectangle_of(asked), asked.size**-0.5
-    if not asked.back:
+    rectangle, scale = rectangle_of(call), call.size**-0.5
+    if not call.back:
         return partial(attend, heads, rectangle, scale)
-    given = Result(*attend(heads, rectangle, scale), grad=heads.q)
-    return partial(backward, heads, given, rectangle, scale)
+    forward = Result(*attend(heads, rectangle, scale), grad=heads.q)
+    return partial(backward, heads, forward, rectangle, scale)
 
 
 def memory(site: Site) -> Memory:

@@ -1,4 +1,4 @@
-"""Where a step of a tuning run measures, and how it takes seconds there."""
+"""The site of a step of a tuning run, which takes the times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch
 import ficco
 from ficco.machine import Machine, Provenance
 from ficco.problems.scaling import operands_of
-from ficco.tools.bench.calls import Runner
-from ficco.tools.bench.series import MeasuredCalls, Stopwatch, Times
+from ficco.tools.bench.measure import MeasuredCalls, Runner, Stopwatch, Times
 from ficco.tools.tune.effort import Effort
 
 Tick = Callable[[str], None]
@@ -24,7 +23,7 @@ Tick = Callable[[str], None]
 
 @dataclass
 class Site:
-    """Where a step measures: the ranks, the operands, what is known so far, and how much to do.
+    """The ranks, machine and effort of a step, which takes the times.
 
     Attributes:
         source: makes the provenance of a block, from ``"measured"`` or ``"fitted"`` and a note.
@@ -34,14 +33,14 @@ class Site:
     effort: Effort
     machine: Machine
     source: Callable[[str, str], Provenance]
-    tick: Tick = lambda what: None
+    tick: Tick = lambda action: None
 
     @property
     def world(self) -> int:
         return self.watch.world
 
     def provenance(self, kind: str, note: str) -> Provenance:
-        """Of a block; the note says how times were taken if not by the clock."""
+        """Provenance of a block; the note mentions times that are not by the clock."""
         if self.crowded:
             note += f"; what {self.world} ranks take of the {cores()} cores that they share"
         return self.source(kind, note)
@@ -81,9 +80,9 @@ class Site:
         """Time calls in the seconds of a step, or in a ``share`` of them; the rest of ``how`` as
         :meth:`Stopwatch.time` takes it.
 
-        Ranks that share cores are timed by what the cores do: a call takes the CPU time of all
-        threads of all ranks, divided by the number of cores. The clock would count what else runs
-        on the host, and most where many threads wait for each other.
+        Ranks that share cores are timed by CPU time: that of all threads of all ranks in a call,
+        divided by the number of cores. The clock would include other processes of the host, most in
+        calls with many waiting threads.
         """
         share = how.pop("share", 1.0)
         how = {"least": self.effort.least, "most": 40, "tick": self.tick, **how}
@@ -106,7 +105,7 @@ def cores() -> int:
 
 
 def _counted(call: Any, spent: list[float]) -> Runner:
-    """The call, which notes the CPU time of this process in it."""
+    """The call, which appends its CPU time in this process to ``spent``."""
     runner = call if isinstance(call, Runner) else Runner(call)
 
     def run() -> Any:

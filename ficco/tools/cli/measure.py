@@ -1,0 +1,654 @@
+"""Commands that run on this host: ``bench``, ``demo``, ``tune`` and ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ficco.problems.products import OPERATORS
+from ficco.problems.scaling import SCALED
+from ficco.tools import launch
+from ficco.tools.bench import cases
+from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
+from ficco.tools.cli import (
+    CSV,
+    FILE,
+    FLAG,
+    GATHERS,
+    NAMES,
+    add_dtypes,
+    add_fields,
+    add_files,
+    add_ranks,
+    command,
+    field_values,
+    refuse_others,
+    shapes,
+    writable,
+)
+from ficco.tools.tune.effort import TuneSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ficco.tools.bench.candidates import BenchCandidate
+
+
+# Bench.
+
+
+#: Seconds that starting the ranks, drawing and one shape's verification may take on top.
+BENCH_START_S = 180.0
+
+#: Operators of ``--attention``.
+OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
+
+#: Options of a replay.
+PLAYED = ("rank", "machine", "products")
+
+
+def add_bench(parser: Any) -> None:
+    measured = parser.add_argument_group("what is measured")
+    measured.add_argument(
+        "--operator",
+        **NAMES,
+        choices=[*OPERATORS, *OF_ATTENTION],
+        help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
+        f"or those of the set); with --attention {' or '.join(OF_ATTENTION)} (default: both)",
+    )
+    measured.add_argument(
+        "--set",
+        **NAMES,
+        choices=list(cases.SETS),
+        help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
+        "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+    )
+    measured.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
+    add_dtypes(measured)
+    measured.add_argument("--only", **NAMES, help="only the shapes with these names")
+    measured.add_argument(
+        "--schedules",
+        **NAMES,
+        help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
+        "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
+        "that auto compares, candidates=3 for the three of library products that are predicted to "
+        "be fastest (default: a list)",
+    )
+    measured.add_argument(
+        "--without",
+        nargs="+",
+        choices=OPTIONAL,
+        default=[],
+        help="baselines to leave out; PyTorch's native path has been seen to hang",
+    )
+    measured.add_argument(
+        "--layers",
+        **FLAG,
+        help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
+        "weights sharded",
+    )
+    measured.add_argument(
+        "--experts",
+        **FLAG,
+        help="instead of products: layers of experts, with some of their experts on every rank",
+    )
+    measured.add_argument(
+        "--attention",
+        **FLAG,
+        help="instead of products: attention over a sequence that the ranks share, keys gathered "
+        "and by heads",
+    )
+    measured.add_argument(
+        "--mode",
+        help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
+        "all that the ranks have)",
+    )
+    played = parser.add_argument_group(
+        "on one GPU, where rows of peers arrive when a link would bring them"
+    )
+    played.add_argument(
+        "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
+    )
+    add_fields(played, Replayed, "rank", "machine")
+    played.add_argument(
+        "--products",
+        **FLAG,
+        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
+        "peers send",
+    )
+    how = parser.add_argument_group("how")
+    add_ranks(how)
+    add_fields(how, BenchSettings, "rounds", "seconds", "seed")
+    result = parser.add_argument_group("output")
+    add_files(result, "ficco-bench", "set")
+    add_fields(result, BenchSettings, "timelines")
+    result.add_argument("--json", **FLAG, help="print the rows as JSON")
+    later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
+    later.add_argument("--plot", **CSV, help="draw its pictures")
+    later.add_argument("--report", **CSV, help="write its report next to it")
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    if arguments.plot or arguments.report:
+        refuse_others(arguments, add_bench, "plot", "report")
+        for path in _pictures(arguments.plot) if arguments.plot else ():
+            print(f"wrote {path}")
+        if arguments.report:
+            print(f"wrote {_report(arguments.report)}")
+        return 0
+    from ficco.tools.bench.frames import read_description, records
+    from ficco.tools.bench.harness import bench, report
+    from ficco.tools.bench.report import show_best
+
+    _check_replay(arguments)
+    device, ranks = place(arguments)
+    others = [name for name in ("layers", "experts", "attention") if getattr(arguments, name)]
+    if len(others) > 1:
+        raise ValueError(f"--{others[0]}: required without --{others[1]}; ask for one of them")
+    for name in arguments.operator or ():
+        if (name in OF_ATTENTION) != (others == ["attention"]):
+            how = "with" if name in OF_ATTENTION else "without"
+            raise ValueError(f"--operator: {name} is required {how} --attention")
+    subject, kind = (
+        _others(arguments, device, others[0]) if others else _products(arguments, device)
+    )
+    subject = subject if arguments.replay is None else f"replay-{arguments.replay}-{subject}"
+    settings = BenchSettings(
+        **kind,
+        **field_values(arguments, BenchSettings),
+        device=device,
+        quiet=arguments.json,
+        csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
+        command=command(),
+    )
+
+    def finish(rows: pd.DataFrame) -> list[Path]:
+        if settings.subject.heads is not None:
+            about = read_description(settings.csv)
+            text = report(settings.subject, rows, about, settings.csv.stem)
+            print(json.dumps(records(rows)) if arguments.json else text)
+            path = settings.csv.with_suffix(".md")
+            path.write_text(text)
+            return [path]
+        if arguments.json:
+            print(json.dumps(records(rows)))
+        else:
+            show_best(rows)
+        return [*_pictures(settings.csv), _report(settings.csv)]
+
+    return measured(bench, arguments, settings, arguments.seconds + BENCH_START_S, finish)
+
+
+def _check_replay(arguments: argparse.Namespace) -> None:
+    """Refuse options that a replay cannot have, and options of a replay without ``--replay``."""
+    world, rank = arguments.replay, arguments.rank
+    if world is None:
+        for name in PLAYED:
+            if getattr(arguments, name):
+                raise ValueError(f"--{name}: required with --replay")
+        return
+    for name in ("ranks", "layers", "timelines"):
+        if getattr(arguments, name):
+            raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
+    if (arguments.device or launch.default_device()) != "cuda":
+        raise ValueError("--replay: required a GPU, whose copy engines are its clock")
+    if not 0 <= rank < world or world < 2:
+        raise ValueError(f"--replay: required one of at least 2 ranks, got {rank} of {world}")
+    if "graph" in (arguments.mode or ""):
+        raise ValueError("--mode: required queued or idle for --replay, got graph")
+    arguments.ranks = 1
+    # All hardware queues: in a shared queue, the courier's stream would block a lane.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+# Every measurement.
+
+
+def place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """The device and the number of ranks of a measurement.
+
+    Raises:
+        ValueError: they are not here, or options do not fit together.
+    """
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device)
+    launch.check_seconds(arguments.seconds)
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds: required a number above 0, got {arguments.rounds}")
+    if arguments.set and arguments.shapes:
+        raise ValueError("--set and --shapes: required one of them, got both")
+    return device, ranks
+
+
+def named(subject: str, device: str, ranks: int) -> str:
+    """Name of the files of a run: subject, machine and date."""
+    from ficco.tools import doctor
+
+    kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
+    machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
+    machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+    return f"{subject}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+
+
+def fresh(folder: Path, name: str) -> Path:
+    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
+    path = writable(folder) / f"{name}.csv"
+    number = 1
+    while path.exists() and launch.own_rank() == 0:
+        number += 1
+        path = path.with_name(f"{name}-{number}.csv")
+    return path
+
+
+def measured(
+    measure: Callable[[Any], pd.DataFrame | None],
+    arguments: argparse.Namespace,
+    settings: Any,
+    timeout_s: float,
+    finish: Callable[[pd.DataFrame], Iterable[Path]],
+) -> int:
+    """Measure on ranks, and print wrong and failed variants; returns the exit code. ``finish``
+    writes reports of the rows, and returns their paths."""
+    how: Any = {"device": settings.device, "timeout_s": timeout_s}
+    rows = launch.launch(measure, arguments.ranks, settings, **how)
+    if rows is None:  # under torchrun, a rank other than 0
+        return 0
+    for path in (settings.csv, *finish(rows)):
+        print(f"wrote {path}", file=sys.stderr)
+    bad = []
+    for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
+        names = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
+        bad.append(f"{row['status']}: {' on '.join(names)}: {row['note']}")
+    for line in dict.fromkeys(bad):  # once, not in every mode
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
+
+
+# Kinds of measurements.
+
+
+#: Name of a measurement, and the fields of :class:`ficco.tools.bench.cases.BenchSettings` that
+#: depend on its kind.
+Measurement = tuple[str, dict[str, Any]]
+
+
+def _products(arguments: argparse.Namespace, device: str) -> Measurement:
+    from ficco.machine import SCALED_PRODUCTS
+    from ficco.tools.bench import frames, products
+    from ficco.tools.bench.candidates import choose
+
+    shapes, subject = chosen(arguments, device)
+    candidates = choose(arguments.schedules, arguments.without, device)
+    if arguments.schedules:
+        _servable(candidates, shapes)
+    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(shapes)}
+    settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
+    if arguments.replay is not None:
+        recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
+        settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
+        settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
+    return subject, settings
+
+
+def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
+    """The rank that is replayed; ``blocks``: of products besides plain products."""
+    from ficco.tools.tune.products import refitted
+
+    if arguments.replay is None:
+        return {}
+    measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
+    values = field_values(arguments, Replayed)
+    return {"replayed": Replayed(world=arguments.replay, products=measure, **values)}
+
+
+def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
+    """Layers, layers of experts, or attention."""
+    from ficco.schedules import Schedule
+    from ficco.tools.bench import attention, experts, layers
+
+    room: Any = {"layers": layers, "experts": experts, "attention": attention}[kind]
+    refused = {
+        "layers": ("only", "operator", "schedules", "timelines", "json"),
+        "experts": ("operator",),
+    }
+    for name in ("set", "shapes", "dtype", *refused.get(kind, ())):
+        if getattr(arguments, name):
+            raise ValueError(f"--{kind}: required without --{name}, which is for products")
+    shapes_of_kind = [
+        one
+        for one in room.SHAPES[device]
+        if not arguments.operator or one.operator in arguments.operator
+    ]
+    names = arguments.schedules or ()
+    return kind, {
+        "subject": room.SUBJECT,
+        "cases": tuple(_only(arguments, shapes_of_kind)),
+        "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
+        "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
+        **_played(arguments, ("experts",) if arguments.experts else ()),
+    }
+
+
+def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
+    """The modes that are timed; a replay has no graphs."""
+    from ficco.tools.bench.measure import modes_of
+
+    modes = modes_of(device, arguments.mode)
+    return tuple(mode for mode in modes if mode != "graph" or arguments.replay is None)
+
+
+def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
+    """Those that ``--only`` names, of shapes; all without it."""
+    by_name = dict.fromkeys(case.name for case in shapes)
+    for name in arguments.only or ():
+        if name not in by_name:
+            raise ValueError(f"--only: required some of {', '.join(by_name)}, got {name!r}")
+    return [case for case in shapes if not arguments.only or case.name in arguments.only]
+
+
+def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
+    """The shapes of the command line, and their name in files.
+
+    Raises:
+        ValueError: there is no shape of a name that was asked for.
+    """
+    operators = arguments.operator
+    if arguments.shapes or arguments.set:
+        names, selected = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        if operators:
+            selected = [case.on(operator) for operator in operators for case in selected]
+    else:  # each operator has its own
+        wanted = operators or [cases.OPERATOR]
+        pairs = [(one, name) for one in wanted for name in cases.default_sets(one, device)]
+        names = list(dict.fromkeys(name for _, name in pairs))
+        selected = [case.on(one) for one, name in pairs for case in cases.SETS[name]()]
+    selected = cases.of_dtypes(_only(arguments, selected), arguments.dtype or ())
+    return selected, "-".join([*names, *(arguments.dtype or ())])
+
+
+def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
+    """Refuse a schedule that none of the operators can take."""
+    from ficco.tools.bench.candidates import refused
+
+    kinds = {(case.operator, case.dtype): case for case in shapes}
+    by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
+    for candidate in candidates:
+        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        if reasons and all(reasons):
+            raise ValueError(f"--schedules: {reasons[0]}")
+
+
+def _pictures(csv: Path) -> list[Path]:
+    from ficco.tools.bench.frames import REPLAY  # its columns include those of all benches
+    from ficco.tools.bench.report import draw_next_to
+
+    return draw_next_to(csv, REPLAY.read(csv))
+
+
+def _report(csv: Path) -> Path:
+    from ficco.tools.bench.frames import REPLAY, read_description
+    from ficco.tools.bench.report import report
+
+    pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
+    path = csv.with_suffix(".md")
+    path.write_text(report(REPLAY.read(csv), read_description(csv), csv.stem, pictures))
+    return path
+
+
+# Demo.
+
+
+#: Seconds after which a demo has hung; it takes about fifteen.
+DEMO_S = 300.0
+
+
+def add_demo(parser: Any) -> None:
+    add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the pictures (default: a new one in the folder for temporary files)",
+    )
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    from ficco.tools.bench.demo import demo
+
+    device = arguments.device or launch.default_device()
+    out = arguments.out and writable(arguments.out)
+    return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
+
+
+# Tune.
+
+
+#: Seconds that starting the ranks and their libraries may take on top, and how much longer than
+#: estimated the steps may take before a run has hung.
+TUNE_START_S = 120.0
+PATIENCE = 4.0
+
+#: Tolerance of the points of ``--check``, as a share. On CPUs ranks share cores with whatever else
+#: runs: on an idle host points were up to 1.3 times as much, beside other work up to twice.
+TOLERANCE = {"cuda": 0.25, "cpu": 1.0}
+
+#: Options that ``--check`` refuses.
+NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
+
+
+def add_tune(parser: Any) -> None:
+    measured = parser.add_argument_group("what is measured")
+    add_fields(measured, TuneSettings, "quick", "only")
+    measured.add_argument(
+        "--operator",
+        **NAMES,
+        choices=OPERATORS,
+        help="measure only the collectives of these operators; take --shapes as shapes of theirs "
+        "(scattering operators take them with n and k exchanged), and of --from-log only their "
+        f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
+    )
+    text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
+    measured.add_argument("--shapes", **CSV, help=text)
+    text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
+    measured.add_argument("--from-log", **FILE, help=text)
+    measured.add_argument(
+        "--check", **FLAG, help="compare a few points with the file; change nothing"
+    )
+    text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
+    measured.add_argument("--tolerance", type=float, help=text)
+    how = parser.add_argument_group("how")
+    add_ranks(how)
+    add_fields(how, TuneSettings, "fresh")
+    how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
+
+
+def run_tune(arguments: argparse.Namespace) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import user_dir
+    from ficco.tools.tune.run import default_name, opened, tune
+
+    _refuse(arguments)
+    device = arguments.device or launch.default_device()
+    ranks = launch.check_ranks(arguments.ranks, device, 2)  # one has no peer
+    here = fingerprint(device, launch.ranks_of_a_host(ranks))
+    path = arguments.out or user_dir() / f"{default_name(here)}.yaml"
+    if arguments.check:
+        return _check(arguments, device, ranks, path)
+    if not (arguments.fresh and path.is_file()):
+        opened(path, here)  # raises for a wrong file before ranks are started
+    settings = TuneSettings(
+        path=path.absolute(),
+        device=device,
+        **field_values(arguments, TuneSettings),
+        operators=tuple(arguments.operator or ()),
+        problems=tuple(_problems(arguments, ranks, device)),
+        command=command(),
+    )
+    if not settings.steps:
+        raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
+    seconds = sum(settings.seconds(name) for name in settings.steps)
+    timeout_s = TUNE_START_S + PATIENCE * seconds
+    outcome = launch.launch(tune, arguments.ranks, settings, device=device, timeout_s=timeout_s)
+    if launch.own_rank():
+        return 1 if outcome.error or outcome.failures else 0
+    if outcome.error:
+        print(f"ficco: error: {outcome.error}", file=sys.stderr)
+        return 2
+    print(f"wrote {path}", file=sys.stderr)
+    if arguments.out is not None:
+        used = shlex.quote(str(path.absolute()))
+        print(f"use it with FICCO_MACHINE={used}", file=sys.stderr)
+    for name, why in outcome.failures.items():
+        print(f"ficco: error: {name}: {why}; what the file had was left", file=sys.stderr)
+    if outcome.failures:
+        print("run the same command again to measure what is left", file=sys.stderr)
+    return 1 if outcome.failures else 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Refuse options that say nothing together.
+
+    Raises:
+        ValueError: an option needs another option.
+    """
+    tolerance = arguments.tolerance
+    if tolerance is not None and not arguments.check:
+        raise ValueError(f"--tolerance: required with --check, got {tolerance} without it")
+    if tolerance is not None and not tolerance > 0:
+        raise ValueError(f"--tolerance: required a number above 0, got {tolerance}")
+    for name in NOT_CHECKED if arguments.check else ():
+        if getattr(arguments, name):
+            without = f"required without --{name.replace('_', '-')}"
+            raise ValueError(f"--check: {without}; it looks at a few points of each block")
+
+
+def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[Any]:
+    from ficco.ops import problem_log
+    from ficco.tools.tune.calls import from_cases
+
+    problems = []
+    if arguments.shapes:
+        read = cases.read(arguments.shapes)
+        problems += from_cases(read, ranks, device, arguments.operator or ())
+    if arguments.from_log:
+        wanted = arguments.operator or OPERATORS
+        every = problem_log.read(arguments.from_log, ranks)
+        # Operands of float8 are made in the kinds that shapes are measured in.
+        named = [one for one in every if one.kind_of_operands in cases.DTYPES]
+        logged = [one for one in named if one.operator in wanted]
+        if not logged:
+            of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
+            raise ValueError(
+                f"--from-log: required a problem of {ranks} ranks{of} in {arguments.from_log}, got "
+                "none; run the program with options(log_problems=...) on as many ranks"
+            )
+        problems += logged
+    return list(dict.fromkeys(problems))
+
+
+def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -> int:
+    from ficco.dma.engine import fingerprint
+    from ficco.machine import load
+    from ficco.tools.tune.run import check, report
+
+    tolerance = arguments.tolerance or TOLERANCE[device]
+    if not path.exists():
+        raise ValueError(
+            f"--check: required a machine's file, got none at {path}; run `{_again(arguments)}` "
+            "first, or give another file with --out"
+        )
+    machine = load(path)
+    here = fingerprint(device, ranks)
+    if not here.matches(machine):
+        raise ValueError(
+            f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
+            f"{machine.ranks} of {machine.accelerator}; give another file with --out"
+        )
+    how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
+    points = launch.launch(check, arguments.ranks, machine, device, **how)
+    if not launch.own_rank():
+        print(report(points, tolerance, _again(arguments)))
+    return 0 if all(point.holds(tolerance) for point in points) else 1
+
+
+def _again(arguments: argparse.Namespace) -> str:
+    """The command that measures the machine that was checked."""
+    words = ["ficco", "tune"]
+    for name in ("ranks", "device", "out"):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+# Doctor.
+
+
+#: Seconds after which the ranks of ``doctor`` have hung.
+DOCTOR_S = 120.0
+
+
+def add_doctor(parser: Any) -> None:
+    parser.add_argument("--json", **FLAG, help="print JSON")
+    add_ranks(
+        parser,
+        "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
+        "is then for as many (default: start none; auto for a GPU each, or 4)",
+    )
+    parser.add_argument(
+        "--selftest",
+        **FLAG,
+        help="start ranks (default: a GPU each, or 2) and test the engine's assumptions",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"
+    )
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from ficco.tools import doctor
+
+    if arguments.selftest:
+        return _selftest(arguments)
+    if arguments.out is not None:
+        raise ValueError("--out: required with --selftest, which writes a report; got it alone")
+    device, ranks = arguments.device or launch.default_device(), arguments.ranks
+    if ranks is not None:
+        launch.check_ranks(ranks, device)  # before the report, which takes seconds
+    report = doctor.report(ranks, device)
+    if ranks is not None:
+        name, seen = launch.launch(
+            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
+        )
+        report["engines"][name] = seen
+        report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        doctor.show(report)
+    return 0
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    from datetime import date
+
+    from ficco.tools.selftest import run as selftest
+
+    path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--out: required a file that can be written, got {path}")
+    run = selftest.selftest(arguments.device or launch.default_device(), arguments.ranks)
+    path.write_text(selftest.report(run, selftest.about()))
+    if arguments.json:
+        print(selftest.as_json(run, path))
+    else:
+        selftest.show(run, path)
+    return 1 if run.failed else 0
