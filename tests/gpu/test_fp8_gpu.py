@@ -27,7 +27,6 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
 )
 from test_fp8_layers import (  # noqa: F401  the same
     test_functions_are_exact,
-    test_gradients_have_a_scaling_of_their_own,
     test_layers_are_exact,
     test_losses_follow_those_of_the_unsharded,
 )

@@ -4,6 +4,7 @@ the contract leaves out there: eight ranks, products whose tiles wait."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import re
@@ -992,6 +993,7 @@ def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
 
     settle(at)
     if at.rank == victim:
+        gc.collect()  # tracebacks of earlier failures hold results
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1e-4)  # the result has 128 MiB
     with ficco.options(timeout_s=60, on_timeout="raise"):
@@ -1069,6 +1071,7 @@ def test_a_tensor_outlives_its_group(at: Rank) -> None:
         leave(other)
         assert not live
         settle(at)
+        torch.cuda.empty_cache()  # unique() took memory
         assert free - torch.cuda.mem_get_info()[0] < size
         settle(at)
 

@@ -50,7 +50,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Of the package.
     "files": 178,
     "loose files": 9,
-    "lines of the longest file": 865,
+    "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 38,
