@@ -118,10 +118,11 @@ readme: .venv/.ready ## Put the tables of results into README.md and docs/result
 	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv)
 	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
 
-lint: .venv/.ready ## Check style, format and types
+lint: .venv/.ready ## Check style, format, types and language
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(PY) -m docs.make.language
 
 format: .venv/.ready ## Fix style and format
 	$(PY) -m ruff check --fix

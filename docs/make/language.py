@@ -10,10 +10,8 @@ reader: it knows a few shapes that are always worth a second look, and no others
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +23,8 @@ CHECKED = [ROOT / name for name in ("ficco", "docs", "README.md", "CONTRIBUTING.
 EMPTY_NAMES = frozenset(
     "asked found given kept made res some theirs there thing tmp told val what".split()
 )
+#: Names that callers use: ``SignalTimeout.found``.
+PUBLIC_NAMES = {("errors.py", "found")}
 #: Shapes of sentences, and the advice against each.
 SHAPES = {
     r"(?:^|(?<=[.:;] ))(?:What|Which|Whose|Of what) (?!\S+ \S+ ?\?)": "name the thing",
@@ -56,7 +56,7 @@ def paths(arguments: list[str]) -> list[Path]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings and comments of a module, or the paragraphs of a page, with their lines. Code
+    """Docstrings and lines of comments of a module, or the paragraphs of a page, with their lines. Code
     within backquotes is left out."""
     source = path.read_text()
     if path.suffix == ".md":
@@ -66,15 +66,15 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), " ".join(text.split())
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("#: ")
+    for number, line in enumerate(source.split("\n"), 1):
+        if line.lstrip().startswith("#"):
+            yield number, line.lstrip("#: ")
 
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
     """Names that a module assigns or takes as arguments, with their lines."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.arg):
+        if isinstance(node, ast.arg) and (path.name, node.arg) not in PUBLIC_NAMES:
             yield node.lineno, node.arg
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.lineno, node.id
