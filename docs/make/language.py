@@ -56,8 +56,7 @@ def paths(arguments: list[str]) -> list[Path]:
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Docstrings and lines of comments of a module, or the paragraphs of a page, with their lines. Code
-    within backquotes is left out."""
+    """Docstrings and comment lines of a module, or the paragraphs of a page, with their lines."""
     source = path.read_text()
     if path.suffix == ".md":
         text = re.sub(r"^```.*?^```", lambda m: "\n" * m[0].count("\n"), source, flags=re.M | re.S)
