@@ -231,6 +231,13 @@ def _product(program: Program, product: Product, add_product: AddProduct | None,
     result = places.batch(product.out, product.batch, product.out_stride)
     before = None if product.addend is None else places.view(product.addend)
     accumulate, transposed = product.accumulate, product.transposed
+    dtypes = {program.plan.buffer[one.buffer].dtype for one in (product.a, product.out)}
+    if len(dtypes) == 1 and product == Product(*product[:3], terms=product.terms):
+
+        def plain(call: Call) -> None:
+            torch.mm(left(call), right(call), out=result(call))
+
+        return plain
 
     def op(call: Call) -> None:
         a, b, out = left(call), right(call), result(call)
