@@ -85,25 +85,25 @@ class ArrivingStage(TiledGatherStage):
             self._place("compute0", super()._own_rows(), self._own_rows())
 
 
-def gathering(asked: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
-    """The Plans of some ranks; ``schedule`` is a tiled one.
+def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
+    """Plans of ranks for a tiled schedule.
 
     Raises:
-        ValueError: it is another.
+        ValueError: the schedule is not tiled.
     """
     if schedule.grouping != "tiled":
         raise ValueError(f"schedule: required a tiled one to gather by, got {schedule}")
-    words = WordAllocator(asked.world)
-    world = TiledGatherWorld(asked.product, schedule, words, own_lands=True)
-    found = []
+    words = WordAllocator(problem.world)
+    world = TiledGatherWorld(problem.product, schedule, words, own_lands=True)
+    plans = []
     for rank in ranks:
-        builder = Builder(asked, rank)
+        builder = Builder(problem, rank)
         stage = ArrivingStage(world, builder)
         stage.run()
         if builder.peers:
             builder.retire(stage.silent())
-        found.append(builder.plan(str(schedule), world.buffers, words))
-    return found
+        plans.append(builder.plan(str(schedule), world.buffers, words))
+    return plans
 
 
 def callers_step(plan: Plan) -> int:

@@ -1,8 +1,8 @@
 """The backward of attention: keys are gathered again, unless the forward has kept them, and their
 gradients go back.
 
-The gradient of what a rank's queries took from rows of KV is sent to their rank as soon as it is
-made, and summed there in float32. That of the queries grows as rows arrive.
+A rank's gradient of rows of KV is sent to the rank of the rows as soon as it is computed. There it
+is summed in float32. The gradient of the queries grows as rows arrive.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ class Contribution(NamedTuple):
 
 
 class GradientWorld(AttentionWorld):
-    """What all ranks know. Gradients of a rank's own keys are summed of those of its own queries
-    (``own``) and those that others send (``returned``); what it sends waits in ``leaving``. For
-    another host the rank on the owner's rail sums first what its host has (``host sum``)."""
+    """Buffers, sums and signals of the backward, the same on all ranks. The gradient of a rank's
+    keys sums terms of its own queries (``own``) and of other ranks (``returned``). Terms for other
+    ranks wait in ``leaving``. A rank first sums its host's for its rail (``host sum``)."""
 
     def __init__(
-        self, asked: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
+        self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.kept = asked.saved
-        if asked.saved:  # there is nothing to fetch
+        self.kept = problem.saved
+        if problem.saved:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
-        super().__init__(asked, schedule, words, cap)
-        keys, ranks, dkv = asked.keys, range(self.world), asked.specification.results[1]
-        cols, hosts = asked.kv_cols, asked.hosts
+        super().__init__(problem, schedule, words, cap)
+        keys, ranks, dkv = problem.keys, range(self.world), problem.specification.results[1]
+        cols, hosts = problem.kv_cols, problem.hosts
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
         #: Most units of a shard, of which there are words for each host: for those of the waiter's
         #: own, then for those that it sums for its rail.
         self.most_back = max(counts, default=0)
         self.back = GradientRoute(self, words.block(self.most_back * hosts))
-        #: By rank, and by sender and owner of what comes to it, the row at which that begins.
+        #: By rank, then by sender and owner of an arriving block, the first row of the block.
         self.first_rows: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
@@ -68,7 +68,7 @@ class GradientWorld(AttentionWorld):
             self.first_rows.append(dict(zip(blocks, ends, strict=False)))
             returned.append((ends[-1], cols))
         self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
-        #: By distance of hosts, what a rank's host sums for the one on its rail.
+        #: By distance of hosts, the sum of a rank's host for the rank on its rail.
         self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
             leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
@@ -79,8 +79,8 @@ class GradientWorld(AttentionWorld):
             pairs = list(zip(owners, ranks, strict=True))
             shapes = tuple((keys.block(*pair), cols) for pair in pairs)
             first, name = tuple(keys.lands(*pair) for pair in pairs), f"host sum {distance}"
-            made = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
-            self.host_sums[distance] = made
+            host_sum = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
+            self.host_sums[distance] = host_sum
 
     def _add_slot_buffers(self, shapes: Shapes, packs_columns: bool) -> None:
         if not self.kept:
@@ -116,13 +116,13 @@ class GradientWorld(AttentionWorld):
             begin = problem.leaves(owner, rank)
             ends = {begin + unit.stop for unit in self.arrivals[rank].units(owner)}
         ends |= {end for one in shares for end in one[:2]}
-        found = []
+        sums = []
         for first, last in pairwise(sorted(ends)):
-            some = [one for one in shares if one.first <= first and last <= one.last]
-            terms = sum(one.terms for one in some)
-            by_rank = sorted(some, key=attrgetter("rank"))
-            found.append((Contribution(first, last, rank, terms), by_rank))
-        return found
+            summands = [one for one in shares if one.first <= first and last <= one.last]
+            terms = sum(one.terms for one in summands)
+            by_rank = sorted(summands, key=attrgetter("rank"))
+            sums.append((Contribution(first, last, rank, terms), by_rank))
+        return sums
 
 
 class GradientRoute(Route):
@@ -182,7 +182,7 @@ class GradientStage(AttentionStage):
 
     world: GradientWorld
 
-    #: The gradients of keys are made of those of all queries at once.
+    #: One step computes the gradients of keys from all queries.
     cuts_queries = False
     products_a_pair = BACKWARD_PRODUCTS
 
@@ -236,13 +236,13 @@ class GradientStage(AttentionStage):
             self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
     def _cross_back(self) -> After:
-        """Exchange gradients with other hosts; the steps that bring some."""
-        ways, made = list(legs(self.problem, self.me)), dict[int, list[int]]()
+        """Exchange gradients with other hosts. Returns the steps that receive gradients."""
+        ways, steps_of = list(legs(self.problem, self.me)), dict[int, list[int]]()
         for target, _ in ways:
-            made[target] = [self.made[unit] for unit in self.mine.units(target)]
+            steps_of[target] = [self.made[unit] for unit in self.mine.units(target)]
             if self.world.host_sums:
-                made[target] = [self._sum(target)] * len(made[target])
-        self.back.cross(ways, lambda target, number: (made[target][number],), direct=False)
+                steps_of[target] = [self._sum(target)] * len(steps_of[target])
+        self.back.cross(ways, lambda target, number: (steps_of[target][number],), direct=False)
         return tuple(self.back.brought.values())
 
     def _sum(self, owner: int, after: tuple[int, ...] = ()) -> int:

@@ -1,7 +1,7 @@
 """One rank's steps of attention: those of a gather, whose rows are attended to.
 
-The own rows come first, while the first pieces travel. What groups of pieces give to queries is
-merged, in float32, once no later group gives them anything.
+The own rows come first, while the first pieces travel. Partial results of queries are merged in
+float32 after the last group that adds to them.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ficco.schedules.space import Schedule
 
 
 class AttentionWorld(GatherWorld):
-    """What all ranks know of attention, or of its backward.
+    """Buffers and signals of attention, or of its backward, the same on all ranks.
 
     Attributes:
-        function: what makes the result of what attends leave.
+        function: name of the function that merges partial results; empty if they are one sum.
     """
 
     problem: KeyGather
 
     def __init__(
-        self, asked: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
+        self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.asked, whole = asked, asked.specification
+        self.asked, whole = problem, problem.specification
         q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group, and no keys.
-        super().__init__(asked.keys, replace(schedule, tail=1), words, cap, operands)
+        super().__init__(problem.keys, replace(schedule, tail=1), words, cap, operands)
         self.schedule = schedule
-        made, wide = whole.attentions[0], SUMS[asked.dtype]
-        merges = made.out != self.out.holds
-        shapes, holds = self.out.shapes, {"holds": made.out, "dtype": wide}
+        attention, wide = whole.attentions[0], SUMS[problem.dtype]
+        merges = attention.out != self.out.holds
+        shapes, holds = self.out.shapes, {"holds": attention.out, "dtype": wide}
         self.product = self.buffer("parts" if merges else "sum", self.out, shapes, "local", **holds)
         self.function = MERGE if merges else ""
         #: That the call of a rank that copies nothing to another has begun.
-        self.begins = words.block(int(asked.ring))
+        self.begins = words.block(int(problem.ring))
 
     # In a ring, rows go from each rank to the next one, and on from there.
 
@@ -96,7 +96,7 @@ class AttentionStage(GatherStage):
         target = self._next_rank()
         for peer, number, _ in items:
             owner = self.me if peer == target else peer
-            if owner != self.me:  # what comes is for the next rank and for this one
+            if owner != self.me:  # arriving rows are for the next rank and for this one
                 label = f"{owner}.{number} is here"
                 self.traffic.hear(owner, number, self.lane_of[target], label)
             self.traffic.send(target, number, owner=owner)
@@ -125,13 +125,13 @@ class AttentionStage(GatherStage):
         return Attendings(attends) if attends else None
 
     def _round(self, lane: str, group: int) -> None:
-        slices, there = self.slices(group), len(self.steps) - 1
+        slices, last_step = self.slices(group), len(self.steps) - 1
         if len(slices) == 1:
             self._merge(lane, group, slices[0])
             return
         for number, queries in enumerate(slices):
             turn, label = self._lane(group, number), f"queries {queries[0]}"
-            after = (there,) if turn != lane else ()
+            after = (last_step,) if turn != lane else ()
             attends = self.attends_of(group, queries)
             self.add(Step(Attendings(attends), turn, label, after=after))
             self._merge(turn, group, queries)
@@ -146,14 +146,14 @@ class AttentionStage(GatherStage):
         return [(first + a, first + b) for a, b in parts]
 
     def _merge(self, lane: str, group: int, queries: Span) -> None:
-        """Merge what of some queries a group completes, after all that attended for them."""
+        """Merge the queries that a group completes, after all steps that attend for them."""
         for first, last in both(self.last[group], queries):
-            made = {
+            attending = {
                 step.lane: index
                 for index, step in enumerate(self.steps)
                 if isinstance(step.work, Attendings) and step.work.meets(first, last)
             }
-            after = tuple(index for other, index in made.items() if other != lane)
+            after = tuple(index for other, index in attending.items() if other != lane)
             src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
@@ -162,14 +162,14 @@ class AttentionStage(GatherStage):
 
     @cached_property
     def runs(self) -> dict[int, list[KeyRun]]:
-        """By group, in their order, the rows of KV and the queries that attend to them."""
-        found = {}
+        """By group, in order, the rows of KV and the queries that attend to them."""
+        runs_of = {}
         if self._own_is_separate():
             own = self._run(self._own_rows(), *self.world.block(self.me, self.me))
-            found[OWN] = [own] if own else []
+            runs_of[OWN] = [own] if own else []
         for group, units in enumerate(self.groups):
-            found[group] = self._runs_of(units)
-        return found
+            runs_of[group] = self._runs_of(units)
+        return runs_of
 
     def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
         """Rows that follow each other, where they are and as they land, are one run."""
@@ -184,27 +184,27 @@ class AttentionStage(GatherStage):
         return [run for span in spans if (run := self._run(*span))]
 
     def _run(self, kv: Region, first: int, last: int) -> KeyRun | None:
-        found = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
-        if not found:
+        rectangles = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
+        if not rectangles:
             return None
-        queries = min(one.q for one in found), max(one.q_stop for one in found)
-        return KeyRun(kv, first, queries, found)
+        queries = min(one.q for one in rectangles), max(one.q_stop for one in rectangles)
+        return KeyRun(kv, first, queries, rectangles)
 
     @cached_property
     def last(self) -> dict[int, list[Span]]:
-        """By group, the queries to which it is the last to add."""
-        found, over = {}, list[Span]()
+        """By group, the queries of which it adds the last part."""
+        completed, over = {}, list[Span]()
         for group, runs in reversed(self.runs.items()):
             spans = [span for run in runs for span in _without(run.queries, over)]
-            found[group] = merged(spans)
+            completed[group] = merged(spans)
             over = merged(over + spans)
-        return found
+        return completed
 
     def attends_of(self, group: int, queries: Span) -> tuple[Attending, ...]:
-        """What some queries do with a group."""
+        """Attention of queries to the rows of a group."""
         # Of a sum all queries attend to the first rows: to the own ones, or to all rows at once.
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
-        sums, found = not self.world.function, []
+        sums, attends = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
             (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
@@ -212,8 +212,8 @@ class AttentionStage(GatherStage):
                 calls = self.asked.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
             adds = sums and (group != begun or number > 0)
-            found.append(self._attending(run, adds))
-        return tuple(found)
+            attends.append(self._attending(run, adds))
+        return tuple(attends)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
         q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)

@@ -69,9 +69,9 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
         except ValueError as error:
             return str(error)
     if (schedule.beta or schedule.grouping == "one-shot") and not kind.sums:
-        what = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
+        option = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
         return (
-            f"schedule {schedule}: {what} is for operators that sum over ranks, which "
+            f"schedule {schedule}: {option} is for operators that sum over ranks, which "
             f"{problem.operator} does not; leave it out"
         )
     if schedule.grouping == "tiled" and kind.inner:
@@ -88,15 +88,15 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             "it out"
         )
     if problem.scaling and schedule.beta:
-        what = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
-        return f"schedule {schedule}: {what} products of float8 operands; take another schedule"
+        reason = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
+        return f"schedule {schedule}: {reason} products of float8 operands; take another schedule"
     if problem.scaling and schedule.grouping == "tiled" and (why := _untiled(problem.scaling)):
         return f"schedule {schedule}: tiled has no kernel for {why}; take another schedule"
     return ""
 
 
 def _untiled(scaling: Scaling) -> str:
-    """Which operands no kernel serves whose tiles wait; empty if one does."""
+    """Operands that no kernel with waiting tiles serves; empty if a kernel serves them."""
     if scaling.recipe not in TILED_RECIPES:
         return f"float8 operands scaled by {scaling.recipe}"
     if scaling.source:
@@ -115,7 +115,7 @@ def _turned(schedule: Schedule) -> str:
 
 
 def _between_hosts(problem: Problem, schedule: Schedule) -> str:
-    """What a schedule would have to do between hosts and cannot; empty if it can do all."""
+    """Operation of a schedule that is impossible between hosts; empty if all are possible."""
     if schedule.pull:
         return "ranks read memory of their peers (pull)"
     if schedule.grouping == "tiled":
@@ -126,7 +126,7 @@ def _between_hosts(problem: Problem, schedule: Schedule) -> str:
 
 
 def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
-    """For every schedule, the first of them that leads to the same Plans.
+    """By schedule, the first of the schedules that has the same Plans.
 
     With one peer, for example, growing, shrinking and shard-overlap are the same steps.
 
@@ -136,13 +136,13 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
     by_first: dict[Plan, list[Schedule]] = {}
     first_with: dict[Schedule, Schedule] = {}
     for schedule in schedules:
-        there = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
-        for other in there:  # usually none: most schedules differ in the plan of rank 0 already
+        alike = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
+        for other in alike:  # usually none: most schedules differ in the plan of rank 0 already
             if _all_nameless(problem, schedule) == _all_nameless(problem, other):
                 first_with[schedule] = other
                 break
         else:
-            there.append(schedule)
+            alike.append(schedule)
             first_with[schedule] = schedule
     return first_with
 
@@ -190,7 +190,7 @@ def _plans(
 
 
 def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
-    """The Plan of a call that has one stage."""
+    """Plan of a call with one stage."""
     builder, world = stage.builder, stage.world
     stage.run()
     if builder.problem.world > 1 and builder.steps:
@@ -202,15 +202,15 @@ def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     """The library's collective and one product: the baseline."""
-    asked, kind = problem.specification, problem.kind
-    a, b, out, added = problem.left, asked.operands[1], asked.results[0], list[Buffer]()
+    specification, kind, a = problem.specification, problem.kind, problem.left
+    b, out, added = specification.operands[1], specification.results[0], list[Buffer]()
     factors, builder = problem.factors if problem.scaling else a, Builder(problem, rank)
 
     def whole(buffer: Buffer) -> Region:
         rows, cols = buffer.shapes[rank]
         return Region(buffer.name, rank, 0, rows, 0, cols)
 
-    left, made, moves = a, out, []
+    left, target, moves = a, out, []
     if not kind.scatters:
         left = problem.gathered("result" if problem.return_gathered else "local")
         added = [] if problem.return_gathered else [left]
@@ -224,10 +224,10 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         moves.append(LibraryMove(whole(out), whole(out)))
     else:
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
-        made = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
-        added = [made]
-        moves.append(LibraryMove(whole(made), whole(out)))
-    products = [Product(whole(left), whole(b), whole(made), transposed=kind.inner)]
+        target = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
+        added = [target]
+        moves.append(LibraryMove(whole(target), whole(out)))
+    products = [Product(whole(left), whole(b), whole(target), transposed=kind.inner)]
     if problem.scaling:
         products = list(_scaled(problem, products[0], whole(factors), rank))
     steps = [
@@ -240,7 +240,7 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         added += [a, problem.factors]
         builder.cast(problem, whole(a))
     steps = [*builder.steps, *steps]
-    buffers = (*asked.operands, *asked.results, *added)
+    buffers = (*specification.operands, *specification.results, *added)
     return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)
 
 

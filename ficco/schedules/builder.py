@@ -1,4 +1,4 @@
-"""What all builders of Plans share: steps, signal words, and stages with their buffers."""
+"""Parts of all builders of Plans: steps, signal words, and stages with their buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
 from ficco.schedules.space import Schedule
 
-#: The lane on which what has arrived is summed, or brought to its place, while products run.
+#: The lane that sums arrived pieces, or copies them to their place, while products run.
 REDUCE_LANE = "reduce0"
 
 #: By rank, rows and columns of a buffer.
@@ -24,31 +24,31 @@ S = TypeVar("S")
 
 
 def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method whose results its object keeps, by the arguments, which are positional."""
+    """A method with a cache in its object: results by the positional arguments."""
     name = f"results of {method.__name__}"
 
-    def remembering(this: S, /, *given: P.args, **named: P.kwargs) -> R:
+    def remembering(this: S, /, *arguments: P.args, **named: P.kwargs) -> R:
         results = this.__dict__.get(name)
         if results is None:
             results = this.__dict__[name] = {}
-        result: R | S = results.get(given, this)
+        result: R | S = results.get(arguments, this)
         if result is this:
-            result = results[given] = method(this, *given, **named)
+            result = results[arguments] = method(this, *arguments, **named)
         return result  # type: ignore[return-value]
 
     return remembering
 
 
 class EachRank(dict[int, S]):
-    """What each rank has, made when it is first asked for: a rank talks to few of a thousand."""
+    """An entry for each rank, made at its first use: a rank talks to few of a thousand."""
 
     def __init__(self, make: Callable[[int], S]) -> None:
         super().__init__()
         self._make = make
 
     def __missing__(self, rank: int) -> S:
-        found = self[rank] = self._make(rank)
-        return found
+        entry = self[rank] = self._make(rank)
+        return entry
 
 
 class Block(NamedTuple):
@@ -98,14 +98,14 @@ def released(poster: int, waiter: int) -> Signal:
 
 
 class World:
-    """What all ranks know of a stage: who sends what when, where it lands, and the signals.
+    """Traffic, buffers and signals of a stage, the same on all ranks.
 
     A stage gathers or scatters the rows of one matrix product.
 
     Attributes:
         a, b, out: the operands and the result of the stage.
-        buffers: those that the stage adds.
-        suffix: what their names end with, where a Plan has several stages.
+        buffers: additional buffers of the stage.
+        suffix: last part of their names, where a Plan has several stages.
     """
 
     def __init__(
@@ -120,23 +120,23 @@ class World:
         self.world = problem.world
         #: Ranks of which some have as many pieces and rows as any rank.
         self.largest = range(1 if problem.same_blocks else problem.world)
-        asked = problem.specification
-        self.a, self.b, self.out = operands or (problem.left, asked.operands[1], asked.results[0])
+        inputs, outs = problem.specification.operands, problem.specification.results
+        self.a, self.b, self.out = operands or (problem.left, inputs[1], outs[0])
         self.suffix = suffix
         self.buffers: list[Buffer] = []
-        if problem.given is not problem and operands is None:  # the caller's A is cast to what is
+        if problem.given is not problem and operands is None:  # the call casts the caller's A
             read = schedule.pull and self.world > 1 and not problem.kind.scatters
-            for made in (problem.left, problem.factors):
+            for cast in (problem.left, problem.factors):
                 memory = "slot" if read else "local"
-                self.buffer(made.name, made, made.shapes, memory, leaves=made.leaves)
+                self.buffer(cast.name, cast, cast.shapes, memory, leaves=cast.leaves)
             self.a = self.buffers[0]
 
     def buffer(
         self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
     ) -> Buffer:
         """Add a buffer that holds the same matrix as another."""
-        made = Buffer(name + self.suffix, like.holds, like.dtype, shapes, memory)
-        self.buffers.append(made._replace(**fields))
+        added = Buffer(name + self.suffix, like.holds, like.dtype, shapes, memory)
+        self.buffers.append(added._replace(**fields))
         return self.buffers[-1]
 
 
@@ -208,8 +208,8 @@ class Builder:
     def plan(
         self, schedule: str, buffers: Iterable[Buffer], words: WordAllocator, stages: int = 0
     ) -> Plan:
-        """The Plan of the steps so far. Of the local buffers it lists those that are used."""
-        problem, asked = self.problem, self.problem.specification
+        """The Plan of the steps so far. It lists only local buffers that a step writes."""
+        problem, specification = self.problem, self.problem.specification
         written = {one.buffer for step in self.steps for one in _written(step.work) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
@@ -217,7 +217,7 @@ class Builder:
             schedule=schedule,
             rank=self.me,
             steps=tuple(self.steps),
-            buffers=(*asked.operands, *asked.results, *added),
+            buffers=(*specification.operands, *specification.results, *added),
             words=words.count if problem.world > 1 else 0,
             stages=stages,
         )
@@ -255,7 +255,7 @@ class Stage:
     """One rank's steps of a stage.
 
     Attributes:
-        problem, schedule: what it is a stage of.
+        problem, schedule: of the stage.
         builder, steps: the Plan that it adds to.
         me, peers: its rank, and the others.
         a, b: the names of its operands.
@@ -299,8 +299,8 @@ class Stage:
         return scaled(self.problem, product, factors) if self.problem.scaling else product
 
     def _cast(self, wanted: Region, lane: str) -> tuple[int, ...]:
-        """Cast on a lane what is not cast yet of a region of A, if the call casts it: whole rows
-        where they have one factor. Returns the steps on other lanes that cast some of it."""
+        """Cast the remaining parts of a region of A on a lane, if the call casts A. Rows with one
+        factor are cast whole. Returns the steps on other lanes that cast parts of the region."""
         if self.problem.given is self.problem:
             return ()
         assert self.problem.scaling is not None
@@ -309,8 +309,8 @@ class Stage:
         for rest in _without(wanted, [region for region, _ in self.casts]):
             index = self.builder.cast(self.problem, rest, lane, f"cast {len(self.casts)}")
             self.casts.append((rest, index))
-        found = [i for region, i in self.casts if _meet(region, wanted)]
-        return tuple(i for i in found if self.steps[i].lane != lane)
+        casts = [i for region, i in self.casts if _meet(region, wanted)]
+        return tuple(i for i in casts if self.steps[i].lane != lane)
 
     def _place(
         self,
@@ -337,7 +337,7 @@ def _meet(one: Region, two: Region) -> bool:
 
 
 def _without(region: Region, others: Iterable[Region]) -> list[Region]:
-    """What is left of a region without some others, as regions."""
+    """Parts of a region outside other regions."""
     parts = [region]
     for other in others:
         parts = [rest for part in parts for rest in _rest(part, other)]

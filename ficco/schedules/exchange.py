@@ -235,12 +235,12 @@ class Traffic:
         received = {source: self.of(source, self.me) for _, source in legs}
         sets = [legs[first : first + count] for first in range(0, len(legs), count)]
         numbers = range(max(map(len, (*sent.values(), *received.values())), default=0))
-        turns = [(number, some) for number in numbers for some in sets]
+        turns = [(number, pairs) for number in numbers for pairs in sets]
         if self.schedule.order == "peer":
-            turns = [(number, some) for some in sets for number in numbers]
-        for number, some in turns:
-            targets = [target for target, _ in some if number < len(sent[target])]
-            sources = [source for _, source in some if number < len(received[source])]
+            turns = [(number, pairs) for pairs in sets for number in numbers]
+        for number, pairs in turns:
+            targets = [target for target, _ in pairs if number < len(sent[target])]
+            sources = [source for _, source in pairs if number < len(received[source])]
             if not (targets or sources):
                 continue
             labels = [f"{number}>{_ranks(targets)}"] if targets else []
@@ -297,8 +297,8 @@ class Traffic:
         """Copy a piece to its final place. ``place`` maps regions of staging."""
         waits, after = self.arrivals([(source, number)], lane)
         for move in reversed(self.of(source, self.me)[number].moves):
-            here, there = move.dst, place(move.dst)
-            label, transfer = f"{here.buffer}>{there.buffer}", Transfer(here, there, move.terms)
+            src, dst = move.dst, place(move.dst)
+            label, transfer = f"{src.buffer}>{dst.buffer}", Transfer(src, dst, move.terms)
             self.builder.add(Step(transfer, lane, label, waits, after=after))
             waits, after = (), ()
 
@@ -311,8 +311,8 @@ class Traffic:
 
 def _by_turn(pieces: Iterable[tuple[int, Sequence[Parcel]]]) -> list[list[Item]]:
     turns: list[list[Item]] = []
-    for rank, some in pieces:
-        for number, piece in enumerate(some):
+    for rank, parcels in pieces:
+        for number, piece in enumerate(parcels):
             while len(turns) <= piece.turn:
                 turns.append([])
             turns[piece.turn].append((rank, number, piece))

@@ -44,7 +44,7 @@ class _Strided(NamedTuple):
 
 
 class ExpertWorld:
-    """What all ranks know: how blocks are cut, in which order they come, and the signals."""
+    """Pieces of the blocks, their order, buffers and signals, the same on all ranks."""
 
     def __init__(self, layer: ExpertLayer, schedule: Schedule) -> None:
         if why := expert_refusal(schedule):
@@ -81,14 +81,14 @@ class ExpertWorld:
         layer = self.layer
         count = pieces if isinstance(pieces, int) else len(pieces)
         if layer.experts >= count:
-            return [Share(*some, 0, layer.capacity) for some in cut(layer.experts, pieces)]
-        return [Share(0, layer.experts, *some) for some in cut(layer.capacity, pieces)]
+            return [Share(*span, 0, layer.capacity) for span in cut(layer.experts, pieces)]
+        return [Share(0, layer.experts, *span) for span in cut(layer.capacity, pieces)]
 
     def sets(self, rank: int) -> list[list[int]]:
-        """The sources whose rows are multiplied together at a rank, in order, its own apart from
-        those of others unless the schedule is uniform."""
+        """Sets of sources whose rows a rank multiplies together, in order. The rank itself is in a
+        set only if the schedule is uniform."""
         order = peers_in_order(rank, self.layer.world, self.layer.hosts)
-        sets = [some for some in peer_sets(self.schedule, rank, order) if some]
+        sets = [sources for sources in peer_sets(self.schedule, rank, order) if sources]
         if self.schedule.uniform:
             return [[rank, *order]] if self.schedule.grouping == "fused" else [[rank], *sets]
         return sets
@@ -210,8 +210,8 @@ class ExpertStage:
         self.legs, self.turn = list(far_legs(*ranks)), 0
         self.out = Traffic(self.builder, self.schedule, world.out)
         self.back = Traffic(self.builder, self.schedule, world.back)
-        #: The steps that bring tokens to the rows in which they leave, by target and piece, and
-        #: the one that brings own rows to those of others.
+        #: Steps that copy tokens to the rows from which they leave, by target and piece; then the
+        #: step that copies own rows next to rows of other ranks.
         self.brought: dict[tuple[int, int], int] = {}
         self.placed: tuple[int, ...] = ()
         #: Steps that multiply the results for ranks of other hosts, by rank and piece.
@@ -264,11 +264,11 @@ class ExpertStage:
     @cached_property
     def mixes(self) -> bool:
         """Whether own rows are multiplied together with those of others."""
-        return any(self.me in some and some != [self.me] for some in self.world.sets(self.me))
+        return any(self.me in ranks and ranks != [self.me] for ranks in self.world.sets(self.me))
 
     def _bring_tokens(self) -> None:
-        """Bring tokens to the rows in which they leave, those that are sent first before others:
-        piece by piece, or target by target."""
+        """Copy tokens to the rows from which they leave, in the order in which they are sent: piece
+        by piece, or target by target."""
         layer, world = self.layer, self.world
         far = [target for target, _ in self.legs]
         targets = [*far, *self.builder.lane_of, *([] if self.mixes else [self.me])]
@@ -278,13 +278,13 @@ class ExpertStage:
             turns = [([target], whole, numbers) for target in targets]
         else:
             turns = [(targets, world.shares[i], range(i, i + 1)) for i in numbers]
-        for owners, share, some in turns:
+        for owners, share, pieces in turns:
             for run in _neighbours(owners) if not layer.gathers else [owners[:1]]:
                 src, dst = (self._run_at_home(at, run, share) for at in ("a", "leaving"))
-                label = f"leaving {_label(run, some[0])}"
+                label = f"leaving {_label(run, pieces[0])}"
                 index = self.add(Step(_transfer(src, dst), "compute0", label))
             # After all of them, also where they are several: else ranks would get out of step.
-            self.brought |= {(one, number): index for one in owners for number in some}
+            self.brought |= {(one, number): index for one in owners for number in pieces}
 
     def _brought(self, target: int, number: int) -> tuple[int, ...]:
         """The step after which the rows of a piece are there to leave."""
@@ -300,7 +300,7 @@ class ExpertStage:
             self.placed = (self.add(Step(move, "compute0", "own")),)
 
     def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
-        """Multiply what has come from some sources, and send back what becomes of it."""
+        """Multiply the rows of sources, and send the results back."""
         layer, me, alone = self.layer, self.me, sources == [self.me]
         lane = f"compute{self.turn % self.schedule.compute if number >= 0 else 0}"
         self.turn += number >= 0
@@ -314,8 +314,8 @@ class ExpertStage:
                 else self.world.landed(self.me, "staging", run, share)
                 for run in runs
             ]
-            made = [self.world.landed(self.me, "hidden", run, share) for run in runs]
-            step = self._multiply(left, "b", made, share)
+            outs = [self.world.landed(self.me, "hidden", run, share) for run in runs]
+            step = self._multiply(left, "b", outs, share)
             after: tuple[int, ...] = ()
             if me in sources and lane != "compute0":
                 after = self._brought(me, number) if alone else self.placed
@@ -352,13 +352,13 @@ class ExpertStage:
     ) -> None:
         me, alone = self.me, sources == [self.me]
         left = [self.world.landed(self.me, "active", run, share) for run in runs]
-        made = [
+        outs = [
             self.world.at_home(me, "out", me, share)
             if alone
             else self.world.landed(self.me, "partial", run, share)
             for run in runs
         ]
-        products = self._multiply(left, "c", made, share)
+        products = self._multiply(left, "c", outs, share)
         index = self.add(Step(Products(products), lane, f"{label} back"))
         for source in sources if not alone else ():
             rows = self.world.landed(self.me, "partial", [source], share)
@@ -371,14 +371,14 @@ class ExpertStage:
                 self.made[source, number] = index
 
     def _multiply(
-        self, left: Sequence[_Strided], right: str, made: Sequence[_Strided], share: Share
+        self, left: Sequence[_Strided], right: str, outs: Sequence[_Strided], share: Share
     ) -> tuple[Product, ...]:
-        """The products of some rows with the matrices of their experts."""
+        """Products of rows with the matrices of their experts."""
         per = self.layer.k if right == "b" else self.layer.h
         b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
         b = b._replace(col_stop=self.world.cols[right])
         experts, products = share.expert_stop - share.expert, []
-        for rows, out in zip(left, made, strict=True):
+        for rows, out in zip(left, outs, strict=True):
             one, two = _apart(rows, experts), _apart(out, experts)
             products.append(
                 Product(
@@ -394,7 +394,7 @@ class ExpertStage:
         return tuple(products)
 
     def _bring_home(self) -> None:
-        """Copy what comes back to its place, in the order in which it is expected."""
+        """Copy returned rows to their place, in the expected order of arrival."""
         coming: dict[tuple[int, int], list[int]] = {}  # by turn and piece, from whom
         for peer in self.peers:
             for turn, (sources, number) in enumerate(self.world.turns(peer), 1):
@@ -432,7 +432,7 @@ def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
 
 
 def _apart(rows: _Strided, batch: int) -> _Strided:
-    """The same as so many regions, if they are contiguous."""
+    """The rows as ``batch`` regions, contiguous ones if they are split."""
     if rows.batch == batch:
         return rows
     each = rows.region.rows // batch

@@ -549,8 +549,8 @@ class GatherStage(Stage):
             self._place(lane, shard[unit.ordinal], self.regions[me][unit.ordinal], after)
             if self.world.brings_factors(unit) and not self._factors_stay(me):
                 at = self.world.factors_at
-                scales, there = (self.world.factors(unit, me, me, one) for one in ("scale_a", at))
-                self._place(lane, scales, there, after)
+                src, dst = (self.world.factors(unit, me, me, one) for one in ("scale_a", at))
+                self._place(lane, src, dst, after)
 
     def _products(self, group: int) -> tuple[Product, ...]:
         scaling, products = self.problem.scaling, self.products[group]

@@ -86,11 +86,11 @@ def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
 
 
 def peers_from_halfway(rank: int, world: int) -> list[int]:
-    """Peers where a mask lets ranks exchange more one way than the other, so that they get out of
-    step and several send to one at a time. Of each range of :func:`siblings` the peer half way
-    round comes first, then those below it, and round to those above. Under a causal mask the last
-    rows come sooner so than by :func:`peers_in_order`, as simulated (docs/results/attention.md);
-    that is the order if the number of ranks is no power of two.
+    """Peers in an order for masks under which ranks send more than they receive, or less. Such
+    ranks get out of step, and several send to one rank at a time. In each range of :func:`siblings`
+    the peer half way round comes first, then lower peers, then higher peers. Under a causal mask
+    the last rows arrive earlier than by :func:`peers_in_order`, as simulated
+    (docs/results/attention.md). If their number is no power of two, the latter is the order.
 
     >>> peers_from_halfway(0, 8), peers_from_halfway(5, 8), peers_from_halfway(1, 3)
     ([1, 3, 2, 6, 5, 4, 7], [4, 6, 7, 3, 2, 1, 0], [0, 2])
@@ -98,9 +98,9 @@ def peers_from_halfway(rank: int, world: int) -> list[int]:
     if world & (world - 1):
         return peers_in_order(rank, world)
     order: list[int] = []
-    for some in siblings(rank, world):
-        half, count = len(some) // 2, len(some)
-        order += sorted(some, key=lambda peer: (half - peer + rank) % count)
+    for peers in siblings(rank, world):
+        half, count = len(peers) // 2, len(peers)
+        order += sorted(peers, key=lambda peer: (half - peer + rank) % count)
     return order
 
 
@@ -139,7 +139,7 @@ def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
 
 
 def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tuple[int, int]]:
-    """The same of all ranks of other hosts, or of those that are so far apart from each other."""
+    """The same for all ranks of other hosts, or for every ``apart``-th of them."""
     far = slice(world // hosts - 1, None, apart)
     targets, sources = (order(rank, world, hosts) for order in (targets_in_order, peers_in_order))
     return zip(targets[far], sources[far], strict=True)

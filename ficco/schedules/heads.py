@@ -71,27 +71,27 @@ def heads_plans(
 
 
 class _HeadsWorld:
-    """What all ranks know: pieces, buffers and words."""
+    """Pieces, buffers and words, the same on all ranks."""
 
     def __init__(self, problem: HeadsProblem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
         self.words = WordAllocator(problem.world)
         self.pieces = [pieces_of(problem, schedule, rank) for rank in range(problem.world)]
         self.out, self.back = _HeadsRoute(self, returns=False), _HeadsRoute(self, returns=True)
-        asked = problem.specification
-        given = asked.operands + asked.results
+        specification = problem.specification
+        declared = specification.operands + specification.results
         self.buffers: list[Buffer] = []
         #: By matrix, the buffer of a rank's heads.
-        self.heads = {one.holds: one for one in given}
+        self.heads = {one.holds: one for one in declared}
         if problem.world == 1:
             return
-        kept = {one.holds: one for one in given if one.name == f"kept {one.holds}"}
+        by_matrix = {one.holds: one for one in declared if one.name == f"kept {one.holds}"}
         for matrix in problem.inputs + problem.outs:
-            if matrix in problem.arrives or matrix not in kept:
+            if matrix in problem.arrives or matrix not in by_matrix:
                 memory = "slot" if matrix in problem.arrives else "local"
-                kept[matrix] = problem.whole(matrix, memory)
-                self.buffers.append(kept[matrix])
-            self.heads[matrix] = kept[matrix]
+                by_matrix[matrix] = problem.whole(matrix, memory)
+                self.buffers.append(by_matrix[matrix])
+            self.heads[matrix] = by_matrix[matrix]
         for matrix in problem.returns:
             shard = problem.shard(matrix)
             self.buffers.append(shard._replace(name=f"returned {matrix}", memory="slot", left=()))
@@ -130,15 +130,15 @@ class _HeadsRoute(Route):
         ends = [self._ends(matrix, src, dst) for matrix in reversed(self.matrices)]
         for number, signal in enumerate(self.signals(src, dst, owner)):
             moves, labels = list[Transfer](), list[str]()
-            for matrix, (here, row, col), (there, row_there, col_there) in ends:
+            for matrix, (src_name, row, col), (dst_name, dst_row, dst_col) in ends:
                 first, last = self.world.new_rows(matrix, at, number)
                 if first == last and not self.returns:
                     continue
-                source = here, src, row + first, row + last, col, col + cols
-                rows = row_there + first, row_there + last
-                landing = new(Region, (there, dst, *rows, col_there, col_there + cols))
+                source = src_name, src, row + first, row + last, col, col + cols
+                rows = dst_row + first, dst_row + last
+                landing = new(Region, (dst_name, dst, *rows, dst_col, dst_col + cols))
                 moves.append(new(Transfer, (new(Region, source), landing, 0, *PLAIN)))
-                labels.append(f"{here}>{dst}.{number}")
+                labels.append(f"{src_name}>{dst}.{number}")
             parcels.append(Parcel(tuple(moves), tuple(labels), (), (signal,), number))
         return parcels
 
@@ -267,13 +267,13 @@ class _HeadsStage:
             rows = problem.rows(matrix, me, *heads)
             return Region(buffer.name, me, *rows, 0, buffer.shapes[me][1])
 
-        inputs, outs = (tuple(map(region, some)) for some in (problem.inputs, problem.outs))
+        inputs, outs = (tuple(map(region, matrices)) for matrices in (problem.inputs, problem.outs))
         calls = problem.calls(*heads)
         flops = sum((call.flops for call in calls), 0.0)
-        made = Applied(problem.function, *heads, inputs, outs, flops, calls)
+        applied = Applied(problem.function, *heads, inputs, outs, flops, calls)
         first = me * problem.heads
         label = f"heads {first + heads[0]}:{first + heads[1]}"
-        return Step(made, "compute0", label)
+        return Step(applied, "compute0", label)
 
 
 def _result(region: Region) -> Region:

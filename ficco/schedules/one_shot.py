@@ -23,8 +23,8 @@ Rows = tuple[int, int]
 
 
 class OneShotWorld(World):
-    """What all ranks know: which rows are summed when, and which signal words say that they are
-    ready."""
+    """Rows that each rank sums, piece by piece, and the signals that they are ready, the same on
+    all ranks."""
 
     def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
         super().__init__(problem, schedule, words)
@@ -91,9 +91,9 @@ class OneShotStage(Stage):
         self._sum(world.rounds - 1)
         waited = [s for step in self.steps for s in step.waits if not s.released]
         silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        told = tuple(world.done(me, peer) for peer in peers)
+        posts = tuple(world.done(me, peer) for peer in peers)
         after = self.builder.lasts()
-        self.add(Step(None, "sync", "has read", silent, posts=told, after=after))
+        self.add(Step(None, "sync", "has read", silent, posts=posts, after=after))
 
     def silent(self) -> tuple[Signal, ...]:
         """The signals that the peers have read."""
@@ -103,12 +103,12 @@ class OneShotStage(Stage):
         return f"compute{piece % self.schedule.compute}"
 
     def _multiply(self, piece: int) -> None:
-        """Multiply one piece of what each rank sums, and signal that."""
+        """Multiply one piece of the rows that each rank sums, and signal it."""
         me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
         lane, products = self._lane(piece), []
         for rows in self.world.made(piece):
-            left, made = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
-            products.append(self._product(left, self._right(0, k, 0, n), made))
+            left, target = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
+            products.append(self._product(left, self._right(0, k, 0, n), target))
             self._cast(left, lane)
         calls, label = merged(products), f"piece {piece}"
         self.products.append(self.add(Step(Products(calls), lane, label)))

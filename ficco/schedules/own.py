@@ -25,7 +25,7 @@ def register(name: str, *, candidate: bool = False) -> Callable[[PlanFunction], 
     All ranks register the same. The gradients of its calls take ``"auto"``.
 
     Args:
-        name: what it is called from then on, as other schedules are: letters, digits, ``-`` and
+        name: name of the schedule, used like names of other schedules: letters, digits, ``-`` and
             ``_``.
         candidate: ``auto`` compares it where the machine is described, and takes it where it is
             predicted to be fastest.
@@ -59,7 +59,7 @@ _candidates: dict[str, None] = {}
 
 
 def own_candidates() -> tuple[str, ...]:
-    """The names of those that ``auto`` compares."""
+    """Names of registered schedules that ``auto`` compares."""
     return tuple(_candidates)
 
 
@@ -73,17 +73,17 @@ def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
     """
     from ficco.proof import PlanError, check  # importing ficco need not load the proof
 
-    name, made = schedule.own, []
+    name, plans = schedule.own, []
     for rank in range(problem.world):
         plan = OWN[name](problem, rank)
         if not isinstance(plan, Plan) or plan.problem != problem or plan.rank != rank:
             raise ValueError(
                 f"schedule {name}: required the Plan of rank {rank} for {problem}, got {plan!r:.80}"
             )
-        made.append(replace(plan, schedule=name))
+        plans.append(replace(plan, schedule=name))
     try:
         with paused():
-            check(made)
+            check(plans)
     except PlanError as error:
         raise ValueError(f"schedule {name}: its plans for {problem} are wrong: {error}") from error
-    return tuple(made)
+    return tuple(plans)

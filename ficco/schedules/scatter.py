@@ -85,7 +85,7 @@ class ScatterWorld(World, Route):
         rows = [self.rows(rank) for rank in ranks]
         if problem.kind.returns:  # sums come back
             rows = [rows[rank] + problem.m - problem.rows[rank] for rank in ranks]
-        shapes = tuple((some, problem.n) for some in rows)
+        shapes = tuple((count, problem.n) for count in rows)
         layout = "columns" if packs else problem.layout
         self.buffer("staging", self.out, shapes, layout=layout)
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
@@ -385,7 +385,7 @@ class ScatterStage(Stage):
         """The lane of a separate product of own units."""
         return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
-    # What arrives.
+    # Arrivals.
 
     def _arrivals(
         self, peer: int, own: Unit, lane: str = REDUCE_LANE
@@ -459,11 +459,11 @@ class ScatterStage(Stage):
     def _keep_blocks(self) -> None:
         """Copy blocks of an all-to-all to the result, in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
-            made, here = self._product_of(unit).out, self.results[unit.ordinal]
+            src, dst = self._product_of(unit).out, self.results[unit.ordinal]
             if unit not in self.made_by:
                 self._matmul(self._own_lane(turn), [unit])
-            elif made != here:
-                self._place(REDUCE_LANE, made, here, (self.made_by[unit],), terms=1 << self.me)
+            elif src != dst:
+                self._place(REDUCE_LANE, src, dst, (self.made_by[unit],), terms=1 << self.me)
         order = peers_in_order(self.me, self.problem.world, self.problem.hosts)
         order = list(self.lane_of) if self.schedule.pull else order
         self._home(self.traffic, order, self.problem.block(self.me, self.me), 0)
@@ -486,7 +486,7 @@ class ScatterStage(Stage):
 
 
 def _lower(buffer: str, down: int, region: Region) -> Region:
-    """A region of another buffer, so many rows further down."""
+    """The same columns of another buffer, ``down`` rows further down."""
     row, row_stop = region.row + down, region.row_stop + down
     return new(Region, (buffer, region.rank, row, row_stop, region.col, region.col_stop))
 

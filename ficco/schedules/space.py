@@ -26,7 +26,7 @@ OWN: dict[str, Callable[..., Any]] = {}
 #: The order in which pieces travel; the first is the default.
 ORDERS = ("piece", "peer")
 
-#: What moves the bytes; the first is the default.
+#: Movers of the bytes; the first is the default.
 MOVERS = ("dma", "kernel", "collective")
 
 

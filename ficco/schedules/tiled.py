@@ -74,8 +74,8 @@ class TiledGatherStage(GatherStage):
         if self.problem.return_gathered:
             for product in arrive:
                 rows = product.out.row, product.out.row_stop
-                there = Region("gathered", self.me, *rows, 0, self.problem.k)
-                self._place("compute0", product.a, there)
+                gathered = Region("gathered", self.me, *rows, 0, self.problem.k)
+                self._place("compute0", product.a, gathered)
         yield from [OWN] * own
         yield from range(len(self.groups))
         if self.schedule.pull:

@@ -4,21 +4,21 @@ The model is a second opinion on :func:`ficco.plan.check`. It shares no code wit
 takes the data of the Plans, in which gated products and moves between hosts are written as steps of
 their own (:func:`ficco.plan.in_parts`, :mod:`ficco.plan.network`). Each lane of each rank is a
 process. A step that uses memory is two events: it begins when its waits hold, and its end posts its
-signals. In between, no other step may write what it reads, or use what it writes.
+signals. Between the two, other steps may not write its inputs and may not use its outputs.
 
 The edges of all regions cut memory into rectangles that no step divides. Rectangles that the same
 steps use in the same way are one *atom* of the model. SPIN proves that in every interleaving:
 
 - nothing deadlocks, with concurrent lanes and with each rank's Plan as one queue;
-- what a step reads was written in the same call, and is not being written; no two steps write at
-  once; every atom of the results is written in the end;
+- a step reads only atoms that were written in the same call and that no step is writing; no two
+  steps write at once; every atom of the results is written in the end;
 - a slot of a rank, and its words, are used between two moments: the previous call has handed the
   slot to the peers, and this call has not yet. Inputs of a peer are read during the peer's call;
 - a word is posted while it is clear, waited for once, then cleared; in the end all words are as
   they began.
 
-The calls follow one of which only the end is modelled: each rank hands its slot on. The model is
-about order. Which rows a step has to read, and what it computes, only ``check`` proves.
+Of the call before the first, the model has only the end: each rank hands its slot on. The model is
+about order. Only ``check`` proves that a step reads the right rows and computes the right terms.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def promela(plans: Sequence[Plan]) -> str:
 
 
 def _uses(step: Step) -> Iterator[tuple[str, Region]]:
-    """What a step does to which memory, in order: "read", "write", "add" to what was written, or
-    write "beside" others that do so in any order."""
+    """Accesses of a step to memory, in order: "read", "write", "add" to an earlier write, or
+    "beside", a write in any order with those of other steps."""
     match step.work:
         case Transfer() as move:
             for i in range(move.batch):
@@ -150,7 +150,7 @@ def _down(region: Region, rows: int) -> Region:
 
 
 def _together(modes: Sequence[str]) -> str:
-    """What a step does to memory that it uses several times."""
+    """Access of a step to memory that it uses several times."""
     if len({*modes}) == 1:
         return modes[0]
     return "write" if modes[0] == "write" and "read" not in modes else "add"
@@ -238,7 +238,7 @@ class _Model:
         return self.words[signal.waiter, signal.word]
 
     def _near(self, one: int, two: int) -> bool:
-        """Whether two ranks are on one host. What goes to another host, both sides take part in."""
+        """Whether two ranks are on one host. Both sides take part in a move between hosts."""
         return one // self.per_host == two // self.per_host
 
     def _caller(self, plan: Plan) -> Iterator[str]:
@@ -262,7 +262,7 @@ class _Model:
         yield "od }"
 
     def _lane(self, plan: Plan, lane: str) -> Iterator[str]:
-        """The process of a lane. What one launch does begins before the first part of it ends."""
+        """The process of a lane. All steps of a launch begin before the first of them ends."""
         call, name = f"call[{plan.rank}]", re.sub("[^a-z0-9]", "_", lane)
         yield f"\nactive proctype rank{plan.rank}_{name}() {{\nend: do ::"
         first, before = True, -1
@@ -290,7 +290,7 @@ class _Model:
         yield "od }"
 
     def _events(self, rank: int, index: int, step: Step) -> tuple[list[str], list[str], list[str]]:
-        """What happens when a step begins, what its end waits for, and what happens then."""
+        """Effects at the begin of a step, guards of its end, and effects at its end."""
         call, number = f"call[{rank}]", self.number[rank, index]
         near = [one for one in (*step.waits, *step.clears) if self._near(one.poster, rank)]
         begin = [f"owned({rank}, {call})"] if near else []
@@ -322,7 +322,7 @@ class _Model:
 
 
 def _event(guard: Sequence[str], effects: Sequence[str]) -> Iterator[str]:
-    """Something that happens at once, as soon as all guards hold."""
+    """An atomic event, which happens as soon as all guards hold."""
     yield f"  d_step {{ {' && '.join(guard) or 1};"
     yield from (f"    {effect};" for effect in effects)
     yield "  }"
