@@ -1,7 +1,7 @@
 """Addresses and views of the Regions of a Program.
 
-Engines read a Plan's buffers and a Call's tensors only through this module. What all calls share is
-computed once, when the Program is compiled.
+Engines read a Plan's buffers and a Call's tensors only through this module. State that all calls
+share is computed once, when the Program is compiled.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def operands_key(call: Call) -> tuple[Any, ...]:
 
 def buffers_of(program: Program) -> Buffers:
     """The Buffers of a Program, created on first use."""
-    found: Buffers | None = program.state.get("buffers")
-    if found is None:
-        found = program.state["buffers"] = Buffers(program)
-    return found
+    buffers: Buffers | None = program.state.get("buffers")
+    if buffers is None:
+        buffers = program.state["buffers"] = Buffers(program)
+    return buffers
 
 
 class Buffers:
@@ -112,8 +112,8 @@ class Buffers:
         if buffer.matrices and buffer.memory != "slot":
             matrix, (rows, cols) = self._in_matrix(region)
             step = max(stride * buffer.matrices // buffer.shapes[self._rank][0], 1)
-            some = slice(matrix, matrix + count * step, step)
-            return lambda call: call.tensors[name][some, rows, cols]
+            matrices = slice(matrix, matrix + count * step, step)
+            return lambda call: call.tensors[name][matrices, rows, cols]
 
         def several(call: Call) -> torch.Tensor:
             one = first(call)
@@ -132,8 +132,8 @@ class Buffers:
             return lambda call, first, last: whole[first:last]
 
         def own(call: Call, first: int, last: int) -> torch.Tensor:
-            made = call.filled.made.get(name, ()) if call.filled else ()
-            for begin, end, part in made:
+            products = call.filled.made.get(name, ()) if call.filled else ()
+            for begin, end, part in products:
                 if begin <= first and last <= end:
                     return part[first - begin : last - begin]
             return call.tensors[name][first:last]

@@ -87,16 +87,16 @@ class Part(NamedTuple):
 
     def rows(self, first: int, last: int) -> Part:
         """Sub-range of the queries."""
-        some = slice(first - self.first, last - self.first)
-        return Part(first, last, self.mean[:, :, some], self.lse[:, :, some])
+        queries = slice(first - self.first, last - self.first)
+        return Part(first, last, self.mean[:, :, queries], self.lse[:, :, queries])
 
     def within(self, first: int, last: int) -> Part | None:
         """Intersection with a range, numbered from its first query; None if it is empty."""
         begin, end = max(self.first, first), min(self.last, last)
         if begin >= end:
             return None
-        some = slice(begin - self.first, end - self.first)
-        return Part(begin - first, end - first, self.mean[:, :, some], self.lse[:, :, some])
+        queries = slice(begin - self.first, end - self.first)
+        return Part(begin - first, end - first, self.mean[:, :, queries], self.lse[:, :, queries])
 
 
 #: The groups of a grouped product: the first block, how many each has, and how many groups.

@@ -47,8 +47,8 @@ def _moves(plans: Sequence[Plan]) -> tuple[Moves, Moves]:
             moves = step.work.moves if isinstance(step.work, Crossing) else None
             by_network = isinstance(step.work, Transfer) and step.work.mover == MOVER
             if by_network or moves == () or (moves and not step.whole):
-                what = "does not move between hosts as a plan may"
-                raise ValueError(f"rank {plan.rank} step {step.label!r} {what}")
+                why = "does not move between hosts as a plan may"
+                raise ValueError(f"rank {plan.rank} step {step.label!r} {why}")
             for move in moves or ():
                 ends = move.src.rank, move.dst.rank
                 if plan.rank not in ends or ends[0] == ends[1]:
@@ -63,9 +63,9 @@ class _Words:
 
     def __init__(self, words: Sequence[int], sent: Moves) -> None:
         self.next = dict(enumerate(words))
-        self.there, self.taken = {}, {}
+        self.ready, self.taken = {}, {}
         for (source, target), moves in sent.items():
-            self.there[source, target] = self._block("there", source, target, len(moves))
+            self.ready[source, target] = self._block("there", source, target, len(moves))
             self.taken[source, target] = self._block("taken", target, source, len(moves))
 
     def _block(self, kind: str, poster: int, waiter: int, count: int) -> list[Signal]:
@@ -100,23 +100,23 @@ def _written(
     turns: dict[tuple[int, int], int],
 ) -> list[Step]:
     """The steps that replace a network step; the first has the number ``at``."""
-    there, taken, copies, thanks = [], [], [], []
+    ready, taken, copies, thanks = [], [], [], []
     bare = Step(None, step.lane, step.label)
     inward, over = (bare._replace(lane=f"{step.lane}/{name}") for name in ("in", "over"))
     for move in moves:
         ends = move.src.rank, move.dst.rank
         turn = turns[ends] = turns.get(ends, -1) + 1
-        come, gone = words.there[ends][turn], words.taken[ends][turn]
+        come, gone = words.ready[ends][turn], words.taken[ends][turn]
         copy = inward._replace(work=move._replace(mover=MOVER))
         if rank == ends[0]:
-            there.append(come)
+            ready.append(come)
             taken.append(gone)
         else:
             waits = (come,)
             copies.append(copy._replace(waits=waits, clears=waits))
             thanks.append(gone)
     begin = bare._replace(
-        waits=step.waits, clears=step.clears, after=step.after, posts=tuple(there)
+        waits=step.waits, clears=step.clears, after=step.after, posts=tuple(ready)
     )
     done = inward._replace(posts=tuple(thanks))
     sent = bare._replace(waits=tuple(taken), clears=tuple(taken))

@@ -18,7 +18,7 @@ class _Part(NamedTuple):
 
 
 def in_parts(plan: Plan, concurrent: bool = False) -> Plan:
-    """An equivalent Plan in which whole steps wait for and post signals.
+    """Return an equivalent Plan whose signals gate and announce whole steps only.
 
     A step with ``gates`` or ``announces`` becomes a product for each range of rows between the
     bounds of its signals. The products run in order on the step's lane: rows without a gate, then
@@ -66,7 +66,7 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
         )
     parts: list[_Part] = []
     opened: dict[Signal, int] = {}  # part that waits for each gate
-    made: list[tuple[int, int, int]] = []  # first and end row, and the part that computes them
+    computed: list[tuple[int, int, int]] = []  # first and end row, and the part that computes them
     bare = Step(None, step.lane, step.label)
     if step.waits or step.clears:
         parts.append(_Part(bare._replace(waits=step.waits, clears=step.clears)))
@@ -78,15 +78,15 @@ def _parts(plan: Plan, step: Step) -> list[_Part]:
             if gate not in opened:
                 opened[gate] = len(parts)
                 parts.append(_Part(bare._replace(waits=(gate,)), first))
-        made.append((row, row_stop, len(parts)))
+        computed.append((row, row_stop, len(parts)))
         label = f"{step.label} {row}:{row_stop}"
-        some = bare._replace(work=work._replace(products=(product,)), label=label)
-        parts.append(_Part(some, (*first, *(opened[gate] for gate in gates))))
+        product_step = bare._replace(work=work._replace(products=(product,)), label=label)
+        parts.append(_Part(product_step, (*first, *(opened[gate] for gate in gates))))
     for gate in step.gates:  # gates without rows are waited for, too
         if gate not in opened:
             parts.append(_Part(bare._replace(waits=(gate,)), first))
     for signal in step.announces:
-        ready = tuple(part for *rows, part in made if _meet(signal, *rows))
+        ready = tuple(part for *rows, part in computed if _meet(signal, *rows))
         parts.append(_Part(bare._replace(posts=(signal,)), first + ready))
     if step.posts:
         parts.append(_Part(bare._replace(posts=step.posts), tuple(range(len(parts)))))
@@ -153,16 +153,16 @@ def _rows(product: Product, first: int, last: int) -> Product:
     """Some rows of a product."""
     left = product.out.rows - last
 
-    def some(region: Region) -> Region:
+    def cut(region: Region) -> Region:
         return region._replace(row=region.row + first, row_stop=region.row_stop - left)
 
     factors = product.factors
     if factors and factors[0].rows == product.a.rows:
-        factors = some(factors[0]), *factors[1:]
+        factors = cut(factors[0]), *factors[1:]
     return product._replace(
-        a=some(product.a),
-        out=some(product.out),
-        addend=product.addend and some(product.addend),
+        a=cut(product.a),
+        out=cut(product.out),
+        addend=product.addend and cut(product.addend),
         factors=factors,
     )
 
@@ -170,8 +170,8 @@ def _rows(product: Product, first: int, last: int) -> Product:
 def _turn(step: Step, row: int, row_stop: int) -> tuple[int, int]:
     """Sort key of rows: number of their last gate, then number of their first announcement."""
     gates = [i for i, gate in enumerate(step.gates, 1) if _meet(gate, row, row_stop)]
-    told = [i for i, one in enumerate(step.announces) if _meet(one, row, row_stop)]
-    return max(gates, default=0), min(told, default=len(step.announces))
+    announced = [i for i, one in enumerate(step.announces) if _meet(one, row, row_stop)]
+    return max(gates, default=0), min(announced, default=len(step.announces))
 
 
 def _meet(signal: Signal, row: int, row_stop: int) -> bool:

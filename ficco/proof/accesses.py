@@ -93,10 +93,10 @@ class _Route:
         """Offset from row numbers at rank ``at`` to row numbers at rank ``to``, and whether both
         ranks have all these rows in one block of the same owner."""
         way, known = np.zeros(len(row), np.int64), np.zeros(len(row), np.bool_)
-        for theirs, first, block in zip(*self._by_owner, strict=True):
-            up = theirs - first  # by rank, offset from the number there to the owner's
+        for at_owner, first, block in zip(*self._by_owner, strict=True):
+            up = at_owner - first  # by rank, offset from its row numbers to the owner's
             here = (first[at] <= row) & (row_stop <= first[at] + block[at])
-            begin, end = row + up[at] - theirs[to], row_stop + up[at] - theirs[to]
+            begin, end = row + up[at] - at_owner[to], row_stop + up[at] - at_owner[to]
             here &= (0 <= begin) & (end <= block[to]) & ~known
             way[here] = (up[at] - up[to])[here]
             known |= here
@@ -200,17 +200,17 @@ class Footprint:
         demand(inside, who, "leaves the buffer")
 
     def _cuts(self) -> None:
-        """Check that packed columns are accessed in the cuts in which they were packed."""
+        """Check that all accesses to packed columns use the same cuts."""
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)
-        some = np.flatnonzero(self.buffers.packed[access.buffer] & full)
-        home = (access.buffer * self.world + access.rank)[some]
-        col, stop = access.col[some], access.col_stop[some]
+        packed = np.flatnonzero(self.buffers.packed[access.buffer] & full)
+        home = (access.buffer * self.world + access.rank)[packed]
+        col, stop = access.col[packed], access.col_stop[packed]
         order = np.lexsort((stop, col, home))
         one, two = order[:-1], order[1:]
         right = (home[one] != home[two]) | (stop[one] <= col[two])
         right |= (col[one] == col[two]) & (stop[one] == stop[two])
-        who = self.by_access(some[two])
+        who = self.by_access(packed[two])
         demand(right, who, "cuts packed columns otherwise than another step")
 
     def _regions(self, regions: Sequence[Region], step: Ints) -> Regions:
@@ -281,7 +281,7 @@ class Footprint:
             )
             reached |= (region.rank == me) | sent
             demand(reached, who, "reaches memory of a peer that is not symmetric, or elsewhere")
-        right = self._made(matrix, functions, copy, who) == of.holds[dst.buffer]
+        right = self._written(matrix, functions, copy, who) == of.holds[dst.buffer]
         right &= ~of.operand[dst.buffer] & (of.leaves[src.buffer] | ~of.leaves[dst.buffer])
         # Rows that have landed may go on to another peer that receives them.
         onward = copy & ~of.leaves[src.buffer] & ~self.common[matrix]
@@ -307,29 +307,29 @@ class Footprint:
         way = self._way(matrix, leaving, leaving + src.rows, src.rank, dst.rank, lands, who)
         down, across = src.row - dst.row, src.col - dst.col
         begins, loose = self._begins(dst), ~of.placed[src.buffer]
-        here = np.where(loose, begins - down, self._begins(src))
+        src_shift = np.where(loose, begins - down, self._begins(src))
         left, dst_left = (of.left[one.buffer, one.rank] for one in (src, dst))
-        here_across = np.where(loose, np.where(of.placed[dst.buffer], dst_left - across, 0), left)
+        src_across = np.where(loose, np.where(of.placed[dst.buffer], dst_left - across, 0), left)
         on = np.flatnonzero(loose & ~of.placed[dst.buffer])
         posts = [self.steps.of.posts[number] for number in step[on]]
         gated = ints(signals[0].first if signals else -1 for signals in posts)
-        here[on] = np.where(gated < 0, 0, gated - src.row[on])
+        src_shift[on] = np.where(gated < 0, 0, gated - src.row[on])
         for number, route in self.route.items():
-            some = on[which := np.flatnonzero((onward & (matrix == number))[on])]
-            ends = gated[which], gated[which] + src.rows[some], dst.rank[some], src.rank[some]
+            relays = on[which := np.flatnonzero((onward & (matrix == number))[on])]
+            ends = gated[which], gated[which] + src.rows[relays], dst.rank[relays], src.rank[relays]
             back, known = route.passed(*ends)
-            demand(known, self.steps.by_step(step[some]), "passes on what is for others")
-            here[some] += back
-            way[some] -= back
-        there, there_across = here + down + way, here_across + across
-        home = ~of.placed[dst.buffer] | (there == begins) & (there_across == dst_left)
+            demand(known, self.steps.by_step(step[relays]), "passes on what is for others")
+            src_shift[relays] += back
+            way[relays] -= back
+        dst_shift, dst_across = src_shift + down + way, src_across + across
+        home = ~of.placed[dst.buffer] | (dst_shift == begins) & (dst_across == dst_left)
         home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
         demand(home, who, "puts rows where others belong")
-        self._gates(step[copy], (dst.row + there)[copy], (dst.row_stop + there)[copy])
-        made = Accesses.of(step, dst, there, there_across, terms=terms)
+        self._gates(step[copy], (dst.row + dst_shift)[copy], (dst.row_stop + dst_shift)[copy])
+        writes = Accesses.of(step, dst, dst_shift, dst_across, terms=terms)
         if cast := self._casts(step, dst, functions, factors):
-            made = Accesses(*map(np.concatenate, zip(made, cast, strict=True)))
-        return Accesses.of(step, src, here, here_across, terms=terms), made
+            writes = Accesses(*map(np.concatenate, zip(writes, cast, strict=True)))
+        return Accesses.of(step, src, src_shift, src_across, terms=terms), writes
 
     def _each_move(self, moves: list[Transfer], step: Ints) -> tuple[list[Transfer], Ints]:
         """Transfers of batches, one by one, and their steps."""
@@ -337,29 +337,29 @@ class Footprint:
         cast = bools(map(bool, (move.factors for move in moves)))
         demand((batch > 0) & ((batch == 1) | ~cast), self.steps.by_step(step), "is no batch")
         each, turn = repeated(batch)
-        found = []
+        copies = []
         for index, i in zip(each.tolist(), turn.tolist(), strict=True):
             move = moves[index]
             ends = _down(move.src, i * move.src_stride), _down(move.dst, i * move.dst_stride)
-            found.append(move._replace(src=ends[0], dst=ends[1]))
-        return found, step[each]
+            copies.append(move._replace(src=ends[0], dst=ends[1]))
+        return copies, step[each]
 
     def _casts(
         self, step: Ints, dst: Regions, functions: Sequence[str], factors: Sequence[Region | None]
     ) -> Accesses | None:
         """Writes of the factors of cast operands. Checks that a cast covers whole factors."""
         of, who = self.buffers, self.steps.by_step(step)
-        asked = {
+        by_matrix = {
             of.matrix[one.a]: one.factors[0] for one in self.contraction.values() if one.factors
         }
-        cast = bools(functions) & np.isin(of.holds[dst.buffer], list(asked))
+        cast = bools(functions) & np.isin(of.holds[dst.buffer], list(by_matrix))
         demand(cast == bools(map(bool, factors)), who, "casts without factors, or the wrong matrix")
         if not (which := np.flatnonzero(cast)).size:
             return None
         step, dst, who = step[which], dst.at(which), self.steps.by_step(step[which])
         region = self._regions([one for one in factors if one], step)
-        found = [asked[each] for each in of.holds[dst.buffer].tolist()]
-        right = of.holds[region.buffer] == ints(of.matrix[one.matrix] for one in found)
+        specified = [by_matrix[each] for each in of.holds[dst.buffer].tolist()]
+        right = of.holds[region.buffer] == ints(of.matrix[one.matrix] for one in specified)
         right &= (region.rank == dst.rank) & of.placed[dst.buffer] & of.placed[region.buffer]
         right &= ~of.operand[region.buffer] & (self._begins(dst) == self._begins(region))
         for at, (first, last, begin, end) in enumerate(
@@ -368,29 +368,29 @@ class Footprint:
                 (dst.col, dst.col_stop, region.col, region.col_stop),
             )
         ):
-            share = ints(one.share[at] for one in found)
+            share = ints(one.share[at] for one in specified)
             whole = self._sizes[dst.buffer, dst.rank, at]
-            some = np.maximum(share, 1)
-            right &= (first % some == 0) & ((last % some == 0) | (last == whole))
+            unit = np.maximum(share, 1)
+            right &= (first % unit == 0) & ((last % unit == 0) | (last == whole))
             right &= (share > 0) | ((first == 0) & (last == whole))
             bounds = _shared(first, last, share)
             right &= (begin == bounds[0]) & (end == bounds[1])
         demand(right, who, "casts with factors that do not fit")
         return Accesses.of(step, region, self._begins(region))
 
-    def _made(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
+    def _written(self, matrix: Ints, functions: Sequence[str], copy: Bools, who: Who) -> Ints:
         """Matrices that transfers write: the moved matrix, or the result of a function of it."""
-        made = matrix.copy()
+        written = matrix.copy()
         names = list(self.buffers.matrix)
         for at in np.flatnonzero(bools(functions)).tolist():
             name = functions[at], names[matrix[at]]
-            result = self.asked.functions.get(name)
-            if result is None or copy[at] or self.terms[matrix[at]]:
+            output = self.asked.functions.get(name)
+            if output is None or copy[at] or self.terms[matrix[at]]:
                 raise PlanError(
                     f"{who(at)} applies the function {name[0]!r}, which is not asked for"
                 )
-            made[at] = self.buffers.matrix.get(result, -1)
-        return made
+            written[at] = self.buffers.matrix.get(output, -1)
+        return written
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
         """Check that a signal posted after a copy gates the copied rows."""
@@ -412,13 +412,13 @@ class Footprint:
     def _products(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
         products, step = self._each(Products)
-        made = unzipped(products, Product)
+        fields = unzipped(products, Product)
         who, me = self.steps.by_step(step), self.steps.rank[step]
-        a, b, out = (self._regions(regions, step) for regions in (made.a, made.b, made.out))
-        adds, batch = ints(made.accumulate), ints(made.batch)
+        a, b, out = (self._regions(regions, step) for regions in (fields.a, fields.b, fields.out))
+        adds, batch = ints(fields.accumulate), ints(fields.batch)
         matrix = of.holds[out.buffer]
         inner = self.transposed[matrix]
-        demand(bools(made.transposed) == inner, who, "multiplies A the wrong way round")
+        demand(bools(fields.transposed) == inner, who, "multiplies A the wrong way round")
         summed, left = np.where(inner, (a.rows, a.cols), (a.cols, a.rows))
         fits = (summed == b.rows) & (left == out.rows) & (b.cols == out.cols) & (b.col == out.col)
         fits &= np.where(inner, batch == 1, batch > 0)
@@ -442,18 +442,18 @@ class Footprint:
         # Only landed blocks and results are added to; all other outputs are new.
         placed = np.where(adds > 0, ~of.leaves[out.buffer], of.placed[out.buffer])
         demand(~of.operand[out.buffer] & placed, who, "multiplies in the wrong buffers")
-        adds, joins, terms = self._joined(made, adds, joined, me, who)
-        which = np.flatnonzero(bools(map(bool, made.addend)))
-        scaled = np.flatnonzero(bools(map(bool, made.factors)))
-        self._scaled(matrix, made.factors, who)
-        if any(made.bias) or any(one.bias for one in self.contraction.values()):
-            self._biased(made, matrix, k_first, out, who)
+        adds, joins, terms = self._joined(fields, adds, joined, me, who)
+        which = np.flatnonzero(bools(map(bool, fields.addend)))
+        scaled = np.flatnonzero(bools(map(bool, fields.factors)))
+        self._scaled(matrix, fields.factors, who)
+        if any(fields.bias) or any(one.bias for one in self.contraction.values()):
+            self._biased(fields, matrix, k_first, out, who)
         added = self._addends([products[index] for index in which], step[which])
         # One access for each product of a batch.
         each, turn = repeated(batch)
-        a = a.at(each).down(turn * ints(made.a_stride)[each])
-        out = out.at(each).down(turn * ints(made.out_stride)[each])
-        b = b.at(each).down(turn * ints(made.b_stride)[each])
+        a = a.at(each).down(turn * ints(fields.a_stride)[each])
+        out = out.at(each).down(turn * ints(fields.out_stride)[each])
+        b = b.at(each).down(turn * ints(fields.b_stride)[each])
         step, inner, matrix, share = step[each], inner[each], matrix[each], share[each]
         k_first, k_last, adds = k_first[each], k_last[each], adds[each]
         who, fixed = self.steps.by_step(step), of.placed[a.buffer]
@@ -461,11 +461,11 @@ class Footprint:
         lands = ~of.leaves[out.buffer] & fixed & ~inner
         way = self._way(matrix, first, first + a.rows, out.rank, out.rank, lands, who)
         begins = self._begins(out)
-        # Row and column of A at which the piece begins.
+        # Number of the first row and the first column of each piece of A.
         row, col = np.where(inner, (k_first, out.row + begins), (out.row + begins, k_first))
         across = col - a.col
-        there = np.where(fixed, begins + first + way - row, begins)
-        home = (there == begins) | (~of.placed[out.buffer] & ~inner)
+        out_shift = np.where(fixed, begins + first + way - row, begins)
+        home = (out_shift == begins) | (~of.placed[out.buffer] & ~inner)
         demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
         self._inside(b, who)  # operands are not listed as accesses
         if share.any():
@@ -475,33 +475,33 @@ class Footprint:
                 right = end // np.maximum(share, 1) == wanted
                 demand(right | (share == 0), who, "multiplies by the matrix of other rows")
         else:
-            demand(ints(made.b_stride)[each] == 0, who, "reads several matrices b")
-        here = np.where(fixed, self._begins(a), row - a.row)
+            demand(ints(fields.b_stride)[each] == 0, who, "reads several matrices b")
+        a_shift = np.where(fixed, self._begins(a), row - a.row)
         other = np.flatnonzero(~of.operand[b.buffer])  # operands are never written
         down = np.where(of.placed[b.buffer], self._begins(b), k_first - b.row)
         of_b = Accesses.of(step[other], b.at(other), down[other])
-        reads = [Accesses.of(step, a, here, across), added, of_b]
+        reads = [Accesses.of(step, a, a_shift, across), added, of_b]
         if len(scaled):
             these = np.flatnonzero(np.isin(each, scaled))
             number = np.where(fixed, first, row)[these]
-            made = [products[index] for index in each[these].tolist()]
-            reads.append(self._factors(made, turn[these], step[these], number, k_first[these]))
+            chosen = [products[index] for index in each[these].tolist()]
+            reads.append(self._factors(chosen, turn[these], step[these], number, k_first[these]))
         return (
             Accesses(*map(np.concatenate, zip(*reads, strict=True))),
-            Accesses.of(step, out, there, 0, (k_first, k_last), adds, terms[each], joins[each]),
+            Accesses.of(step, out, out_shift, 0, (k_first, k_last), adds, terms[each], joins[each]),
         )
 
     def _attends(self) -> tuple[Accesses, Accesses]:
         """Accesses of attends, treated as products that sum over rows of KV."""
         of, matrix = self.buffers, self.buffers.matrix
         held, step = self._each(Attendings)
-        made = unzipped(held, Attending)
+        fields = unzipped(held, Attending)
         who, me = self.steps.by_step(step), self.steps.rank[step]
-        q, kv, out = (self._regions(regions, step) for regions in (made.q, made.kv, made.out))
-        adds, first = ints(made.accumulate), ints(made.first)
-        asked = {tuple(matrix[name] for name in one[:3]) for one in self.attention.values()}
+        q, kv, out = (self._regions(regions, step) for regions in (fields.q, fields.kv, fields.out))
+        adds, first = ints(fields.accumulate), ints(fields.first)
+        known = {tuple(matrix[name] for name in one[:3]) for one in self.attention.values()}
         holds = zip(*(of.holds[one.buffer].tolist() for one in (q, kv, out)), strict=True)
-        demand(bools(each in asked for each in holds), who, "attends in the wrong buffers")
+        demand(bools(each in known for each in holds), who, "attends in the wrong buffers")
         local = (q.rank == me) & (kv.rank == me) & (out.rank == me)
         demand(local, who, "attends at a peer")
         number = q.row + self._begins(q)
@@ -520,22 +520,22 @@ class Footprint:
         here = np.where(fixed, self._begins(kv), first - kv.row)
         keys = first, first + kv.rows
         reads = Accesses.of(step, kv, here)
-        made_out = Accesses.of(step, out, self._begins(out), 0, keys, adds)
-        made_back = self._backs(made.back, step, kv, first, out)
-        return reads, Accesses(*map(np.concatenate, zip(made_out, made_back, strict=True)))
+        out_writes = Accesses.of(step, out, self._begins(out), 0, keys, adds)
+        back_writes = self._backs(fields.back, step, kv, first, out)
+        return reads, Accesses(*map(np.concatenate, zip(out_writes, back_writes, strict=True)))
 
     def _backs(
         self, backs: Sequence[Region | None], step: Ints, kv: Regions, first: Ints, out: Regions
     ) -> Accesses:
-        """Writes of gradients of keys. Own keys' gradients land; others leave."""
+        """Writes of gradients of keys. Gradients of own keys land, all others leave."""
         of, which = self.buffers, np.flatnonzero(bools(map(bool, backs)))
         wanted = [
             of.matrix[self.attention[one].back] if self.attention[one].back else -1
             for one in of.holds[out.buffer].tolist()
         ]
-        there = np.zeros(len(step), np.bool_)
-        there[which] = True
-        demand(there == (ints(wanted) >= 0), self.steps.by_step(step), "leaves out a gradient")
+        present = np.zeros(len(step), np.bool_)
+        present[which] = True
+        demand(present == (ints(wanted) >= 0), self.steps.by_step(step), "leaves out a gradient")
         step, kv, first = step[which], kv.at(which), first[which]
         who, me = self.steps.by_step(step), self.steps.rank[step]
         back = self._regions([one for one in backs if one], step)
@@ -552,13 +552,13 @@ class Footprint:
     def _applies(self) -> tuple[Accesses, Accesses]:
         """Accesses of library functions: whole rows of the matrices in the specification."""
         of, (works, owner) = self.buffers, self.steps.of_type(Applied)
-        found = [
+        applied = [
             (step, *each)
             for step, one in zip(owner.tolist(), works, strict=True)
             for each in self._applied(step, one)
         ]
-        held = [each[1] for each in found]
-        numbers = np.array([(*each[:1], *each[2:]) for each in found], np.int64).reshape(-1, 6)
+        held = [each[1] for each in applied]
+        numbers = np.array([(*each[:1], *each[2:]) for each in applied], np.int64).reshape(-1, 6)
         step, writes, matrix, cols, first, last = numbers.T
         who, me, write = self.steps.by_step(step), self.steps.rank[step], writes > 0
         region = self._regions(held, step)
@@ -573,17 +573,17 @@ class Footprint:
         number = np.where(write, begins + region.row, self._first(region, who))
         demand(~fixed | (number == first), who, "applies a function to other rows than it says")
         self._inside(region, who)
-        some = Accesses.of(step, region, np.where(fixed, begins, first - region.row))
-        reads, made = (Accesses(*(column[kept] for column in some)) for kept in (~write, write))
-        return reads, made
+        used = Accesses.of(step, region, np.where(fixed, begins, first - region.row))
+        reads, written = (Accesses(*(column[side] for column in used)) for side in (~write, write))
+        return reads, written
 
     def _applied(self, step: int, one: Applied) -> Iterator[tuple[Region, int, int, int, int, int]]:
         """Regions of a library function: region, whether it is written, and the specification's
         matrix, columns and bounds of rows."""
         rank = int(self.steps.rank[step])
-        asked = {each.function: each for each in self.asked.applications}.get(one.function)
-        sides = ((asked.inputs, one.inputs), (asked.outs, one.outs)) if asked else ()
-        if not asked or any(len(wanted) != len(held) for wanted, held in sides):
+        known = {each.function: each for each in self.asked.applications}.get(one.function)
+        sides = ((known.inputs, one.inputs), (known.outs, one.outs)) if known else ()
+        if not known or any(len(wanted) != len(held) for wanted, held in sides):
             raise PlanError(
                 f"{self.steps.name(step)} applies the function {one.function!r} as is not asked for"
             )
@@ -600,7 +600,7 @@ class Footprint:
         return first + self._way(holds, *ends, leaves, who)
 
     def _asked_for(self, a: Regions, b: Regions, out: Regions) -> Bools:
-        """Whether the specification has a product of two matrices."""
+        """Whether the specification has a product of these matrices."""
         of, count = self.buffers, len(self.buffers.matrix)
 
         def number(a: Any, b: Any, out: Any) -> Any:
@@ -626,17 +626,17 @@ class Footprint:
         demand(bare | ~bools(factors), who, "is scaled, which is not asked for")
 
     def _factors(
-        self, made: list[Product], turn: Ints, step: Ints, number: Ints, k_first: Ints
+        self, products: list[Product], turn: Ints, step: Ints, number: Ints, k_first: Ints
     ) -> Accesses:
         """Reads of A's factors (b's are operands). ``number``: numbers of A's first rows, where
         they land."""
         of, who = self.buffers, self.steps.by_step(step)
-        column = unzipped(made, Product)
-        a, b, out = (self._regions(some, step) for some in (column.a, column.b, column.out))
-        left, right = (self._regions([one.factors[i] for one in made], step) for i in (0, 1))
-        left = left.down(turn * ints(one.factor_stride for one in made))
-        asked = [self.contraction[each].factors for each in of.holds[out.buffer].tolist()]
-        shares = [(*one[0].share, *one[1].share) for one in asked]
+        column = unzipped(products, Product)
+        a, b, out = (self._regions(regions, step) for regions in (column.a, column.b, column.out))
+        left, right = (self._regions([one.factors[i] for one in products], step) for i in (0, 1))
+        left = left.down(turn * ints(one.factor_stride for one in products))
+        factors = [self.contraction[each].factors for each in of.holds[out.buffer].tolist()]
+        shares = [(*one[0].share, *one[1].share) for one in factors]
         height, width, depth, wide = np.array(shares, np.int64).reshape(-1, 4).T
         k_last, last = k_first + b.rows, number + a.rows
         row, row_stop = _shared(number, last, height)
@@ -669,12 +669,12 @@ class Footprint:
             sender[(first <= row) & (row < first + route.block[source, rank])] = source
         return sender
 
-    def _biased(self, made: Any, matrix: Ints, k_first: Ints, out: Regions, who: Who) -> None:
+    def _biased(self, fields: Any, matrix: Ints, k_first: Ints, out: Regions, who: Who) -> None:
         """Check that the first product of each sum adds the bias."""
         names = list(self.buffers.names)
-        for at, bias in enumerate(made.bias):
-            asked = self.contraction.get(int(matrix[at]))
-            wanted = asked.bias if asked and k_first[at] == 0 else ""
+        for at, bias in enumerate(fields.bias):
+            contraction = self.contraction.get(int(matrix[at]))
+            wanted = contraction.bias if contraction and k_first[at] == 0 else ""
             held = self.buffers.holds[names.index(bias.buffer)] if bias else -1
             span = (int(out.rank[at]), 0, 1, int(out.col[at]), int(out.col_stop[at]))
             right = held == self.buffers.matrix[wanted] and bias[1:] == span if wanted else not bias
@@ -682,49 +682,49 @@ class Footprint:
                 raise PlanError(f"{who(at)} does not add the bias once")
 
     def _addends(self, products: list[Product], step: Ints) -> Accesses:
-        """Reads of addends: sums in another place, to which products are added."""
-        of, made = self.buffers, unzipped(products, Product)
+        """Reads of addends: sums outside ``out``, to which products are added."""
+        of, fields = self.buffers, unzipped(products, Product)
         who = self.steps.by_step(step)
-        addend, out = self._regions(made.addend, step), self._regions(made.out, step)
+        addend, out = self._regions(fields.addend, step), self._regions(fields.out, step)
         fits = (addend.rows == out.rows) & (addend.col == out.col) & (addend.cols == out.cols)
-        fits &= (ints(made.batch) == 1) & (ints(made.accumulate) == 0)
+        fits &= (ints(fields.batch) == 1) & (ints(fields.accumulate) == 0)
         demand(fits, who, "adds itself to a region that does not fit")
         right = (addend.rank == self.steps.rank[step]) & ~of.placed[addend.buffer]
         right &= (of.holds[addend.buffer] == of.holds[out.buffer]) & of.result[out.buffer]
         demand(right, who, "adds itself to the wrong buffer")
         down = out.row + self._begins(out) - addend.row
-        return Accesses.of(step, addend, down, terms=self._terms(made.terms))
+        return Accesses.of(step, addend, down, terms=self._terms(fields.terms))
 
-    def _joined(self, made: Any, adds: Ints, joined: Bools, me: Ints, who: Who) -> tuple[Ints, ...]:
-        """Columns ``adds``, ``joins`` and ``terms`` of products. ``joined``: products that are
-        added to products of other ranks."""
-        added = bools(map(bool, made.addend))
-        plain = ~(bools(map(bool, made.terms)) | added)
-        demand(plain | joined, who, "adds itself to what another rank made")
-        joins = joined & ((adds > 0) | added)
-        said = bools(mask > 0 for mask in made.terms) == joins
-        demand(said | ~joined, who, "does not say whose products it adds itself to")
+    def _joined(self, fields: Any, adds: Ints, sums: Bools, me: Ints, who: Who) -> tuple[Ints, ...]:
+        """Columns ``adds``, ``joins`` and ``terms`` of products. ``sums``: products that
+        are added to products of other ranks."""
+        added = bools(map(bool, fields.addend))
+        plain = ~(bools(map(bool, fields.terms)) | added)
+        demand(plain | sums, who, "adds itself to what another rank made")
+        joins = sums & ((adds > 0) | added)
+        said = bools(mask > 0 for mask in fields.terms) == joins
+        demand(said | ~sums, who, "does not say whose products it adds itself to")
         own = [1 << rank for rank in me.tolist()]
-        pairs = list(zip(made.terms, own, strict=True))
+        pairs = list(zip(fields.terms, own, strict=True))
         new = np.array([not mask & mine for mask, mine in pairs], np.bool_)
-        demand(new | ~joined, who, "adds itself to a sum that it is in")
-        earlier = np.where(joined & (adds > 0), self._terms(made.terms), -1)
-        terms = np.where(joined, self._terms(mask | mine for mask, mine in pairs), 0)
-        return np.where(joined, 0, adds), earlier, terms
+        demand(new | ~sums, who, "adds itself to a sum that it is in")
+        earlier = np.where(sums & (adds > 0), self._terms(fields.terms), -1)
+        terms = np.where(sums, self._terms(mask | mine for mask, mine in pairs), 0)
+        return np.where(sums, 0, adds), earlier, terms
 
     def _reductions(self) -> tuple[Accesses, Accesses]:
         of = self.buffers
-        made, step = self.steps.of_type(Reduction)
+        reductions, step = self.steps.of_type(Reduction)
         who, me = self.steps.by_step(step), self.steps.rank[step]
-        parts = ints(len(reduction.parts) for reduction in made)
-        named = ints(len(reduction.terms) for reduction in made)
-        out = self._regions([reduction.out for reduction in made], step)
-        some = (parts > 0) & (parts == named) & self.sums[of.holds[out.buffer]]
-        demand(some, who, "does not say whose products it sums")
-        left = self._terms(map(self._union, made, step.tolist()))
-        each = np.repeat(np.arange(len(made)), parts)
+        parts = ints(len(reduction.parts) for reduction in reductions)
+        named = ints(len(reduction.terms) for reduction in reductions)
+        out = self._regions([reduction.out for reduction in reductions], step)
+        says = (parts > 0) & (parts == named) & self.sums[of.holds[out.buffer]]
+        demand(says, who, "does not say whose products it sums")
+        left = self._terms(map(self._union, reductions, step.tolist()))
+        each = np.repeat(np.arange(len(reductions)), parts)
         part_step = step[each]
-        part = self._regions([p for reduction in made for p in reduction.parts], part_step)
+        part = self._regions([p for reduction in reductions for p in reduction.parts], part_step)
         who, here = self.steps.by_step(part_step), out.at(each)
         local = of.reachable[part.buffer] & of.leaves[part.buffer]
         local &= self.steps.host[part.rank] == self.steps.host[me[each]]
@@ -739,7 +739,7 @@ class Footprint:
         down, across = here.row + begins[each] - part.row, here.col - part.col
         home = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
         demand(home, who, "sums rows that do not belong together")
-        terms = self._terms(mask for reduction in made for mask in reduction.terms)
+        terms = self._terms(mask for reduction in reductions for mask in reduction.terms)
         reads = Accesses.of(part_step, part, down, across, terms=terms)
         return reads, Accesses.of(step, out, begins, terms=left)
 
@@ -755,7 +755,7 @@ class Footprint:
         return union
 
     def _collectives(self) -> tuple[Accesses, Accesses]:
-        """Accesses of collectives, each of which moves whole buffers."""
+        """Accesses of collectives. A collective moves whole buffers."""
         of = self.buffers
         works, step = self.steps.of_type(LibraryMove)
         sources, targets = unzipped(works, LibraryMove)
@@ -801,6 +801,6 @@ def _down(region: Region, rows: int) -> Region:
 
 
 def _shared(first: Ints, last: Ints, share: Ints) -> tuple[Ints, Ints]:
-    """Factors of rows or columns [first, last), of which ``share`` share a factor; 0: all."""
-    some = np.maximum(share, 1)
-    return np.where(share > 0, first // some, 0), np.where(share > 0, -(-last // some), 1)
+    """Bounds of the factors of [first, last); ``share`` rows or columns per factor, 0: all."""
+    unit = np.maximum(share, 1)
+    return np.where(share > 0, first // unit, 0), np.where(share > 0, -(-last // unit), 1)

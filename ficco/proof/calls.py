@@ -17,7 +17,7 @@ _LATE = np.int64(1) << 62
 def call_claims(
     steps: Steps, signals: SignalColumns, footprint: Footprint, order: Order
 ) -> list[Claim]:
-    """Check what ranks touch of each other's slots and inputs, and return what that claims."""
+    """Check each use of a peer's slot or input, and return the claims of all uses."""
     access, me, host = footprint.access, steps.rank[footprint.access.step], steps.host
     shared = footprint.buffers.slot[access.buffer] | (access.rank != me)
     touched = [(access.step[shared], access.rank[shared])]
@@ -41,8 +41,8 @@ def call_claims(
     why = "does not hand its slot to every peer in one step"
     demand(whole, lambda index: f"rank {index}", why)
     why = "may still use a slot when its rank hands it on"
-    kept = last[other.any(axis=0)[home]]  # there is a peer to hand it to
-    handed_on = Claim(kept, hand_over[home[other.any(axis=0)[home]]], steps.by_step(kept), why)
+    final = last[other.any(axis=0)[home]]  # there is a peer to hand it to
+    handed_on = Claim(final, hand_over[home[other.any(axis=0)[home]]], steps.by_step(final), why)
     peer = steps.rank[first] != home
     home, first = home[peer], first[peer]
     why = "uses the slot of a peer that has not handed it over"

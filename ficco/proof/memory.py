@@ -67,16 +67,16 @@ def _read(footprint: Footprint, visits: _Visits) -> Claim:
     return Claim(access.step[old], access.step[new], who, "may read before it is written")
 
 
-def _with_parts(footprint: Footprint, visits: _Visits, made: Ints, read: Ints) -> tuple[Ints, Ints]:
+def _with_parts(footprint: Footprint, visits: _Visits, old: Ints, new: Ints) -> tuple[Ints, Ints]:
     """Accesses of pairs of visits, a write and a read. A read of parts that are kept separately is
     paired with the writes of all parts."""
     apart = footprint.apart[footprint.buffers.holds[footprint.access.buffer]]
-    writes, reads = [made], [read]
-    while len(made):
-        more = (visits.before[made] >= 0) & apart[visits.each[made]]
-        made, read = visits.before[made[more]], read[more]
-        writes.append(made)
-        reads.append(read)
+    writes, reads = [old], [new]
+    while len(old):
+        more = (visits.before[old] >= 0) & apart[visits.each[old]]
+        old, new = visits.before[old[more]], new[more]
+        writes.append(old)
+        reads.append(new)
     return visits.each[np.concatenate(writes)], visits.each[np.concatenate(reads)]
 
 
@@ -133,8 +133,8 @@ def _overwritten(footprint: Footprint, visits: _Visits) -> Claim:
 def _visits(footprint: Footprint, order: Order) -> _Visits:
     """Visits of all accesses. Checks that every element of the results is written."""
     # Operands are left out: they are never written.
-    kept = np.flatnonzero(~footprint.buffers.operand[footprint.access.buffer])
-    step, buffer, rank, *bounds = (column[kept] for column in footprint.access[:7])
+    live = np.flatnonzero(~footprint.buffers.operand[footprint.access.buffer])
+    step, buffer, rank, *bounds = (column[live] for column in footprint.access[:7])
     home = buffer * footprint.world + rank
     rows, row, row_count = cut(home, *bounds[:2])
     cols, col, col_count = cut(home, *bounds[2:])
@@ -142,13 +142,13 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     each, turn = repeated(count)
     row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
     # A step's reads come before its writes, and its writes in their order.
-    place = np.empty(len(kept), np.int64)
-    place[np.argsort(order.when[step] * len(kept) + np.arange(len(kept)))] = np.arange(len(kept))
+    place = np.empty(len(live), np.int64)
+    place[np.argsort(order.when[step] * len(live) + np.arange(len(live)))] = np.arange(len(live))
     cell = row * len(cols) + col
-    by_cell = np.argsort(cell * len(kept) + place[each])
+    by_cell = np.argsort(cell * len(live) + place[each])
     each, cell = each[by_cell], cell[by_cell]
 
-    index, write = np.arange(len(each)), kept[each] >= footprint.reads
+    index, write = np.arange(len(each)), live[each] >= footprint.reads
     before, after = np.full((2, len(each)), -1)
     before[1:] = np.maximum.accumulate(np.where(write, index, -1))[:-1]
     before[cell[before] != cell] = -1
@@ -159,12 +159,12 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     first = by_cell[write & (before < 0)]
     area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
     _covered(footprint, home[each[write & (before < 0)]], area)
-    k_first, k_last = _parts(footprint, kept[each], cell)
+    k_first, k_last = _parts(footprint, live[each], cell)
     if footprint.attention:
         edge = cell // len(cols)
         first = home[each] * (bounds[1].max(initial=0) + 1)
-        _attended(footprint, kept[each], cell, rows[edge] - first, rows[edge + 1] - first, k_last)
-    return _Visits(kept[each], write, before, after, k_first, k_last)
+        _attended(footprint, live[each], cell, rows[edge] - first, rows[edge + 1] - first, k_last)
+    return _Visits(live[each], write, before, after, k_first, k_last)
 
 
 def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
@@ -201,11 +201,11 @@ def _attended(
     rectangle then counts as the end of the sum, since the mask hides all other keys."""
     access = footprint.access
     matrix = footprint.buffers.holds[access.buffer[each]]
-    made = (access.k_first[each] >= 0) & np.isin(matrix, list(footprint.attention))
-    found: dict[int, list[int]] = {}
-    for visit in np.flatnonzero(made).tolist():
-        found.setdefault(int(cell[visit]), []).append(visit)
-    for visits in found.values():
+    attends = (access.k_first[each] >= 0) & np.isin(matrix, list(footprint.attention))
+    by_cell: dict[int, list[int]] = {}
+    for visit in np.flatnonzero(attends).tolist():
+        by_cell.setdefault(int(cell[visit]), []).append(visit)
+    for visits in by_cell.values():
         last, rank = visits[-1], int(access.rank[each[visits[-1]]])
         attended = sorted(
             zip(access.k_first[each[visits]], access.k_last[each[visits]], strict=True)

@@ -18,7 +18,7 @@ class Order:
     Attributes:
         source, target: pairs of steps; the second waits for the first.
         ran: the steps in an order of execution, with each rank's plan as one queue.
-        stuck: of each queue that is stuck, the first step that cannot run.
+        stuck: first step that cannot run of each stuck queue.
         when: index of each step in ``ran``.
     """
 
@@ -59,31 +59,31 @@ class Order:
         """
         by_second = np.argsort(second, kind="stable")
         first, second = first[by_second], second[by_second]
-        asked, begin = np.unique(second, return_index=True)
+        queried, begin = np.unique(second, return_index=True)
         begins = begin.tolist()
         parts = map(slice, begins, [*begins[1:], len(second)])
-        questions = dict(zip(asked.tolist(), parts, strict=True))
+        questions = dict(zip(queried.tolist(), parts, strict=True))
         lane_of_first = self.lane[first]
         answers = np.zeros(len(first), np.bool_)
 
-        told = np.unique(np.concatenate([self.source, self.target, asked]))
+        relevant = np.unique(np.concatenate([self.source, self.target, queried]))
         lanes, to_come = self.lane.tolist(), Counter(self.source.tolist())
         # int32, because copies of clocks take most of the time.
         clocks: list[Any] = list(np.zeros((max(lanes, default=-1) + 1,) * 2, np.int32))
-        kept: dict[int, Any] = {}  # clocks by step, for later waits
+        saved: dict[int, Any] = {}  # clocks by step, for later waits
         in_use = [False] * len(clocks)  # a saved clock must not change
-        for step in told[np.argsort(self.when[told])].tolist():
+        for step in relevant[np.argsort(self.when[relevant])].tolist():
             lane = lanes[step]
             for other in self._waits.get(step, ()):
                 to_come[other] -= 1
-                clock = kept[other] if to_come[other] else kept.pop(other)
+                clock = saved[other] if to_come[other] else saved.pop(other)
                 if clocks[lane][lanes[other]] <= other:
                     if in_use[lane]:
                         clocks[lane], in_use[lane] = clocks[lane].copy(), False
                     np.maximum(clocks[lane], clock, out=clocks[lane])
                     clocks[lane][lanes[other]] = other + 1
             if to_come[step]:
-                kept[step], in_use[lane] = clocks[lane], True
+                saved[step], in_use[lane] = clocks[lane], True
             if step in questions:
                 these = questions[step]
                 answers[these] = clocks[lane][lane_of_first[these]] > first[these]
@@ -93,11 +93,11 @@ class Order:
 
 
 def execute(steps: Steps, signals: SignalColumns) -> Order:
-    """Find an order in which all steps can run, with each rank's plan as one queue."""
+    """Order all steps so that each can run, with each rank's plan as one queue."""
     indices, step = steps.held(steps.of.after)
     after = np.array(indices, np.int64)
-    there = (after >= 0) & (after < np.diff(steps.start)[steps.rank[step]])
-    demand(there, steps.by_step(step), "comes after a step that is not there")
+    exists = (after >= 0) & (after < np.diff(steps.start)[steps.rank[step]])
+    demand(exists, steps.by_step(step), "comes after a step that is not there")
     data = ~signals.released[signals.waits.word]
     posters = signals.poster[signals.waits.word[data]]
     source = np.concatenate([posters, after + steps.start[steps.rank[step]]])

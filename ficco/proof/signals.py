@@ -31,8 +31,8 @@ class SignalColumns:
         signal: the fields of all distinct signals as columns.
         word_of, word_at: by number of each used word, its rank, and its index among that rank's
             words.
-        posts, waits, clears: what uses the words.
-        poster, waiter, clearer: by word, the step that does so.
+        posts, waits, clears: uses of the words.
+        poster, waiter, clearer: by word, the step that posts, waits for or clears it.
         released: by word, whether it hands a slot over.
     """
 
@@ -77,7 +77,7 @@ class SignalColumns:
         return table
 
     def _paired(self) -> None:
-        """Whatever is posted is waited for and cleared, and nothing else."""
+        """Check that posted words, and no others, are waited for and cleared."""
         posts, waits, clears = self.posts, self.waits, self.clears
         dirty = "so that its word stays dirty"
         demand(self.poster[waits.word] >= 0, waits.who, "is waited for and never posted")
@@ -88,7 +88,7 @@ class SignalColumns:
         demand(unread, clears.who, "is cleared, and nobody waits for it")
 
     def _same(self) -> None:
-        """Those who use a word mean the same signal."""
+        """Check that all uses of a word name the same signal."""
         posts = self.posts
         index = np.empty(len(self.word_of), np.int64)
         index[posts.word] = np.arange(len(posts.word))
@@ -100,7 +100,7 @@ class SignalColumns:
                     raise PlanError(f"signal {two.name} shares its word with {one.name}")
 
     def _at_home(self) -> None:
-        """The ranks that a signal names use it, and its word rests at the value for its kind."""
+        """Check that a signal's ranks use it, and that its word rests at the value of its kind."""
         steps, posts = self.steps, self.posts
         waiter, word = self.word_of[posts.word], self.word_at[posts.word]
         own = steps.rank[posts.step] == ints(self.signal.poster)[posts.which]

@@ -26,11 +26,10 @@ class Steps:
         start: by rank, the number of its first step; and the end.
         rank, lane: by step.
         host: by rank.
-        words, own_words: signal words that each rank keeps, with those that stand for what goes
-            over the network, and without.
+        own_words, words: signal words of each rank, without and with the words of network moves.
         lanes: by number of each lane, its rank and name.
         works: by type of work, the steps with work of that type.
-        buffers: those of all ranks, in one order.
+        buffers: distinct buffers of all ranks, in one order.
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -105,11 +104,11 @@ class Steps:
             if len(plan.buffer) != len(plan.buffers):
                 raise PlanError(f"rank {rank} has two buffers of one name")
         self.buffers = list(by_name.values())
-        theirs = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
-        if theirs != [*self.asked.operands, *self.asked.results]:
+        external = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
+        if external != [*self.asked.operands, *self.asked.results]:
             raise PlanError("the operands and results are not those that are specified")
         for rank, plan in enumerate(self.plans):
-            if not plan.buffer.keys() >= {buffer.name for buffer in theirs}:
+            if not plan.buffer.keys() >= {buffer.name for buffer in external}:
                 raise PlanError(f"rank {rank} lacks operands or results")
         for buffer in self.buffers:
             counts = len(buffer.first), len(buffer.left)
@@ -185,8 +184,8 @@ class Steps:
         for number in self.works[LibraryMove]:
             step = self.all[number]
             labels[self.rank[number]].append((step.label, step.lane))
-        for rank, theirs in enumerate(labels):
-            if theirs != labels[0]:
+        for rank, collectives in enumerate(labels):
+            if collectives != labels[0]:
                 raise PlanError(f"rank {rank} takes part in other collectives than rank 0")
         for number, step in enumerate(self.all):
             if step.waits or step.posts or step.clears:

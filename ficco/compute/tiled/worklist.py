@@ -210,7 +210,7 @@ class TileCosts:
         Args:
             end: time from the begin of the first cluster to the end of the last.
             busy: average busy time of a cluster.
-            groups: number of groups, each of which reads B.
+            groups: number of groups. Each group reads B.
         """
         end = (end**_SHARP + (groups * self.fetch) ** _SHARP) ** (1 / _SHARP)
         # Only busy clusters heat the GPU.
@@ -224,7 +224,7 @@ class TileRates:
 
     Attributes:
         multiply: seconds of one step with operands in shared memory, by tiling.
-        bytes_per_s: rate at which all processors together load operands.
+        bytes_per_s: total rate at which the processors load operands.
         memory: bandwidth of the device's memory in bytes per second.
         cache: bytes of B that stay in L2.
         call, slowdown: as in :class:`TileCosts`.
@@ -242,7 +242,7 @@ class TileRates:
     slowdown: float
 
     def _loads(self, tiling: Tiling, n: int, b_rows: bool, clusters: int) -> float:
-        """Seconds in which ``clusters`` clusters load the operands of one step."""
+        """Seconds that ``clusters`` clusters take to load the operands of one step."""
         # Rows of B that begin inside a line of 128 bytes touch 1.5 times as many lines.
         split = 1.5 if b_rows and (n * 2 % 128 or tiling.bn * 2 % 128) else 1.0
         return (tiling.rows + tiling.columns * split) * BK * 2 * clusters / self.bytes_per_s
@@ -495,7 +495,7 @@ class _Plan:
         clusters may help at the end of each tile.
 
         Args:
-            starts: times at which the clusters are free, in ascending order.
+            starts: time at which each cluster is free, in ascending order.
         """
         steps, most = self.steps, max(1, self.clusters // count)
         options: list[tuple[float, int, list[float]]] = []
@@ -504,9 +504,9 @@ class _Plan:
             begins[1:] += self.write
             left = starts[parts * count :][:count]
             for helpers in {0, len(left)}:
-                # A helper writes a piece of each of its tiles.
-                theirs = (left[:helpers] + count / max(helpers, 1) * self.write).sum() / count
-                work = steps * self.step + begins.sum() + theirs
+                # Work that helpers lose: each begins late and writes a piece of each of its tiles.
+                lost = (left[:helpers] + count / max(helpers, 1) * self.write).sum() / count
+                work = steps * self.step + begins.sum() + lost
                 end = work / (parts + helpers / count)
                 lengths = (end - begins) / self.step
                 tail = steps - lengths.sum()
