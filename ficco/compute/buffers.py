@@ -132,7 +132,7 @@ class Buffers:
             return lambda call, first, last: whole[first:last]
 
         def own(call: Call, first: int, last: int) -> torch.Tensor:
-            products = call.filled.made.get(name, ()) if call.filled else ()
+            products = call.filled.grouped.get(name, ()) if call.filled else ()
             for begin, end, part in products:
                 if begin <= first and last <= end:
                     return part[first - begin : last - begin]

@@ -111,12 +111,12 @@ class Filled:
         starts: by buffer, rows before each block, and of all blocks: int64 [rank, blocks + 1].
         ends: by groups of a grouped product, the end row of each group, counted from the first
             row: int32 on the device.
-        made: by buffer, results of grouped products with their first and last rows.
+        grouped: by buffer, results of grouped products with their first and last rows.
     """
 
     starts: Mapping[str, np.ndarray[Any, Any]]
     ends: Mapping[Groups, torch.Tensor] = field(default_factory=dict)
-    made: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
+    grouped: dict[str, list[tuple[int, int, torch.Tensor]]] = field(default_factory=dict)
 
 
 @dataclass

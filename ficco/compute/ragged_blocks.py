@@ -228,6 +228,6 @@ def product_op(program: Program, product: Product) -> Op:
         if name in call.tensors:
             out(call, *out_rows).copy_(result)
         else:
-            at.made.setdefault(name, []).append((*out_rows, result))
+            at.grouped.setdefault(name, []).append((*out_rows, result))
 
     return at_once

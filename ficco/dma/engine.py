@@ -116,7 +116,7 @@ class Engine(ABC):
         replays: the engine may record the operations of a call and replay them for equal calls.
         hosts: the hosts of the ranks of the group.
         packs_columns: Plans have to pack columns, since copies cannot leave gaps between rows.
-        keeps_made: copies may read tensors that PyTorch has returned (:attr:`Filled.made`), and
+        keeps_made: copies may read tensors that PyTorch has returned (:attr:`Filled.grouped`), and
             ficco's kernels may be launched on PyTorch's current stream.
     """
 

@@ -163,7 +163,7 @@ def test_copies_read_what_the_library_returned_where_it_lies() -> None:
     address = places.row(Region("partial", 0, 0, 5, 0, 8))
     parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
     made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
-    call = Call({}, filled=Filled({}, made=made))
+    call = Call({}, filled=Filled({}, grouped=made))
     for row in range(7):
         part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
         assert address(call, row) == part[row - first :].data_ptr()

@@ -22,7 +22,7 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3480, 1830),
+    "compute": (3490, 1835),
     "dma": (7160, 4000),
     "heuristics": (1590, 720),
     "hip_kernels": (1250, 610),
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 178,
+    "files": 175,
     "loose files": 9,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40963
+LINES_OF_TESTS = 40948
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
