@@ -149,7 +149,7 @@ def grouped(plan: Plan, product: Product) -> bool:
     return (
         product.batch > 1
         and product.b_stride > 0
-        and not plan.apart(product)
+        and not plan.runs_one_by_one(product)
         and a.dtype == out.dtype == "bfloat16"
         and all(cols * a.itemsize % ALIGNED == 0 for cols in widths)
         and hasattr(F, "grouped_mm")

@@ -242,7 +242,7 @@ class Engine(ABC):
         """Post signals after all earlier work of the step's lane."""
 
     def clear(self, program: Program, step: int, signals: Sequence[Signal]) -> Op | None:
-        """Reset signal words to their initial value; None if the engine need not."""
+        """Operation that sets words back to "not posted"; None for an engine whose waits do so."""
         return None
 
     def enter(self, program: Program, lane: str) -> Op | None:

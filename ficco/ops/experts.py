@@ -187,7 +187,7 @@ def _layer(
     experts = matrices.shape[0]
     sizes = call.group.size(), experts, blocks.capacity, k, h, n
     flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
-    room = _room(blocks, experts, call.gathers) if blocks.exact else (0, 0)
+    room = _most_rows(blocks, experts, call.gathers) if blocks.exact else (0, 0)
     facts = _engine(call, left).group_facts
     return _cached_layer(operator, *sizes, dtype, function, *flags, room, **facts)
 
@@ -201,9 +201,9 @@ def _mean_layer(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
     return replace(layer, capacity=max(-(-pairs // blocks_of_all), 1))
 
 
-def _room(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
-    """Return the most rows that any rank multiplies, and the most that any gets back. They are
-    rounded up, so that few values occur."""
+def _most_rows(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
+    """Return the most rows that any rank multiplies, and the most that return to any rank. Both are
+    rounded up, so that calls with close counts share a plan."""
     sent = blocks.every.sum(1)
     most_sent = int(sent.max())
     if gathers:
@@ -725,7 +725,8 @@ def _all_save(tensors: Tensors, needs: Needs) -> Saved:
 
 
 def _all_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
-    """Sum the gradients of all rounds, the last round first, which is autograd's order."""
+    """Sum the gradients of all rounds, the last round first, as autograd does. Only operands were
+    saved, so the routing and each round's forward run again."""
     (*operands, indices, _), call = saved, _call_of(request)
     routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):

@@ -34,7 +34,8 @@ def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group of a call: WORLD by default, or the group of a one-dimensional mesh.
 
     Raises:
-        ValueError: this rank is not in the group, or the mesh has more dimensions.
+        ValueError: there is no default group, this rank is not in the group, or the mesh has more
+            dimensions or another order of ranks.
     """
     if group is None and (group := dist.group.WORLD) is None:
         raise ValueError(

@@ -24,7 +24,7 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
     latest: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
         run = latest.get(step.lane)
-        if run is not None and _follows(plan, run, step):
+        if run is not None and _joins(plan, run, step):
             run.append(index)
         else:
             run = latest[step.lane] = [index]
@@ -32,8 +32,9 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, runs))
 
 
-def _follows(plan: Plan, run: list[int], step: Step) -> bool:
-    """Whether a step goes together with those before it on its lane."""
+def _joins(plan: Plan, run: list[int], step: Step) -> bool:
+    """Whether one launch can carry out a step with ``run``, the steps before it on its lane, by the
+    conditions of :func:`together`."""
     if not (isinstance(step.work, Transfer) and step.work.mover == "kernel"):
         return False
     steps = [plan.steps[i] for i in run]

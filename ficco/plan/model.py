@@ -415,9 +415,9 @@ class Plan:
         a, out = self.buffer[product.a.buffer], self.buffer[product.out.buffer]
         return a.itemsize < 4 <= out.itemsize
 
-    def apart(self, product: Product) -> bool:
-        """Whether a batch must run product by product. A library multiplies ragged blocks together
-        only if their groups are contiguous."""
+    def runs_one_by_one(self, product: Product) -> bool:
+        """Whether the products of a batch on buffers with blocks must run one by one. The library's
+        grouped product needs products without gaps between them that end at block boundaries."""
         a, out = product.a, product.out
         if product.batch == 1 or not (block := self.buffer[a.buffer].block):
             return False

@@ -40,10 +40,8 @@ def render(plan: Plan, width: int = 100) -> str:
     ]
     for lane in lanes:
         line = [lane.ljust(head)]
-        for tick in shown:
-            if tick == cut:
-                line.append("..")
-            line.append(cells.get((lane, tick), "").ljust(widths[tick]))
+        texts = [cells.get((lane, tick), "").ljust(widths[tick]) for tick in shown]
+        line += texts if cut is None else [*texts[:cut], "..", *texts[cut:]]
         lines.append(" | ".join(line).rstrip(" |"))
     return "\n".join(lines)
 
@@ -67,7 +65,7 @@ def _ticks(plan: Plan) -> list[int]:
 
 
 def _fit(ticks: list[int], widths: dict[int, int], room: int) -> tuple[list[int], int | None]:
-    """The ticks that fit, and the first tick after a gap; None without a gap."""
+    """Ticks that fit, from both ends inwards, and how many precede the gap; None without one."""
     if sum(widths[t] + 3 for t in ticks) <= room:
         return ticks, None
     room -= len(" | ..")
@@ -81,4 +79,4 @@ def _fit(ticks: list[int], widths: dict[int, int], room: int) -> tuple[list[int]
             break
         (first if len(first) <= len(last) else last).append(tick)
     last.reverse()
-    return first + last, last[0] if last else None
+    return first + last, len(first)

@@ -335,7 +335,8 @@ class Board:
             self._agree(0, timeout_s, operator, MEETING, first_call("make an engine"))
 
     def post(self, number: int, digest: int) -> None:
-        """Post a call. Numbers of calls start at 1."""
+        """Post the digest of a call's description, or of the error that ended it. Calls count from
+        1; 0 is the start of the engine. Errors are published to other hosts at once."""
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
         if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._courier.changed()

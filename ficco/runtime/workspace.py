@@ -400,11 +400,11 @@ class Workspace:
         return tensor
 
     def symmetric_source(self, a: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """Symmetric memory of a contiguous matrix, and the matrix's offset in bytes; None for any
-        other matrix.
+        """Symmetric allocation that holds a matrix, and the matrix's offset in bytes; None if the
+        matrix is not row-major or is in other memory.
 
-        A matrix of at most one row is contiguous with any strides. The strides decide here, so that
-        all ranks give the same answer.
+        The test compares strides. ``is_contiguous()`` is True for any matrix of at most one row, so
+        ranks with different numbers of rows could disagree.
         """
         if a.stride() != (a.shape[1], 1):
             return None

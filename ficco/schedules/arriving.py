@@ -107,7 +107,7 @@ def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> l
 
 
 def callers_step(plan: Plan) -> int:
-    """The index of the step that is the caller's."""
+    """Index of the step that stands for the user's own work on arriving rows."""
     return next(
         i
         for i, step in enumerate(plan.steps)

@@ -280,7 +280,7 @@ class ExpertStage:
             turns = [(targets, world.shares[i], range(i, i + 1)) for i in numbers]
         for owners, share, pieces in turns:
             for run in _neighbours(owners) if not layer.gathers else [owners[:1]]:
-                src, dst = (self._run_at_home(at, run, share) for at in ("a", "leaving"))
+                src, dst = (self._rows_at_home(at, run, share) for at in ("a", "leaving"))
                 label = f"leaving {_label(run, pieces[0])}"
                 index = self.add(Step(_transfer(src, dst), "compute0", label))
             # After all of them, also where they are several: else ranks would get out of step.
@@ -403,23 +403,24 @@ class ExpertStage:
         for (turn, number), peers in coming.items():
             share = self.world.shares[number]
             for run in _neighbours(peers):
-                src, dst = (self._run_at_home(at, run, share) for at in ("staging out", "out"))
+                src, dst = (self._rows_at_home(at, run, share) for at in ("staging out", "out"))
                 waits = tuple(self.world.back.signals(one, self.me, self.me)[number] for one in run)
                 label = f"{_label(run, number)} home"
                 step = Step(_transfer(src, dst), REDUCE_LANE, label, waits)
                 self.aside.append((turn, step))
 
-    def _run_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:
-        """The rows of this rank's tokens from the experts of neighbouring ranks."""
+    def _rows_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:
+        """This rank's rows for the experts of consecutive ranks, or from these experts."""
         region, batch, stride = self.world.at_home(self.me, buffer, owners[0], share)
         if len(owners) == 1:
             return _Strided(region, batch, stride)
-        apart = self.layer.home(1)
-        return _Strided(region, batch * len(owners), stride if batch > 1 else apart)
+        rows_per_owner = self.layer.home(1)
+        stride = stride if batch > 1 else rows_per_owner
+        return _Strided(region, batch * len(owners), stride)
 
 
 def _transfer(src: _Strided, dst: _Strided, function: str = "") -> Transfer:
-    """The transfer of rows to as many rows, cut alike."""
+    """Transfer between equally many rows; if one side is a batch, the other is split alike."""
     one, two = _alike(src, dst)
     strides = one.stride, two.stride
     return Transfer(one.region, two.region, 0, function, None, one.batch, *strides)

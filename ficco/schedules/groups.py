@@ -251,7 +251,7 @@ class Groups:
         return [new(Region, (buffer, rank, row, stop, *cols)) for _, _, *cols, _ in units]
 
     def spans(self, row: int, units: list[Unit]) -> list[tuple[int, int]]:
-        """The rows of units of one block that begins at a row."""
+        """Row bounds of each unit of a block from ``row`` on; all rows if columns are cut."""
         if self.schedule.dims == 2:
             return [(row, row + self.block(unit.peer)) for unit in units[:1]] * len(units)
         return [(row + first, row + last) for _, _, first, last, _ in units]

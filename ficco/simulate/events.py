@@ -261,7 +261,7 @@ class _SimulatedRank:
         if isinstance(step.work, Transfer):
             return LOOK_UP * (buffer[step.work.src.buffer].block > 0)
         products = [one for one in step.products if buffer[one.a.buffer].block]
-        return LOOK_UP * sum(one.batch if self.plan.apart(one) else 1 for one in products)
+        return LOOK_UP * sum(one.batch if self.plan.runs_one_by_one(one) else 1 for one in products)
 
     def unserved(self) -> list[_SimulatedLane]:
         """Compute lanes whose products are not served yet."""
@@ -637,7 +637,7 @@ class Simulation:
             wide = itemsize < 4 <= self.itemsize[out.buffer]
             adds = not wide and (product.accumulate or product.addend is not None)
             rights = product.batch if product.b_stride else 1
-            apart = self.scaled or plan.apart(product)
+            apart = self.scaled or plan.runs_one_by_one(product)
             key = (*sizes, product.batch, itemsize, wide, adds, rights, apart)
             if key not in self._seconds:
                 how: dict[str, Any] = {"itemsize": itemsize, "wide": wide, "adds": adds}

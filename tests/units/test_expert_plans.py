@@ -251,7 +251,7 @@ def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: st
         else:
             assert seconds > 1.3 * of_blocks[name]
     plan = planned(exact)[0]
-    products = [one for step in plan.steps for one in step.products if plan.apart(one)]
+    products = [one for step in plan.steps for one in step.products if plan.runs_one_by_one(one)]
     assert sum(one.batch for one in products) == 2 * 4 * 16  # of four sources
 
 

@@ -252,6 +252,13 @@ def test_every_name_is_drawn() -> None:
     assert set(re.findall(r'show\("([^":]+)', page.read_text())) == set(NAMED)
 
 
+def test_a_timeline_that_is_cut_has_a_mark() -> None:
+    problem = gathers(8, "all_gather_matmul")
+    for width in (20, 30, 40):
+        lines = render(plan(problem, NAMED["growing"], 3), width).splitlines()[2:]
+        assert any(".." in line for line in lines) and max(map(len, lines)) <= width
+
+
 LANES = ["compute0", "copy0", "reduce0", "sync"]
 
 
