@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import missing
 
 from ficco.compute.program import Call
-from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Around, Lanes, MemOp
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Fused, Lanes, MemOp
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.lane_ops import Launch, Memops, Posts, Run, Scripted, enqueue, enqueue_beside, parted
 from ficco.dma.memories import COUNTED_LANES, SlotWords
@@ -128,20 +128,20 @@ def test_what_launches_of_copies_see_to() -> None:
     to posts by copies too, but to all of these or none: the driver refuses what would be left."""
     rear = write(4), write(PEER), wait(8)
     first, posted = (wait(4), write(4)), posts((write(PEER),), (1,))
-    whole = Around((), (wait(4),), rear)
+    whole = Fused((), (wait(4),), rear)
     for count, ops, left in (
         (1, ((wait(4),), (write(4),), None, (write(PEER),), (wait(8),)), [whole]),
         (MOST, (first, None, (write(PEER), wait(8))), [whole]),
-        (MOST + 1, (first, None, (write(PEER), wait(8))), [(wait(4),), Around(rear=rear)]),
+        (MOST + 1, (first, None, (write(PEER), wait(8))), [(wait(4),), Fused(rear=rear)]),
         (1, (first, None, posted, (wait(8),)), [whole]),
-        (1, (None, posts(MANY, (1,) * len(MANY))), [Around(), MANY]),
+        (1, (None, posts(MANY, (1,) * len(MANY))), [Fused(), MANY]),
     ):
         ops = [copies("compute0", count) if op is None else op for op in ops]
         assert enqueued("compute0", *ops) == left
     for lane in ("copy0", "copy1", "reduce0"):
-        bare = Around(rear=(write(4), write(PEER)))
+        bare = Fused(rear=(write(4), write(PEER)))
         ops = first, copies(lane), (write(PEER),), (wait(8),), copies(lane)
-        assert enqueued(lane, *ops) == [(wait(4),), bare, (wait(8),), Around()]
+        assert enqueued(lane, *ops) == [(wait(4),), bare, (wait(8),), Fused()]
 
 
 LANES = st.sampled_from(["compute0", "compute1", "copy0"])
@@ -207,7 +207,7 @@ def test_what_launches_are_given() -> None:
     call: Any = SimpleNamespace(state={"compute0": "stream"})
     bare = replace(copies("copy0"), work=lambda call, signals: given.append((call, signals)))
     bare(call)
-    around = Around((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
+    around = Fused((BEGIN,), (wait(4), write(PEER)), (write(PEER + 4), END))
     launch = replace(bare, around=around)
     launch(call)
     (_, none), (passed, signals) = given
@@ -260,8 +260,8 @@ def test_a_sum_at_the_peers_sees_to_the_whole_call(captured: bool) -> None:
     body = [product, (wait(4),), one_shot(), product, (wait(8),), one_shot()]
     run = run_of(body, (write(PEER),), captured=captured)
     _, first, _, last = run.body
-    assert first.around == Around((BEGIN,) * captured, (wait(4),))
-    assert last.around == Around((), (wait(8),), (write(PEER), END)[: 1 + captured])
+    assert first.around == Fused((BEGIN,) * captured, (wait(4),))
+    assert last.around == Fused((), (wait(8),), (write(PEER), END)[: 1 + captured])
     assert run.begin is None and not run.tail
 
 
@@ -271,19 +271,19 @@ def test_what_is_too_much_for_a_launch_stays_with_the_stream() -> None:
     run = run_of([many, last], few)
     assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
     run = run_of([full, last], few, captured=True)
-    assert run.body[0].around == Around((), full) and run.begin.ops == (BEGIN,)
+    assert run.body[0].around == Fused((), full) and run.begin.ops == (BEGIN,)
     run = run_of([full, product], few, captured=True)
     assert run.body[0].ops == full and run.begin.ops == (BEGIN,)
     run = run_of([few, last], full)
-    assert run.body[0].around == Around((), few, full)
+    assert run.body[0].around == Fused((), few, full)
     run = run_of([few, last], many, captured=True)
-    assert run.body[0].around == Around((), few)
+    assert run.body[0].around == Fused((), few)
     assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
     # A sum beside others leaves the end to the stream, too.
     given = [("copy0", product), ("compute0", few), ("compute0", one_shot())]
     run = made([*given, ("sync", (write(PEER),))])
     assert run.lanes == ("copy0",) and run.tail_lane == "sync"
-    assert run.body[1].around == Around((), few)
+    assert run.body[1].around == Fused((), few)
     assert [op.ops for op in run.tail] == [(write(PEER),)]
 
 
@@ -293,7 +293,7 @@ def test_a_call_in_a_graph_begins_and_ends_by_launches() -> None:
     body = [(wait(4), write(4)), copies("compute0"), (write(PEER), wait(8)), product]
     run = run_of(body, (write(PEER + 4),), captured=True)
     (first, last), (tail,) = run.body, run.tail
-    assert first.around == Around((BEGIN,), (wait(4),), (write(4), write(PEER), wait(8)))
+    assert first.around == Fused((BEGIN,), (wait(4),), (write(4), write(PEER), wait(8)))
     assert last is product and run.begin is None and run.tail_lane == "compute0"
     assert addresses(tail.script) == [PEER + 4, 9000]
 

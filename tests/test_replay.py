@@ -41,12 +41,12 @@ from ficco.tools.bench.frames import BENCH, REPLAY, read_description, records
 from ficco.tools.bench.replay import (
     ROOM,
     TICKS,
-    Courier,
     Pace,
     Paces,
     Piece,
     ReplayEngine,
     ReplayOperands,
+    ReplayPeers,
     Timetable,
     arrivals,
     proven,
@@ -96,7 +96,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        engine.courier = Courier(engine, machine, PACES)
+        engine.courier = ReplayPeers(engine, machine, PACES)
         alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(alone, 20.0), engine)
         try:

@@ -20,7 +20,7 @@ from host_gpu import HostEngine, HostTensors
 
 from ficco.compute.attention import merge
 from ficco.dma import ENGINES
-from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Driver, Means, MemOp
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Driver, Mechanisms, MemOp
 from ficco.dma.gpu import GpuEngine
 from ficco.hip_kernels.launch import Kernels, Script, Signals
 
@@ -122,8 +122,8 @@ class ThreadDriver(HostTensors, Driver):
     def uncaptured(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def means(self, engine: GpuEngine) -> Means:
-        return Means(
+    def means(self, engine: GpuEngine) -> Mechanisms:
+        return Mechanisms(
             memory="ipc",
             post="write of a thread",
             wait="by a thread that looks again and again",

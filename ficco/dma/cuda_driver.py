@@ -20,7 +20,16 @@ from torch.distributed import ProcessGroup
 
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
 from ficco.compute.scaled import cuda_release, lacking_on_cuda
-from ficco.dma.driver import URGENT, WAIT_32, WRITE_64, Copies, Driver, Means, MemOp, StreamEngine
+from ficco.dma.driver import (
+    URGENT,
+    WAIT_32,
+    WRITE_64,
+    Copies,
+    Driver,
+    Mechanisms,
+    MemOp,
+    StreamEngine,
+)
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Hosts
 from ficco.dma.memories import LARGE, align
@@ -276,7 +285,7 @@ class CudaDriver(Driver):
     def use(self) -> None:
         check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self._context))
 
-    def means(self, engine: StreamEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Mechanisms:
         order = (
             "with a flush of remote writes"
             if self._flush
@@ -287,7 +296,7 @@ class CudaDriver(Driver):
         memory = self._memory(engine)
         place = "PyTorch's symmetric" if memory == "torch" else "its own"
         torch.cuda.current_blas_handle()  # a first product within a capture could not create it
-        return Means(
+        return Mechanisms(
             memory=memory,
             # An event right after a copy completes only once later copies of the stream are
             # complete, too (H200, driver 580). An event after a stream write completes at once.

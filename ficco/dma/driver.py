@@ -44,7 +44,7 @@ class MemOp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Around:
+class Fused:
     """Waits and writes that a launch carries out around its work.
 
     Attributes:
@@ -70,8 +70,8 @@ class Around:
 
 
 def in_front(
-    ops: Sequence[MemOp], around: Around, mine: Container[int], spins: bool
-) -> tuple[tuple[MemOp, ...], Around]:
+    ops: Sequence[MemOp], around: Fused, mine: Container[int], spins: bool
+) -> tuple[tuple[MemOp, ...], Fused]:
     """Fold the operations before a launch of copies into it: writes go after its work, since the
     copies need not wait for them; waits go before its work if the launch may spin (``spins``). This
     rank's own words (``mine``) are written before words of peers. Returns the operations that stay
@@ -90,7 +90,7 @@ def in_front(
     return tuple(rest[: len(rest) - len(waits)]), folded
 
 
-def behind(ops: Sequence[MemOp], around: Around, spins: bool) -> tuple[Around, tuple[MemOp, ...]]:
+def behind(ops: Sequence[MemOp], around: Fused, spins: bool) -> tuple[Fused, tuple[MemOp, ...]]:
     """Fold the operations after a launch of copies into it, but none from the first wait on if the
     launch may not spin. Returns all that the launch carries out, and the rest."""
     taken = tuple(takewhile(lambda op: spins or _writes(op), ops))
@@ -212,7 +212,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Means:
+class Mechanisms:
     """The mechanisms that the ranks of a group have agreed on.
 
     Attributes:
@@ -287,7 +287,7 @@ class Driver(ABC):
             yield
 
     @abstractmethod
-    def means(self, engine: StreamEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Mechanisms:
         """Agree with the other ranks on mechanisms that all support. Collective.
 
         Raises:
@@ -438,7 +438,7 @@ class Driver(ABC):
 
     def waitable(self, kind: str) -> int:
         """Allocate a host word, zeroed, that streams wait for and this process writes. Freed on
-        close. ``kind`` is the kind of memory of signal words (:attr:`Means.words`)."""
+        close. ``kind`` is the kind of memory of signal words (:attr:`Mechanisms.words`)."""
         return self.host(WORD)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -556,7 +556,7 @@ class StreamEngine(Engine):
     side: Stream  #: stream for work that must not wait for calls
     graveyard: Any  #: memory that is freed once all peers have unmapped it
     watched: int  #: address of the pinned words that watched calls write
-    means: Means  #: mechanisms agreed on with the other ranks
+    means: Mechanisms  #: mechanisms agreed on with the other ranks
 
     @abstractmethod
     def settle(self, stream: Any) -> None:

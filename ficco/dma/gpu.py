@@ -38,7 +38,7 @@ from ficco.dma.driver import (
     Driver,
     Event,
     Lanes,
-    Means,
+    Mechanisms,
     MemOp,
     Stream,
     drained,
@@ -115,7 +115,7 @@ class GpuEngine(WatchedEngine):
         self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._allocate: Allocate | None = None
-        self.means = Means()
+        self.means = Mechanisms()
         try:
             with driver.aside():
                 self._open()

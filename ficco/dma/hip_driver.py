@@ -30,7 +30,7 @@ from ficco.compute.tiled.portable import TritonKernel, lacking
 from ficco.compute.tiled.products import TiledProducts
 from ficco.dma import WAYS, selected, variable
 from ficco.dma import hip_api as hip
-from ficco.dma.driver import WAIT_32, WORD, Driver, Means, MemOp, StreamEngine
+from ficco.dma.driver import WAIT_32, WORD, Driver, Mechanisms, MemOp, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Hosts, Meeting
 from ficco.errors import carry_out
@@ -133,7 +133,7 @@ class HipDriver(Driver):
 
     # Capabilities of the machine, which the ranks determine together.
 
-    def means(self, engine: StreamEngine) -> Means:
+    def means(self, engine: StreamEngine) -> Mechanisms:
         side = engine.side.handle
         # A 0 and a 1 to copy from, memory to test a 2D copy, and a word to test a capture.
         constants, _ = self.local(64)
@@ -154,7 +154,7 @@ class HipDriver(Driver):
         events = self._selected.get("events", self.usual_events)
         on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
         by = "a kernel of the runtime's" if on_shader else "the command processor"
-        return Means(
+        return Mechanisms(
             memory=memory,
             words="signal" if mechanism == "signal" else "uncached",
             kernels=kernels,

@@ -24,9 +24,9 @@ from ficco.compute.program import Call, Op, callers
 from ficco.dma.driver import (
     WAIT_32,
     WORD,
-    Around,
     Batch,
     Driver,
+    Fused,
     Lanes,
     MemOp,
     Recording,
@@ -149,11 +149,11 @@ class Launch:
     mine: range
     spins: bool = False
     sums: bool = False
-    around: Around = Around()
+    around: Fused = Fused()
 
     @cached_property
     def signals(self) -> Signals | None:
-        bare = self.around == Around() and not self.sums
+        bare = self.around == Fused() and not self.sums
         return None if bare else self.around.signals(self.arrived, self.mine)
 
     def __call__(self, call: Call) -> None:
@@ -322,7 +322,7 @@ def by_launches(
     """
     batches = [op for op in tail if isinstance(op, Memops)]
     rear = tuple(op for batch in batches for op in batch.ops)
-    if len(batches) < len(tail) or not Around(rear=rear).fits:
+    if len(batches) < len(tail) or not Fused(rear=rear).fits:
         return None
     folded: list[Op] = [*body]
     if begin is not None:
@@ -334,7 +334,7 @@ def by_launches(
             around = replace(first.around, begin=begin.ops)
             folded[at] = replace(first, around=around)
         elif isinstance(first, Memops) and not first.whole:
-            around = Around(begin.ops, first.ops)
+            around = Fused(begin.ops, first.ops)
             folded[at] = Scripted(kernels, script(first.ops, mine, aside=begin.ops))
         else:
             return None

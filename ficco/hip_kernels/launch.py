@@ -131,13 +131,13 @@ class CopyAddresses(ctypes.Structure):
     _fields_ = [("dst", _U64 * MAX_ENDS), ("src", _U64 * MAX_ENDS)]
 
 
-class Runs(ctypes.Structure):
+class CopyRuns(ctypes.Structure):
     """Destinations and sources of runs of 16-byte units, and how many units end with each."""
 
     _fields_ = [("dst", _U64 * MAX_RUNS), ("src", _U64 * MAX_RUNS), ("end", _U32 * MAX_RUNS)]
 
     @classmethod
-    def of(cls, dst: Numbers, src: Numbers, end: Numbers) -> Runs:
+    def of(cls, dst: Numbers, src: Numbers, end: Numbers) -> CopyRuns:
         runs = cls()
         (fields,) = np.frombuffer(runs, _RUNS)
         for name, values in (("dst", dst), ("src", src), ("end", end)):
@@ -145,7 +145,7 @@ class Runs(ctypes.Structure):
         return runs
 
 
-_RUNS = np.dtype(Runs)
+_RUNS = np.dtype(CopyRuns)
 
 
 class ScriptStep(NamedTuple):
@@ -528,7 +528,7 @@ class Kernels:
             ends = (sizes[batch] // 16).cumsum()
             blocks = -(-int(ends[-1]) // COPY_THREADS)
             blocks = min(BLOCKS_PER_PROCESSOR * self.binding.processors, blocks)
-            arguments = Runs.of(dst[batch], src[batch], ends), _U32(len(ends)), _U32(blocks)
+            arguments = CopyRuns.of(dst[batch], src[batch], ends), _U32(len(ends)), _U32(blocks)
             self._launch("ficco_copy_runs", blocks, COPY_THREADS, arguments, stream)
 
     def _prepare(

@@ -53,7 +53,7 @@ ROLL, HERE = "roll", "here/{}"
 LEFT = 1 << 62
 
 
-class BoardCourier:
+class BoardRelay:
     """Thread that publishes this rank's part of the board and copies those of other hosts."""
 
     def __init__(
@@ -284,13 +284,13 @@ class Board:
             else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
             for part in parts
         ]
-        self._courier: BoardCourier | None = None
+        self._courier: BoardRelay | None = None
         if hosts.far:
             far_parts = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
             counts = {rank: self._counts[rank] for rank in hosts.far}
             ends = ENTRIES * 8, counts, self.world
-            self._courier = BoardCourier(store, self.rank, mine, far_parts, *ends)
+            self._courier = BoardRelay(store, self.rank, mine, far_parts, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen

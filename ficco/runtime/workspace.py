@@ -62,7 +62,7 @@ GRACE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Known:
+class RankMachine:
     """The machine description that a rank uses. The ranks compare its text."""
 
     machine: Machine | None
@@ -197,7 +197,7 @@ class Workspace:
         self.error: FiccoError | None = None
         self._published: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
-        self._known: dict[str | None, Known] = {}
+        self._known: dict[str | None, RankMachine] = {}
         # Slots by capture id, 0 for eager calls. A graph owns its slots, because a replay may run
         # at the same time as eager calls.
         self._slots: dict[int, list[Slot | None]] = {}
@@ -290,7 +290,7 @@ class Workspace:
                 "first, or use another group"
             )
 
-    def known(self, wanted: str | None) -> Known:
+    def known(self, wanted: str | None) -> RankMachine:
         """The machine description with this name or path; by default, that of this host.
 
         Raises:
@@ -298,7 +298,7 @@ class Workspace:
         """
         if wanted not in self._known:
             fingerprint = self.engine.fingerprint()
-            self._known[wanted] = Known(find(wanted, fingerprint) or nearest(fingerprint))
+            self._known[wanted] = RankMachine(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
 
     def keep(self, key: Hashable, cached: CachedCall) -> None:

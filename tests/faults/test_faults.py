@@ -28,7 +28,6 @@ from ranks import Died, Failure, Rank, caught, gave_up, leave
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
-from ficco.compute import products
 from ficco.dma import collectives
 from ficco.dma.cpu import collect
 from ficco.dma.engine import Engine
@@ -647,7 +646,7 @@ def test_a_part_of_a_call_that_all_ranks_refuse_breaks_nothing() -> None:
 #: Where a rank fails, and what is made to raise there.
 PLACES: dict[str, tuple[Any, str]] = {
     "copy thread": (ctypes, "memmove"),
-    "caller's thread": (products, "multiply"),
+    "caller's thread": (torch, "mm"),
     "collective": (collectives, "starts"),
     "memory": (Workspace, "slot"),
     "operations": (workspace, "compile"),
@@ -672,7 +671,7 @@ def _fails_alone(
     made = make(at, case, 4, group)
     threads: list[bool] = []
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
         raise ERRORS[kind]()
 

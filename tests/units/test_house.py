@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7160, 4000),
+    "dma": (7165, 4000),
     "heuristics": (1590, 720),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Around, MemOp, behind, in_front, script
+from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Fused, MemOp, behind, in_front, script
 from ficco.hip_kernels.launch import MAX_SIGNALS, ScriptStep
 
 OPS = st.lists(
@@ -34,43 +34,43 @@ def writes(*addresses: int) -> tuple[MemOp, ...]:
 def test_what_is_in_front_of_a_launch() -> None:
     """What is written there comes behind the copies; what is waited for does not: who may not write
     yet, may not copy either."""
-    stays, found = in_front([*waits(4, 8), *writes(12, 16)], Around(), OWN, True)
-    assert stays == () and found == Around((), waits(4, 8), writes(12, 16))
+    stays, found = in_front([*waits(4, 8), *writes(12, 16)], Fused(), OWN, True)
+    assert stays == () and found == Fused((), waits(4, 8), writes(12, 16))
     # What comes in front of what it waits for already stays in front of that.
     stays, found = in_front([*writes(20), *waits(24)], found, OWN, True)
     assert stays == writes(20)
-    assert found == Around((), waits(24, 4, 8), writes(12, 16))
+    assert found == Fused((), waits(24, 4, 8), writes(12, 16))
     assert in_front(writes(20), found, OWN, True) == (writes(20), found)
     # A peer that gets nothing is told in front of the copies, but may answer in a word that is
     # cleared here: it is told behind that.
-    stays, found = in_front([*waits(4), *writes(4, 2000, 8)], Around(), OWN, True)
+    stays, found = in_front([*waits(4), *writes(4, 2000, 8)], Fused(), OWN, True)
     assert stays == () and found.rear == writes(4, 8, 2000)
-    bare = Around(rear=writes(4, 8, 2000, 3000))
+    bare = Fused(rear=writes(4, 8, 2000, 3000))
     assert in_front(writes(2004, 12), bare, OWN, True)[1].rear == writes(
         *(12, 4, 8, 2004, 2000, 3000)
     )
 
 
 def test_what_is_behind_a_launch() -> None:
-    found, stays = behind([*writes(4, 8), *waits(12)], Around(), True)
+    found, stays = behind([*writes(4, 8), *waits(12)], Fused(), True)
     assert (found.rear, stays) == ((*writes(4, 8), *waits(12)), ())
     again, stays = behind([*waits(16), *writes(20)], found, True)
     assert again.rear == (*found.rear, *waits(16), *writes(20)) and stays == ()
     # Beside products nothing spins.
-    found, stays = behind([*writes(4), *waits(8), *writes(12)], Around(), False)
+    found, stays = behind([*writes(4), *waits(8), *writes(12)], Fused(), False)
     assert (found.rear, stays) == (writes(4), (*waits(8), *writes(12)))
-    ahead = in_front([*waits(4), *writes(8)], Around(), OWN, False)
-    assert ahead == (waits(4), Around(rear=writes(8)))
+    ahead = in_front([*waits(4), *writes(8)], Fused(), OWN, False)
+    assert ahead == (waits(4), Fused(rear=writes(8)))
 
 
 def test_a_launch_sees_to_so_many() -> None:
     full, many = (kind(*range(0, 4 * MAX_SIGNALS, 4)) for kind in (writes, waits))
-    assert in_front(full, Around(), OWN, True)[1].rear == full
-    one = in_front([*waits(0), *writes(0)], Around(), OWN, True)[1]
+    assert in_front(full, Fused(), OWN, True)[1].rear == full
+    one = in_front([*waits(0), *writes(0)], Fused(), OWN, True)[1]
     assert in_front(full, one, OWN, True) == (full, one)
     assert behind(full, one, True) == (one, full)
     assert in_front(many, one, OWN, True) == (many, one)
-    assert not Around(writes(0), many).fits
+    assert not Fused(writes(0), many).fits
 
 
 @given(OPS, OPS, st.booleans())
@@ -78,7 +78,7 @@ def test_nothing_is_lost_or_comes_too_early(
     front: list[MemOp], rear: list[MemOp], spins: bool
 ) -> None:
     mine = range(20)
-    stays, found = in_front(front, Around(), mine, spins)
+    stays, found = in_front(front, Fused(), mine, spins)
     moved = found.rear
     found, later = behind(rear, found, spins)
     assert stays == tuple(front[: len(stays)]) and found.fits and not found.begin
@@ -128,7 +128,7 @@ def test_who_carries_out_a_script() -> None:
         assert [step.address for step in found.steps] == [op.address for op in (*aside, *some)]
         assert (found.aside, found.alone) == (len(aside), alone)
         assert [step.address for step in found.steps if step.behind] == [2000] * (some is ops)
-    around = Around(begin, waits(4, 8), (*writes(4, 2000), *waits(12)))
+    around = Fused(begin, waits(4, 8), (*writes(4, 2000), *waits(12)))
     found = around.signals(5000, OWN)
     assert found.arrived == 5000
     assert found.front.steps == script(waits(4, 8), OWN, aside=begin).steps

@@ -230,7 +230,7 @@ class ReplayEngine(GpuEngine):
         latest: the program of the latest call.
     """
 
-    courier: Courier
+    courier: ReplayPeers
 
     def __init__(self, *arguments: Any) -> None:
         self.images: Images | None = None
@@ -412,7 +412,7 @@ class Timetable:
             before = after
 
 
-class Courier:
+class ReplayPeers:
     """Plays the peers of one rank.
 
     Attributes:
@@ -853,7 +853,7 @@ class ReplayWatch(Stopwatch):
         arguments = (self.group, self.device, options.signals, limit)
         name = engine_name(self.device, options.engine)
         engine: Any = make_engine(name, *arguments, kind=ReplayEngine)
-        engine.courier = Courier(engine, self.machine, self._paces)
+        engine.courier = ReplayPeers(engine, self.machine, self._paces)
         if self._paces is None:
             self._paces = engine.courier.measure()
         adopt(self.group, self.device, Board(dist.group.WORLD, limit), engine)
