@@ -48,6 +48,7 @@ class Buffers:
         return cols * buffer.itemsize, rows
 
     def dtype(self, region: Region) -> torch.dtype:
+        """Dtype of a region's elements."""
         dtype: torch.dtype = getattr(torch, self._plan.buffer[region.buffer].dtype)
         return dtype
 
