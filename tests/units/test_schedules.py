@@ -14,10 +14,11 @@ from golden.asks import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ficco.plan import render
+from ficco.plan import Region, Step, render
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal, same_plans
+from ficco.schedules.exchange import Parcel, Traffic
 from ficco.schedules.groups import (
     Arrivals,
     Departures,
@@ -250,6 +251,26 @@ def test_every_name_is_drawn() -> None:
     found = doctest.testfile(str(page), module_relative=False)
     assert found.attempted and not found.failed
     assert set(re.findall(r'show\("([^":]+)', page.read_text())) == set(NAMED)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_only_the_exchange_copies_between_ranks(
+    operator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchanged, copies = set[tuple[Region, Region]](), Traffic._copies
+
+    def noted(self: Traffic, peer: int, piece: Parcel, *rest: Any) -> Step:
+        exchanged.update((move.src, move.dst) for move in piece.moves)
+        return copies(self, peer, piece, *rest)
+
+    monkeypatch.setattr(Traffic, "_copies", noted)
+    for name in NAMED:
+        for hosts in (1, 2):
+            problem = product(operator, (64,) * 4, n=72, hosts=hosts)
+            if not refusal(problem, NAMED[name]):
+                steps = plan(problem, NAMED[name], 1).steps
+                assert {(s.copy.src, s.copy.dst) for s in steps if s.copy} <= exchanged, name
+    assert exchanged
 
 
 def test_a_timeline_that_is_cut_has_a_mark() -> None:
