@@ -353,7 +353,7 @@ class Shared:
         self._graveyard.living.append(self)
 
     def mapped(self, rank: int, index: int) -> int:
-        """Address of a rank's allocation in this process. The first use maps a peer's."""
+        """Address in this process of an allocation of a rank of this host, mapped at first use."""
         if rank == self._rank:
             return self.mine[index]
         if (rank, index) not in self._open:

@@ -267,8 +267,8 @@ class ExpertStage:
         return any(self.me in ranks and ranks != [self.me] for ranks in self.world.sets(self.me))
 
     def _bring_tokens(self) -> None:
-        """Copy tokens to the rows from which they leave, in the order in which they are sent: piece
-        by piece, or target by target."""
+        """Copy tokens to the buffer from which they leave. The order is that of sending, by piece
+        or by target."""
         layer, world = self.layer, self.world
         far = [target for target, _ in self.legs]
         targets = [*far, *self.builder.lane_of, *([] if self.mixes else [self.me])]

@@ -124,8 +124,8 @@ def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
 
 
 def via(problem: Problem, rank: int, other: int) -> int:
-    """The rank of its host with which a rank exchanges what is another's: the other one, the one on
-    its rail, or itself if it is there that the network is used."""
+    """The rank on a rank's host through which it exchanges pieces with ``other``: ``other`` on the
+    same host, else the rank on the rail of ``other``; the rank itself if it crosses directly."""
     if problem.host(other) == problem.host(rank):
         return other
     return rank if problem.kind.blocks else problem.on_host(problem.host(rank), other)
@@ -316,7 +316,7 @@ class Departures(Groups):
             sets = [[(rank - 1 - i) % world] for i in range(world - 1)]
         else:
             order = targets_in_order(rank, world, problem.hosts)
-            local = problem.local_world - 1  # what others send on is made first
+            local = problem.local_world - 1  # pieces that peers relay to other hosts come first
             sets = peer_sets(schedule, rank, order[local:] + order[:local])
         if schedule.uniform:
             fused = schedule.grouping == "fused"

@@ -16,8 +16,8 @@ from typing import Any
 #: How pieces share steps.
 GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "tiled", "own")
 
-#: The group of entry points by which a package offers schedules of its own: the name is the
-#: schedule's, the object the function that makes its Plans (:func:`ficco.schedules.register`).
+#: Group of entry points by which a package registers own schedules. The name of an entry point is
+#: the name of the schedule; its object is the function for :func:`ficco.schedules.register`.
 ENTRY_POINTS = "ficco.schedules"
 
 #: Those functions by name, once they are registered or loaded.
