@@ -39,7 +39,7 @@ from test_fp8 import (
 from test_operators import BLOCKS, SUMS
 
 import ficco
-from ficco.compute.scaled import quantized
+from ficco.compute.scaled import multiply_scaled, quantized
 from ficco.heuristics.families import PRODUCTS
 from ficco.machine import find
 from ficco.plan import Transfer
@@ -333,6 +333,23 @@ REFUSED: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
     ),
     ({"schedule": "tiled"}, VALUE, ("tiled", "that the call casts", "another schedule")),
 )
+
+
+def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 writes wrong values on Intel's CPUs if the result's rows are not contiguous."""
+    scaled_mm, one = torch._scaled_mm, torch.ones(())
+
+    def strict(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert options.get("out", one).is_contiguous()
+        return scaled_mm(*operands, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", strict)
+    a = torch.arange(48 * 16).remainder(7).float().view(48, 16).to(torch.float8_e4m3fn)
+    b = torch.arange(16 * 32).remainder(5).float().view(32, 16).to(torch.float8_e4m3fn).t()
+    wide = torch.full((48, 64), -1.0)
+    multiply_scaled(a, b, wide[:, 16:48], (one, one), "tensor")
+    assert torch.equal(wide[:, 16:48], a.float() @ b.float())
+    assert (wide[:, :16] == -1).all() and (wide[:, 48:] == -1).all()
 
 
 @on_ranks(2)

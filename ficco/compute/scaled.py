@@ -52,7 +52,10 @@ def multiply_scaled(
     ``accumulate`` needs a float32 result. No library accumulates float8 products, so a temporary of
     the result's size is used.
     """
-    into = torch.empty_like(out) if accumulate else out
+    into = out
+    # PyTorch 2.11 writes wrong values on Intel's CPUs if the result's rows are not contiguous.
+    if accumulate or not (a.is_cuda or out.is_contiguous()):
+        into = torch.empty_like(out, memory_format=torch.contiguous_format)
     if a.is_cuda:
         _scaled_on_gpu(a, b, into, scales, recipe, bias, fast)
     elif recipe in _recipes_on_cpu():
@@ -62,6 +65,8 @@ def multiply_scaled(
         into.copy_(total if bias is None else total + bias)
     if accumulate:
         out.add_(into)
+    elif into is not out:
+        out.copy_(into)
 
 
 def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
