@@ -1,22 +1,25 @@
-"""Builds Plans from a Problem and a Schedule."""
+"""Builds Plans from a Problem and a Schedule.
+
+The Plans of a registered schedule come from the user's function (:func:`register`). They are proven
+(:func:`ficco.plan.check`), with those of all other ranks, before a problem is first predicted or
+run with the schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from ficco.plan.collector import paused
-from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step
+from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step, paused
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
 from ficco.schedules.builder import Builder, WordAllocator, scaled
-from ficco.schedules.gather import GatherStage, GatherWorld, StagingTooSmall
-from ficco.schedules.inner import InnerGatherStage
+from ficco.schedules.gather import GatherStage, GatherWorld, InnerGatherStage, StagingTooSmall
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
-from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
-from ficco.schedules.space import Schedule
+from ficco.schedules.space import KNOBS, NAMED, OWN, Schedule
 from ficco.schedules.tiled import (
     TiledGatherStage,
     TiledGatherWorld,
@@ -256,3 +259,77 @@ def _scaled(problem: Problem, whole: Product, factors: Region, rank: int) -> Ite
         a, out = (one._replace(row=first, row_stop=last) for one in (whole.a, whole.out))
         part = factors._replace(row=peer, row_stop=peer + 1)
         yield scaled(problem, whole._replace(a=a, out=out), part)
+
+
+#: Makes the Plan of a rank; ``ValueError`` for a problem that it does not serve.
+PlanFunction = Callable[[Problem, int], Plan]
+
+
+def register(name: str, *, candidate: bool = False) -> Callable[[PlanFunction], PlanFunction]:
+    """Register a schedule of one's own, as a decorator of the function that makes its Plans.
+
+    All ranks register the same. The gradients of its calls take ``"auto"``.
+
+    Args:
+        name: name of the schedule, used like names of other schedules: letters, digits, ``-`` and
+            ``_``.
+        candidate: ``auto`` compares it where the machine is described, and takes it where it is
+            predicted to be fastest.
+
+    Raises:
+        ValueError: the name cannot be one, or is taken.
+
+    Example::
+
+        @ficco.schedules.register("two-halves")
+        def two_halves(problem, rank):
+            ...
+            return builder.plan("two-halves", buffers, words)
+    """
+    if not name or not name.replace("-", "").replace("_", "").isalnum() or name == "auto":
+        raise ValueError(f"name: required letters, digits, - and _, other than auto, got {name!r}")
+    if name in NAMED or any(name == knob.axis for knob in KNOBS):
+        raise ValueError(f"name: required one that ficco does not use, got {name!r}")
+
+    def add(function: PlanFunction) -> PlanFunction:
+        if OWN.setdefault(name, function) is not function:
+            raise ValueError(f"name: required one that is not registered yet, got {name!r}")
+        if candidate:
+            _candidates[name] = None
+        return function
+
+    return add
+
+
+_candidates: dict[str, None] = {}
+
+
+def own_candidates() -> tuple[str, ...]:
+    """Names of registered schedules that ``auto`` compares."""
+    return tuple(_candidates)
+
+
+@lru_cache(maxsize=256)
+def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
+    """The Plans of all ranks, proven.
+
+    Raises:
+        ValueError: the function does not serve the problem, or its Plans are wrong: the text is
+            that of the proof.
+    """
+    from ficco.proof import PlanError, check  # importing ficco need not load the proof
+
+    name, plans = schedule.own, []
+    for rank in range(problem.world):
+        plan = OWN[name](problem, rank)
+        if not isinstance(plan, Plan) or plan.problem != problem or plan.rank != rank:
+            raise ValueError(
+                f"schedule {name}: required the Plan of rank {rank} for {problem}, got {plan!r:.80}"
+            )
+        plans.append(replace(plan, schedule=name))
+    try:
+        with paused():
+            check(plans)
+    except PlanError as error:
+        raise ValueError(f"schedule {name}: its plans for {problem} are wrong: {error}") from error
+    return tuple(plans)

@@ -1,10 +1,18 @@
-"""Plans of gathering operators, which multiply rows as they arrive."""
+"""Plans of gathering operators, which multiply rows as they arrive.
+
+Some products sum over the rows that travel, as the gradient of a weight does
+(:class:`InnerGatherStage`). There, arriving rows of A are multiplied by the same rows of the local
+B, and each product adds to the whole result. Pieces of rows thus act as pieces of columns do in a
+product of A itself, but need no strided copies. Pieces of columns make rows of the result.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
+from operator import itemgetter
 
 from ficco.plan.model import PLAIN, Payload, Product, Products, Region, Signal, Step, Transfer, new
 from ficco.problems.products import Problem
@@ -17,6 +25,8 @@ from ficco.schedules.builder import (
     Stage,
     WordAllocator,
     World,
+    joined,
+    merged,
     remembered,
 )
 from ficco.schedules.exchange import (
@@ -30,7 +40,6 @@ from ficco.schedules.exchange import (
     Traffic,
 )
 from ficco.schedules.groups import Arrivals, Unit, legs, names, targets_in_order, via
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 #: The group of the rank's own rows where those have a product of their own.
@@ -614,3 +623,84 @@ class GatherStage(Stage):
         rooms = (self.world.room_for(peer, self.me).get(following, ()) for peer in self.senders)
         posts = tuple(chain.from_iterable(rooms))
         return posts, tuple(sorted({self.acquired[signal.waiter] for signal in posts}))
+
+
+#: Disjoint ranges of rows of the result, in rising order.
+Spans = list[tuple[int, int]]
+
+
+class InnerGatherStage(GatherStage):
+    """Builds one Plan. Products that add to the same rows stay on one lane, in the order in which
+    they are enqueued, so that results repeat to the last bit."""
+
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        whole = (0, self.problem.k)
+        self.made = self._adding([whole] if self._own_is_separate() else [])
+        self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
+        out = world.out.name
+        if not self.adds and self.product != out:  # each sum is one product, which rounds itself
+            self.product = out
+            self.made = [
+                [one._replace(out=one.out._replace(buffer=out)) for one in products]
+                for products in self.made
+            ]
+        self.last = self._last()
+
+    def _adding(self, begun: Spans) -> list[list[Product]]:
+        """The products of each group, which add to the rows that earlier ones have begun."""
+        by_group = []
+        for pieces in self.products:
+            products = joined(pieces)
+            for index, product in enumerate(products):
+                if _within(product, begun):
+                    products[index] = product._replace(accumulate=True)
+                else:
+                    insort(begun, (product.out.row, product.out.row_stop))
+            by_group.append(products)
+        return by_group
+
+    def _last(self) -> list[Spans]:
+        """By group, the rows of the result to which it is the last to add."""
+        over: Spans = []
+        by_group: list[Spans] = []
+        for products in reversed(self.made):
+            spans: Spans = []
+            for product in products:
+                if not _within(product, over):  # a tail's pieces are the last of their rows
+                    spans.append((product.out.row, product.out.row_stop))
+                    insort(over, spans[-1])
+            by_group.append(sorted(spans))
+        return by_group[::-1]
+
+    def _of_peer(self, peer: int) -> list[Product]:
+        whole = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
+        outs = [whole] * self.mine.count(peer)
+        if self.schedule.dims == 2:
+            outs = [whole._replace(row=u.start, row_stop=u.stop) for u in self.mine.units(peer)]
+        rights = [self._right(*rows, *whole[4:]) for rows in self.mine.rows(peer)]
+        pieces = zip(self.regions[peer], rights, outs, strict=True)
+        return [Product(*piece, transposed=True) for piece in pieces]
+
+    def _own_is_separate(self) -> bool:
+        """Also if no rank has a row for this one: the product makes a result of zeros."""
+        return super()._own_is_separate() or not self.problem.product_rows(self.me)
+
+    def _own_product(self) -> Product:
+        n, rows = self.problem.n, self.world.block(self.me, self.me)
+        out = Region(self.product, self.me, 0, self.problem.k, 0, n)
+        return Product(self._own_rows(), self._right(*rows, 0, n), out, transposed=True)
+
+    def _compute_lane(self, group: int, units: list[Unit]) -> str:
+        return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
+
+    def _products(self, group: int) -> tuple[Product, ...]:
+        return tuple(self.made[group])
+
+    def completed(self, group: int) -> Iterable[tuple[int, int]]:
+        return [] if group == OWN else self.last[group]
+
+
+def _within(product: Product, spans: Spans) -> bool:
+    before = bisect_right(spans, product.out.row, key=itemgetter(0)) - 1
+    return before >= 0 and product.out.row < spans[before][1]

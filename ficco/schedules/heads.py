@@ -11,8 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from weakref import proxy
 
-from ficco.plan.collector import paused
-from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new
+from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new, paused
 from ficco.problems.attention import HeadsProblem
 from ficco.problems.mask import Span
 from ficco.problems.specification import Buffer

@@ -13,9 +13,16 @@ from __future__ import annotations
 
 from ficco.plan.model import Products, Reduction, Region, Signal, Step
 from ficco.problems.products import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
+from ficco.schedules.builder import (
+    REDUCE_LANE,
+    Builder,
+    Stage,
+    WordAllocator,
+    World,
+    merged,
+    remembered,
+)
 from ficco.schedules.groups import Unit, cut, finer
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 #: Rows of the product.

@@ -26,11 +26,11 @@ from ficco.schedules.builder import (
     Stage,
     WordAllocator,
     World,
+    merged,
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
 from ficco.schedules.groups import Departures, Unit, legs, names, peers_in_order, returning, via
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 
