@@ -41,10 +41,13 @@ from ficco.schedules.space import Schedule
 
 
 class AttentionWorld(GatherWorld):
-    """Buffers and signals of attention, or of its backward, the same on all ranks.
+    """The route of the rows of KV, and the buffers of attention. They are equal on all ranks.
 
     Attributes:
-        function: name of the function that merges partial results; empty if they are one sum.
+        asked: the problem of attention. ``problem`` is the gather of its keys.
+        product: buffer of partial results: ``parts``, one for each step, or their ``sum``.
+        function: name of the function that merges parts; empty if partial results are a sum.
+        begins: words of the signal that a rank's call has begun, in a ring.
     """
 
     problem: KeyGather
@@ -55,7 +58,7 @@ class AttentionWorld(GatherWorld):
         self.asked, whole = problem, problem.specification
         q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
-        # A tail cuts the queries of the last group, and no keys.
+        # A tail cuts the queries of the last group. It cuts no keys.
         super().__init__(problem.keys, replace(schedule, tail=1), words, cap, operands)
         self.schedule = schedule
         attention, wide = whole.attentions[0], SUMS[problem.dtype]
@@ -63,7 +66,6 @@ class AttentionWorld(GatherWorld):
         shapes, holds = self.out.shapes, {"holds": attention.out, "dtype": wide}
         self.product = self.buffer("parts" if merges else "sum", self.out, shapes, "local", **holds)
         self.function = MERGE if merges else ""
-        #: That the call of a rank that copies nothing to another has begun.
         self.begins = words.block(int(problem.ring))
 
     # In a ring, rows go from each rank to the next one, and on from there.
@@ -81,17 +83,20 @@ class AttentionWorld(GatherWorld):
 
 
 class AttentionStage(GatherStage):
-    """One rank's steps. The own rows, each group and the slices of the last one take turns on the
-    compute lanes; rows are merged on the lane of what completes them. The queries of the last group
-    are cut as ``tail`` says, so that little is left to merge after its last step (query-split
-    attention, FlashOverlap)."""
+    """Steps of one rank.
+
+    The own rows, each group, and the slices of the last group take turns on the compute lanes.
+    Queries are merged on the lane of the step that completes them. The queries of the last group
+    are cut into ``tail`` slices, so that little is left to merge after the last step (query-split
+    attention, FlashOverlap).
+    """
 
     world: AttentionWorld
     problem: KeyGather
 
-    #: Whether some queries can attend to a group before others do.
+    #: Whether the queries of the last group are cut into slices.
     cuts_queries = True
-    #: Of each pair of a query and a key.
+    #: Products for each pair of a query and a key.
     products_a_pair = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
@@ -102,7 +107,7 @@ class AttentionStage(GatherStage):
         if not self.asked.ring or not self.groups:
             return super()._turns()
         target = self._next_rank()
-        # The own rows go to the next rank, and so do those that come, except its own.
+        # Own and arriving rows go to the next rank, except the rows that the next rank owns.
         own = chain.from_iterable(self.traffic.leaving([target]))
         turns = self.traffic.coming(peer for peer in self.mine.set_of if peer != target)
         return [[*own, *chain.from_iterable(turns[:1])], *turns[1:]]
@@ -133,7 +138,7 @@ class AttentionStage(GatherStage):
         return self._lane(group)
 
     def _lane(self, group: int, number: int = 0) -> str:
-        """Groups take turns, the own rows first, and so do slices of queries."""
+        """The compute lane of a group's slice. Own rows, groups and slices take turns."""
         turn = group + self._own_is_separate() + number
         return self.compute_lanes[turn % len(self.compute_lanes)]
 
@@ -155,7 +160,7 @@ class AttentionStage(GatherStage):
             self._merge(turn, group, queries)
 
     def slices(self, group: int) -> list[Span]:
-        """The queries that attend to a group, as they are cut."""
+        """Ranges of queries that attend to a group; several for the last group if it is cut."""
         ends = [end for run in self.runs[group] for end in run.queries] or [0]
         first, last = min(ends), max(ends)
         if group in (OWN, *range(len(self.groups) - 1)) or not self.cuts_queries:
@@ -164,7 +169,7 @@ class AttentionStage(GatherStage):
         return [(first + a, first + b) for a, b in parts]
 
     def _merge(self, lane: str, group: int, queries: Span) -> None:
-        """Merge the queries that a group completes, after all steps that attend for them."""
+        """Merge those of ``queries`` that a group completes, after all steps with their parts."""
         for first, last in both(self.last[group], queries):
             attending = {
                 step.lane: index
@@ -180,7 +185,7 @@ class AttentionStage(GatherStage):
 
     @cached_property
     def runs(self) -> dict[int, list[KeyRun]]:
-        """By group, in order, the rows of KV and the queries that attend to them."""
+        """Runs of KV rows of each group, ``OWN`` first, with the queries that attend to them."""
         runs_of = {}
         if self._own_is_separate():
             own = self._run(self._own_rows(), *self.world.block(self.me, self.me))
@@ -190,7 +195,7 @@ class AttentionStage(GatherStage):
         return runs_of
 
     def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
-        """Rows that follow each other, where they are and as they land, are one run."""
+        """Runs of a group. Units whose regions and landed rows are contiguous form one run."""
         spans: list[tuple[Region, int, int]] = []
         for unit in sorted(units):
             region = self.regions[unit.peer][unit.ordinal]
@@ -210,7 +215,7 @@ class AttentionStage(GatherStage):
 
     @cached_property
     def last(self) -> dict[int, list[Span]]:
-        """By group, the queries of which it adds the last part."""
+        """Ranges of queries that each group completes: no later group has a part of them."""
         completed, over = {}, list[Span]()
         for group, runs in reversed(self.runs.items()):
             spans = [span for run in runs for span in _without(run.queries, over)]
@@ -219,8 +224,8 @@ class AttentionStage(GatherStage):
         return completed
 
     def attends_of(self, group: int, queries: Span) -> tuple[Attending, ...]:
-        """Attention of queries to the rows of a group."""
-        # Of a sum all queries attend to the first rows: to the own ones, or to all rows at once.
+        """Attention of a range of queries to each run of a group."""
+        # A sum begins with the first run, to which all queries attend. Later runs add to the sum.
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
         sums, attends = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
@@ -242,12 +247,12 @@ class AttentionStage(GatherStage):
 
 
 class KeyRun(NamedTuple):
-    """Consecutive rows of KV that one step attends to.
+    """Consecutive rows of KV, to which one library call per rectangle attends.
 
     Attributes:
         kv: region of the rows.
-        first: number of the first row where it lands.
-        queries: from the first to the last own row that attends to any of the rows.
+        first: number of the first row among all landed rows.
+        queries: first and last own query, exclusive, that attends to any of the rows.
         calls: rectangles of queries and rows.
     """
 
@@ -274,12 +279,12 @@ def _without(span: Span, others: list[Span]) -> list[Span]:
 
 
 class Contribution(NamedTuple):
-    """Gradients of some rows of a rank's keys that one rank has.
+    """A partial gradient of rows of KV.
 
     Attributes:
-        first, last: of the rows.
-        rank: that has them.
-        terms: the ranks whose gradients are summed in them, rank r as bit r.
+        first, last: bounds of the rows in their owner's shard.
+        rank: the rank that holds the partial gradient.
+        terms: ranks whose queries contributed to it, rank r as bit r.
     """
 
     first: int
@@ -289,9 +294,20 @@ class Contribution(NamedTuple):
 
 
 class GradientWorld(AttentionWorld):
-    """Buffers, sums and signals of the backward, the same on all ranks. The gradient of a rank's
-    keys sums terms of its own queries (``own``) and of other ranks (``returned``). Terms for other
-    ranks wait in ``leaving``. A rank first sums its host's for its rail (``host sum``)."""
+    """Routes, buffers and sums of the backward. They are equal on all ranks.
+
+    A rank computes gradients of all rows of KV that its queries attend to. Gradients of its own
+    rows are in the buffer ``own``, and gradients of other ranks' rows in ``leaving``. Gradients of
+    its own rows from other ranks arrive in ``returned``. Before gradients cross hosts, one rank of
+    a host sums the gradients of all ranks of the host (``host sum``).
+
+    Attributes:
+        kept: the forward has saved the gathered rows, so that no rows travel.
+        most_back: maximum number of units of a shard. Each host has as many words.
+        back: route of the gradients.
+        first_rows: by rank, the first row in ``returned`` of a block, by sender and owner.
+        host_sums: by distance of hosts, the buffer of a host's sum for the rank on the same rail.
+    """
 
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
@@ -303,11 +319,8 @@ class GradientWorld(AttentionWorld):
         keys, ranks, dkv = problem.keys, range(self.world), problem.specification.results[1]
         cols, hosts = problem.kv_cols, problem.hosts
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
-        #: Most units of a shard, of which there are words for each host: for those of the waiter's
-        #: own, then for those that it sums for its rail.
         self.most_back = max(counts, default=0)
         self.back = GradientRoute(self, words.block(self.most_back * hosts))
-        #: By rank, then by sender and owner of an arriving block, the first row of the block.
         self.first_rows: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
@@ -316,7 +329,6 @@ class GradientWorld(AttentionWorld):
             self.first_rows.append(dict(zip(blocks, ends, strict=False)))
             returned.append((ends[-1], cols))
         self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
-        #: By distance of hosts, the sum of a rank's host for the rank on its rail.
         self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
             leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
@@ -340,7 +352,8 @@ class GradientWorld(AttentionWorld):
         return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
 
     def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
-        """Region of gradients that leave: of a rank's queries or, ``summed``, of its host."""
+        """Region at a rank of gradients for an owner: from the rank's queries or, if ``summed``,
+        from the queries of its host."""
         number, cols = partial(self.problem.number, rank, owner), (0, self.asked.kv_cols)
         buffer, begin = "leaving", 0
         if summed and self.host_sums:
@@ -350,8 +363,9 @@ class GradientWorld(AttentionWorld):
 
     @remembered
     def sums(self, rank: int, owner: int) -> list[tuple[Contribution, list[Contribution]]]:
-        """Sums of gradients of an owner's keys at a rank, each with its summands in the order of
-        ranks. The same ranks have all rows of a sum; to another host, its rows are in one piece."""
+        """Sums that a rank forms of gradients of an owner's rows, each with its summands in the
+        order of ranks. Every summand covers all rows of its sum. A sum for another host lies within
+        one unit."""
         problem, ends = self.problem, set[int]()
         shares = [
             Contribution(*problem.spans[owner][near], near, 1 << near)
@@ -374,8 +388,8 @@ class GradientWorld(AttentionWorld):
 
 
 class GradientRoute(Route):
-    """The route of gradients of KV to the rank of the rows or, within a host, to the rank that sums
-    the gradients for another host."""
+    """The route of gradients of KV to the owner of the rows or, within a host, to the rank that
+    sums the gradients for an owner on another host."""
 
     kind, returns = "returned", True
 
@@ -425,18 +439,18 @@ class GradientRoute(Route):
 
 
 class GradientStage(AttentionStage):
-    """One rank's steps: gradients leave on a lane of their own, since they must not hold up the
-    keys that others wait for."""
+    """Steps of one rank. Gradients leave on a separate copy lane, so that they do not delay rows of
+    KV that peers wait for."""
 
     world: GradientWorld
 
-    #: One step computes the gradients of keys from all queries.
+    #: One step computes the gradients of a group's rows from all queries.
     cuts_queries = False
     products_a_pair = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.compute_lanes = ["compute0"]  # all add to the same sums
+        self.compute_lanes = ["compute0"]  # all steps add to the gradient of the queries
         self.return_lane = f"copy{self.schedule.copy}"
         self.made: dict[Unit, int] = {}  # unit -> the step that makes the gradients of its rows
         self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
@@ -448,13 +462,13 @@ class GradientStage(AttentionStage):
             self._sum(self.me, arrived)
 
     def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
-        """Own rows apart, and first: their gradients stay."""
+        """Runs of a group. Own rows form separate runs, since their gradients stay."""
         own = [unit for unit in units if unit.peer == self.me]
         rest = [unit for unit in units if unit.peer != self.me]
         return super()._runs_of(own) + super()._runs_of(rest)
 
     def _run(self, kv: Region, first: int, last: int) -> KeyRun:
-        """Also of rows that no query attends to: their gradients are zeros."""
+        """A run, also of rows that no query attends to: their gradients are zeros."""
         return super()._run(kv, first, last) or KeyRun(kv, first, (0, 0), ())
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
@@ -476,8 +490,8 @@ class GradientStage(AttentionStage):
                 self._send_back(unit)
 
     def _send_back(self, unit: Unit) -> None:
-        """Send the gradients of a unit's rows to where it came from, or to where those of this host
-        are summed."""
+        """Send the gradients of a unit's rows to their owner, or to the rank that sums this host's
+        gradients for the owner."""
         peer = via(self.problem, self.me, unit.peer)
         if peer != self.me:
             after = self.made[unit], self.acquired[peer]
@@ -494,8 +508,8 @@ class GradientStage(AttentionStage):
         return tuple(self.back.brought.values())
 
     def _sum(self, owner: int, after: tuple[int, ...] = ()) -> int:
-        """Add up the gradients of an owner's keys that this rank has and gets, in the order of
-        ranks; the last step."""
+        """Sum own and arrived gradients of an owner's rows, in the order of ranks. Returns the last
+        step."""
         me, world = self.me, self.world
         near = [peer for peer in self.peers if self.problem.block(owner, peer)]
         waits = tuple(s for peer in near for s in world.back.signals(peer, me, owner))
@@ -520,8 +534,7 @@ class GradientStage(AttentionStage):
 
 
 class KeptGradientStage(GradientStage):
-    """The same where the forward has kept the rows: they are all there, and only gradients
-    travel."""
+    """Steps of one rank if the forward has saved the gathered rows. Only gradients travel."""
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -566,11 +579,13 @@ def attention_plans(
     ranks: Sequence[int] | None = None,
     staging_bytes: int | None = None,
 ) -> list[Plan]:
-    """The Plans of some ranks, or of all.
+    """The Plans of ``ranks``, by default of all ranks.
+
+    ``staging_bytes`` caps the memory in which pieces land.
 
     Raises:
-        ValueError: the schedule cannot serve attention, or ``staging_bytes``, a cap on the memory
-            where pieces land, is too small for the largest step.
+        ValueError: the schedule cannot serve attention, or the cap is too small for the largest
+            step.
     """
     if why := refusal(problem, schedule):
         raise ValueError(why)
@@ -583,15 +598,6 @@ def attention_plans(
         if problem.backward:
             back = GradientWorld(problem, schedule, words, staging_bytes)
             stage = KeptGradientStage if problem.saved else GradientStage
-            return [_plan(stage(back, one)) for one in builders]
+            return [stage(back, one).plan() for one in builders]
         world = AttentionWorld(problem, schedule, words, staging_bytes)
-        return [_plan(AttentionStage(world, one)) for one in builders]
-
-
-def _plan(stage: AttentionStage) -> Plan:
-    builder, world = stage.builder, stage.world
-    stage.run()
-    if builder.peers and builder.steps:
-        builder.retire(stage.silent())
-    stages = stage.stages.count if stage.stages else 0
-    return builder.plan(str(world.schedule), world.buffers, world.words, stages)
+        return [AttentionStage(world, one).plan() for one in builders]

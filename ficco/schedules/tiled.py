@@ -1,9 +1,10 @@
-"""Plans of one product for all pieces: its rows wait for them, or tell when they are complete.
+"""Plans of one product for all pieces. Its rows wait for pieces, or announce finished pieces.
 
-Gathering: the rows of a piece wait for its signal, the own rows for none (Flux, section 4). The
-product is enqueued after all copies: where lanes share a hardware queue, a product that waits holds
-up whatever comes after it. Scattering: each piece for a peer is signalled once its last row is
-multiplied, and its copy waits for that (FlashOverlap, section 3); the own rows come last.
+Gathering: the rows of a piece wait for the signal of the piece. Own rows do not wait (Flux, section
+4). The product is enqueued after all copies, because on a shared hardware queue a waiting product
+delays all later work. Scattering: the product posts a signal once the last row of a piece for a
+peer is multiplied, and the copy of the piece waits for the signal (FlashOverlap, section 3). Own
+rows are multiplied last.
 
 The caller's own kernel can take the place of a gather's product (:class:`Gathering`; TileLink).
 """
@@ -29,8 +30,8 @@ from ficco.schedules.space import Schedule
 
 
 class TiledGatherWorld(GatherWorld):
-    """The route of a tiled gather. The words of a receiver are contiguous, in order of arrival. A
-    rank that fetches a piece posts to itself."""
+    """The route of a tiled gather. The words of a receiver's pieces are contiguous, in order of
+    arrival. A rank that fetches a piece posts the signal of the piece to itself."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -59,8 +60,12 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """One rank's steps. ``callers``: whether the step whose rows wait is the caller's; ``label``:
-    its label."""
+    """Steps of one rank.
+
+    Attributes:
+        callers: whether the step whose rows wait is the caller's own work.
+        label: label of this step.
+    """
 
     callers, label = False, "all"
 
@@ -90,7 +95,11 @@ class TiledGatherStage(GatherStage):
 
 
 class TiledScatterWorld(ScatterWorld):
-    """The route of a tiled scatter, with words by which a product announces pieces to its rank."""
+    """The route of a tiled scatter.
+
+    Attributes:
+        multiplied: words of the signals by which a product announces pieces to its own rank.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -99,16 +108,16 @@ class TiledScatterWorld(ScatterWorld):
 
 
 class TiledScatterStage(ScatterStage):
-    """One rank's steps."""
+    """Steps of one rank."""
 
     world: TiledScatterWorld
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.own_is_separate = not (self.sums and self.peers)  # it goes elsewhere than the rest
+        # A separate own product is written to the result instead of to the buffer for peers.
+        self.own_is_separate = not (self.sums and self.peers)
 
     def run(self) -> None:
-        """Add all steps but the last, which hands over the slot."""
         fetches = self._open()
         if self.peers:
             self._multiply_all()
@@ -117,7 +126,7 @@ class TiledScatterStage(ScatterStage):
         self.finish()
 
     def _multiply_all(self) -> None:
-        """One product, whose pieces are sent as they are made."""
+        """Add one step for all products, and a copy for each piece that waits for its signal."""
         leave, stay = [unit for units in self.mine.by_group for unit in units], self.mine.own
         products = contiguous([self._product_of(unit) for unit in sorted([*leave, *stay])])
         if not products:
@@ -151,13 +160,13 @@ class TiledScatterStage(ScatterStage):
 class Gathering(AnyProblem):
     """An all-gather of A [m/W, k] whose rows the caller consumes.
 
-    Its Plans are proven like those of a product with one column: whatever the caller makes of the
-    rows, each of them is read where it has arrived, and counts once.
+    The proof treats the caller's work as a product with one column: every row is read where it has
+    arrived, and counts once.
 
     Attributes:
         rows: number of rows of each rank.
         k: columns of A.
-        dtype: its name.
+        dtype: name of the dtype of A.
         symmetric: A is in symmetric memory, so that peers can read it in place.
     """
 
@@ -174,7 +183,7 @@ class Gathering(AnyProblem):
 
     @cached_property
     def product(self) -> Problem:
-        """The product that stands for what the caller does."""
+        """The product that stands for the caller's work."""
         rows, k = self.rows, self.k
         return Problem("all_gather_matmul", rows, 1, k, self.dtype, symmetric=self.symmetric)
 
@@ -187,8 +196,8 @@ class Gathering(AnyProblem):
 
 
 class ArrivingPiece(NamedTuple):
-    """Rows that arrive together: ``first`` to ``last``, exclusive, of the gathered A, which are
-    those of the rank ``peer``."""
+    """Rows that arrive together: ``first`` to ``last``, exclusive, of the gathered A. ``peer`` is
+    the rank that sends them."""
 
     first: int
     last: int
@@ -196,13 +205,13 @@ class ArrivingPiece(NamedTuple):
 
 
 class ArrivingStage(TiledGatherStage):
-    """One rank's steps: own rows and copies as for a tiled product, then the caller's step. All
-    rows have their place in staging, in the order of the ranks."""
+    """Steps of one rank: own rows and copies as for a tiled product, then the caller's step. All
+    rows are in staging, in the order of the ranks."""
 
     callers, label = True, "caller"
 
     def _own_is_separate(self) -> bool:
-        return True  # even without own rows: the caller's step must be there
+        return True  # the caller's step is needed even without own rows
 
     def _own_rows(self) -> Region:
         if not self.peers:
@@ -211,13 +220,13 @@ class ArrivingStage(TiledGatherStage):
         return Region("staging", self.me, *rows, 0, self.problem.k)
 
     def _keep_own(self) -> None:
-        """Copy the own rows to their place among those of the peers."""
+        """Copy the own rows to staging."""
         if self.peers and self.problem.block(self.me, self.me):
             self._place("compute0", super()._own_rows(), self._own_rows())
 
 
 def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
-    """Plans of ranks for a tiled schedule.
+    """The Plans of ``ranks`` for a tiled schedule.
 
     Raises:
         ValueError: the schedule is not tiled.
@@ -226,15 +235,7 @@ def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> l
         raise ValueError(f"schedule: required a tiled one to gather by, got {schedule}")
     words = WordAllocator(problem.world)
     world = TiledGatherWorld(problem.product, schedule, words, own_lands=True)
-    plans = []
-    for rank in ranks:
-        builder = Builder(problem, rank)
-        stage = ArrivingStage(world, builder)
-        stage.run()
-        if builder.peers:
-            builder.retire(stage.silent())
-        plans.append(builder.plan(str(schedule), world.buffers, words))
-    return plans
+    return [ArrivingStage(world, Builder(problem, rank)).plan() for rank in ranks]
 
 
 def callers_step(plan: Plan) -> int:
@@ -254,8 +255,8 @@ def own_rows(plan: Plan) -> tuple[int, int]:
 
 
 def pieces_of(plan: Plan) -> tuple[ArrivingPiece, ...]:
-    """Arriving pieces in the expected order. Piece ``i`` has the ``i``-th of the consecutive words
-    of the step's gates."""
+    """Arriving pieces in the expected order. Piece ``i`` has the ``i``-th word of the gates of the
+    caller's step; these words are consecutive."""
     lands, me = plan.problem.specification.exchange.lands, plan.rank
     offsets = [lands(peer, me) for peer in range(plan.problem.world)]
     gates = plan.steps[callers_step(plan)].gates

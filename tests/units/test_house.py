@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1715, 1000),
-    "schedules": (4775, 2840),
+    "schedules": (4775, 2830),
     "simulate": (1250, 815),
     "tools": (13210, 7185),
     "__init__.py": (150, 50),
