@@ -27,7 +27,7 @@ from ficco.machine import find
 from ficco.plan import OPS, Plan, Step, in_parts, render
 from ficco.proof import PlanError, check
 from ficco.schedules import Schedule
-from ficco.schedules.arriving import Gathering, callers_step, gathering, pieces_of
+from ficco.schedules.tiled import Gathering, callers_step, gathering, pieces_of
 from ficco.simulate import simulate
 
 #: Arguments of a block.

@@ -21,7 +21,8 @@ from ficco.heuristics import candidates, decide
 from ficco.machine import find
 from ficco.plan import Plan, render
 from ficco.problems.products import Problem
-from ficco.schedules import Schedule, own, plan, space
+from ficco.schedules import Schedule, plan, space
+from ficco.schedules import build as own
 from ficco.simulate import predict
 from ficco.tools import cli
 

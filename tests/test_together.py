@@ -13,7 +13,7 @@ from test_simulate import GIVEN, ONE, bars_of, multiply, own_plan, problem_of, s
 from ficco.hip_kernels.launch import MAX_ENDS
 from ficco.machine import Copies, Host
 from ficco.plan import Plan, Signal, Transfer, together
-from ficco.plan.launches import MOST, TOGETHER_BYTES
+from ficco.plan.parts import MOST, TOGETHER_BYTES
 from ficco.problems.products import Problem
 from ficco.runtime.program import compile
 from ficco.schedules import Schedule, plan, plans

@@ -10,7 +10,6 @@ products       products, sums and placement by PyTorch
 ragged_blocks  the same for numbers of rows that only the call knows
 scaled         products of float8 operands, and limits of the libraries
 cublaslt       ``c + a @ b`` without a copy of c
-attention      attention by libraries, its backward, and merging of parts
-heads          attention over all positions of some heads
+attention      attention by libraries, its backward, merging of parts, and attention by heads
 =============  =================================================================================
 """

@@ -30,9 +30,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from ficco.compute.attention import attend_op, merge, merge_op
+from ficco.compute.attention import apply_op, attend_op, merge, merge_op
 from ficco.compute.buffers import buffers_of, gathered_rows
-from ficco.compute.heads import apply_op
 from ficco.compute.products import add_up, library, matmul_op, place_op
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.compute.ragged_blocks import filled, move_op

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ficco.compute.attention import attend_op, merge, merge_op, spans
+from ficco.compute.attention import apply_op, attend_op, merge, merge_op, spans
 from ficco.compute.buffers import buffers_of, gathered_rows
-from ficco.compute.heads import apply_op
 from ficco.compute.products import accumulation, add_up, apply, matmul_op, place_op
 from ficco.compute.program import Call, Op, Part, Program, Slot, Symmetric
 from ficco.compute.ragged_blocks import by_copies, moves

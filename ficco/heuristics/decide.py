@@ -40,7 +40,7 @@ from ficco.heuristics.model import (
     shortlist,
 )
 from ficco.machine import COLLECTIVES, Fingerprint, Machine, find, nearest, tuned_key
-from ficco.plan.amounts import bytes_text, seconds_text
+from ficco.plan.render import bytes_text, seconds_text
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates

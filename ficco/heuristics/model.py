@@ -23,7 +23,7 @@ from math import inf
 from ficco.heuristics.candidates import is_serial, least_gain_of, on_mesh, suited
 from ficco.machine import Contention, Copies, Machine
 from ficco.plan import Plan
-from ficco.plan.amounts import seconds_text
+from ficco.plan.render import seconds_text
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, plan

@@ -28,7 +28,7 @@ from ficco.runtime.workspace import (
     workspace_for,
 )
 from ficco.schedules import Schedule
-from ficco.schedules.arriving import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
+from ficco.schedules.tiled import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 
 #: Name of the operator in errors and on the board.
 NAME = "arriving"

@@ -3,7 +3,6 @@
 import importlib
 import typing
 
-from ficco.plan.launches import together
 from ficco.plan.model import (
     OPS,
     Applied,
@@ -22,7 +21,7 @@ from ficco.plan.model import (
     aligned,
     unknown,
 )
-from ficco.plan.parts import in_parts, product_rows
+from ficco.plan.parts import in_parts, product_rows, together
 from ficco.plan.render import render
 from ficco.problems.specification import Buffer
 

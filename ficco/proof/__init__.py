@@ -41,12 +41,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ficco.plan.collector import paused
-from ficco.plan.model import Plan
+from ficco.plan.model import Plan, paused
 from ficco.proof.accesses import Footprint
-from ficco.proof.calls import call_claims
 from ficco.proof.columns import PlanError
-from ficco.proof.memory import memory_claims
+from ficco.proof.memory import call_claims, memory_claims
 from ficco.proof.order import execute, settle
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps

@@ -3,10 +3,9 @@
 docs/schedules.md draws the named ones; ``ficco plan`` draws any, such as ``growing:tail=2``.
 """
 
-from ficco.schedules.build import plan, plans, refusal, same_plans
+from ficco.schedules.build import own_candidates, plan, plans, refusal, register, same_plans
 from ficco.schedules.gather import StagingTooSmall
 from ficco.schedules.groups import GRANULE
-from ficco.schedules.own import own_candidates, register
 from ficco.schedules.space import KNOBS, NAMED, Schedule
 
 __all__ = [

@@ -1,22 +1,25 @@
-"""Builds Plans from a Problem and a Schedule."""
+"""Builds Plans from a Problem and a Schedule.
+
+The Plans of a registered schedule come from the user's function (:func:`register`). They are proven
+(:func:`ficco.plan.check`), with those of all other ranks, before a problem is first predicted or
+run with the schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
-from ficco.plan.collector import paused
-from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step
+from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step, paused
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
 from ficco.schedules.builder import Builder, WordAllocator, scaled
-from ficco.schedules.gather import GatherStage, GatherWorld, StagingTooSmall
-from ficco.schedules.inner import InnerGatherStage
+from ficco.schedules.gather import GatherStage, GatherWorld, InnerGatherStage, StagingTooSmall
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
-from ficco.schedules.own import own_plans
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
-from ficco.schedules.space import Schedule
+from ficco.schedules.space import KNOBS, NAMED, OWN, Schedule
 from ficco.schedules.tiled import (
     TiledGatherStage,
     TiledGatherWorld,
@@ -24,7 +27,7 @@ from ficco.schedules.tiled import (
     TiledScatterWorld,
 )
 
-#: The recipes of float8 that kernels serve whose tiles wait: the factors multiply whole sums.
+#: Recipes of float8 that kernels with waiting tiles serve: their factors multiply whole sums.
 TILED_RECIPES = ("tensor", "row")
 
 
@@ -126,9 +129,9 @@ def _between_hosts(problem: Problem, schedule: Schedule) -> str:
 
 
 def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
-    """By schedule, the first of the schedules that has the same Plans.
+    """By schedule, the first of the schedules that has equal Plans.
 
-    With one peer, for example, growing, shrinking and shard-overlap are the same steps.
+    With one peer, for example, growing, shrinking and shard-overlap have equal steps.
 
     Raises:
         ValueError: as :func:`plan`.
@@ -137,7 +140,7 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
     first_with: dict[Schedule, Schedule] = {}
     for schedule in schedules:
         alike = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
-        for other in alike:  # usually none: most schedules differ in the plan of rank 0 already
+        for other in alike:  # usually empty: most schedules differ in the Plan of rank 0
             if _all_nameless(problem, schedule) == _all_nameless(problem, other):
                 first_with[schedule] = other
                 break
@@ -148,6 +151,7 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
 
 
 def _nameless(plan: Plan) -> Plan:
+    """The Plan without the name of its schedule."""
     return replace(plan, schedule="")
 
 
@@ -175,33 +179,22 @@ def _plans(
     words = WordAllocator(problem.world)
     if schedule.grouping == "one-shot":
         summed = OneShotWorld(problem, schedule, words)
-        return [_whole(OneShotStage(summed, Builder(problem, rank))) for rank in ranks]
+        return [OneShotStage(summed, Builder(problem, rank)).plan() for rank in ranks]
     if problem.kind.scatters:
         scattered, scatter = ScatterWorld, ScatterStage
         if schedule.grouping == "tiled":
             scattered, scatter = TiledScatterWorld, TiledScatterStage
         all_know = scattered(problem, schedule, words, packs_columns=packs_columns)
-        return [_whole(scatter(all_know, Builder(problem, rank))) for rank in ranks]
+        return [scatter(all_know, Builder(problem, rank)).plan() for rank in ranks]
     gathered, gather = GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
     if schedule.grouping == "tiled":
         gathered, gather = TiledGatherWorld, TiledGatherStage
     world = gathered(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
-    return [_whole(gather(world, Builder(problem, rank))) for rank in ranks]
-
-
-def _whole(stage: GatherStage | ScatterStage | OneShotStage) -> Plan:
-    """Plan of a call with one stage."""
-    builder, world = stage.builder, stage.world
-    stage.run()
-    if builder.problem.world > 1 and builder.steps:
-        builder.retire(stage.silent())
-    ring = stage.stages if isinstance(stage, GatherStage) else None
-    stages = ring.count if ring else 0
-    return builder.plan(str(stage.schedule), world.buffers, world.words, stages)
+    return [gather(world, Builder(problem, rank)).plan() for rank in ranks]
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
-    """The library's collective and one product: the baseline."""
+    """The Plan of the baseline: the library's collective before or after one product."""
     specification, kind, a = problem.specification, problem.kind, problem.left
     b, out, added = specification.operands[1], specification.results[0], list[Buffer]()
     factors, builder = problem.factors if problem.scaling else a, Builder(problem, rank)
@@ -245,7 +238,8 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
 
 
 def _scaled(problem: Problem, whole: Product, factors: Region, rank: int) -> Iterator[Product]:
-    """The product of all rows with its factors; by rank where those are one for all of a rank's."""
+    """The product of all rows with its factors. If each rank has a single factor, there is one
+    product for the rows of each rank."""
     if problem.kind.scatters or not (problem.scaling and problem.scaling.by_rank):
         yield scaled(problem, whole, factors)
         return
@@ -256,3 +250,77 @@ def _scaled(problem: Problem, whole: Product, factors: Region, rank: int) -> Ite
         a, out = (one._replace(row=first, row_stop=last) for one in (whole.a, whole.out))
         part = factors._replace(row=peer, row_stop=peer + 1)
         yield scaled(problem, whole._replace(a=a, out=out), part)
+
+
+#: Returns the Plan of a rank; raises ``ValueError`` for a problem that it does not serve.
+PlanFunction = Callable[[Problem, int], Plan]
+
+
+def register(name: str, *, candidate: bool = False) -> Callable[[PlanFunction], PlanFunction]:
+    """Decorator that registers a function as a schedule. The function returns the Plan of a rank.
+
+    All ranks register the same schedules. The gradients of its calls take ``"auto"``.
+
+    Args:
+        name: name of the schedule, used like names of other schedules: letters, digits, ``-`` and
+            ``_``.
+        candidate: ``auto`` compares it where the machine is described, and takes it where it is
+            predicted to be fastest.
+
+    Raises:
+        ValueError: the name cannot be one, or is taken.
+
+    Example::
+
+        @ficco.schedules.register("two-halves")
+        def two_halves(problem, rank):
+            ...
+            return builder.plan("two-halves", buffers, words)
+    """
+    if not name or not name.replace("-", "").replace("_", "").isalnum() or name == "auto":
+        raise ValueError(f"name: required letters, digits, - and _, other than auto, got {name!r}")
+    if name in NAMED or any(name == knob.axis for knob in KNOBS):
+        raise ValueError(f"name: required one that ficco does not use, got {name!r}")
+
+    def add(function: PlanFunction) -> PlanFunction:
+        if OWN.setdefault(name, function) is not function:
+            raise ValueError(f"name: required one that is not registered yet, got {name!r}")
+        if candidate:
+            _candidates[name] = None
+        return function
+
+    return add
+
+
+_candidates: dict[str, None] = {}
+
+
+def own_candidates() -> tuple[str, ...]:
+    """Names of registered schedules that ``auto`` compares."""
+    return tuple(_candidates)
+
+
+@lru_cache(maxsize=256)
+def own_plans(problem: Problem, schedule: Schedule) -> tuple[Plan, ...]:
+    """The Plans of all ranks for a registered schedule, proven.
+
+    Raises:
+        ValueError: the function does not serve the problem, or its Plans are wrong. The text of
+            the error is that of the proof.
+    """
+    from ficco.proof import PlanError, check  # importing ficco need not load the proof
+
+    name, plans = schedule.own, []
+    for rank in range(problem.world):
+        plan = OWN[name](problem, rank)
+        if not isinstance(plan, Plan) or plan.problem != problem or plan.rank != rank:
+            raise ValueError(
+                f"schedule {name}: required the Plan of rank {rank} for {problem}, got {plan!r:.80}"
+            )
+        plans.append(replace(plan, schedule=name))
+    try:
+        with paused():
+            check(plans)
+    except PlanError as error:
+        raise ValueError(f"schedule {name}: its plans for {problem} are wrong: {error}") from error
+    return tuple(plans)

@@ -1,18 +1,22 @@
-"""Parts of all builders of Plans: steps, signal words, and stages with their buffers."""
+"""Parts of all builders of Plans: steps, signal words, and stages with their buffers.
+
+:func:`merged`, :func:`contiguous` and :func:`joined` merge products into as few calls as possible:
+products of contiguous rows, and batches of equal strides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ficco.plan import Applied, Attendings, Plan, Product, Products, Reduction, Region, Signal, Step
-from ficco.plan.model import Payload, Transfer
+from ficco.plan import Applied, Attendings, Plan, Products, Reduction, Region, Signal, Step
+from ficco.plan.model import Payload, Product, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
 from ficco.schedules.space import Schedule
 
-#: The lane that sums arrived pieces, or copies them to their place, while products run.
+#: The lane that sums arrived pieces, or copies them to their final place, while products run.
 REDUCE_LANE = "reduce0"
 
 #: By rank, rows and columns of a buffer.
@@ -24,7 +28,7 @@ S = TypeVar("S")
 
 
 def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method with a cache in its object: results by the positional arguments."""
+    """Decorator of a method that caches its results, by positional arguments, in the object."""
     name = f"results of {method.__name__}"
 
     def remembering(this: S, /, *arguments: P.args, **named: P.kwargs) -> R:
@@ -40,7 +44,8 @@ def remembered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
 
 
 class EachRank(dict[int, S]):
-    """An entry for each rank, made at its first use: a rank talks to few of a thousand."""
+    """A dict with an entry for each rank, which ``make`` creates at its first use. In a large group
+    a rank exchanges rows with few peers."""
 
     def __init__(self, make: Callable[[int], S]) -> None:
         super().__init__()
@@ -52,11 +57,11 @@ class EachRank(dict[int, S]):
 
 
 class Block(NamedTuple):
-    """Signal words of one stage: as many for each rank that posts.
+    """Signal words of one kind of signal: ``per_poster`` for each rank that posts.
 
     Attributes:
         base: number of the first word.
-        per_poster: how many a rank has.
+        per_poster: number of words of a rank.
     """
 
     base: int
@@ -69,24 +74,26 @@ class Block(NamedTuple):
     def signal(
         self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
     ) -> Signal:
-        """The signal of a word; ``rows``: those that it gates, if any."""
+        """The signal of word ``slot`` of a poster; ``rows``: first and last row that it gates."""
         return Signal(kind, poster, waiter, slot, self.first(poster) + slot, *rows)
 
 
 class WordAllocator:
-    """Gives out the signal words of a call, alike on all ranks.
+    """Allocates the signal words of a call, equally on all ranks.
 
-    The first word for each peer rests at 1 and hands a slot over; the others rest at 0.
+    Each rank has one word for each peer that hands a slot over and rests at 1. All other words rest
+    at 0.
 
     Attributes:
-        count: how many words each rank keeps.
+        count: number of words that each rank keeps.
     """
 
     def __init__(self, world: int) -> None:
         self.world = self.count = world
 
     def block(self, per_poster: int) -> Block:
-        """More words. Kinds of signals that are never in use together may share a block."""
+        """Allocate ``per_poster`` words for each rank. Signals that are never in use at the same
+        time may share a block."""
         block = Block(self.count, per_poster)
         self.count += self.world * per_poster
         return block
@@ -98,14 +105,14 @@ def released(poster: int, waiter: int) -> Signal:
 
 
 class World:
-    """Traffic, buffers and signals of a stage, the same on all ranks.
-
-    A stage gathers or scatters the rows of one matrix product.
+    """Buffers of a stage, equal on all ranks. A stage gathers or scatters rows of one product.
 
     Attributes:
-        a, b, out: the operands and the result of the stage.
-        buffers: additional buffers of the stage.
-        suffix: last part of their names, where a Plan has several stages.
+        world: number of ranks.
+        largest: ranks among which is one with the most pieces and the most rows.
+        a, b, out: buffers of the operands and of the result of the stage.
+        buffers: buffers that the stage adds.
+        suffix: last part of the names of added buffers, if a Plan has several stages.
     """
 
     def __init__(
@@ -118,7 +125,6 @@ class World:
     ) -> None:
         self.problem, self.schedule, self.words = problem, schedule, words
         self.world = problem.world
-        #: Ranks of which some have as many pieces and rows as any rank.
         self.largest = range(1 if problem.same_blocks else problem.world)
         inputs, outs = problem.specification.operands, problem.specification.results
         self.a, self.b, self.out = operands or (problem.left, inputs[1], outs[0])
@@ -134,25 +140,32 @@ class World:
     def buffer(
         self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
     ) -> Buffer:
-        """Add a buffer that holds the same matrix as another."""
+        """Add a buffer that holds the same matrix as ``like``, and return it. ``shapes``: rows and
+        columns by rank. ``fields``: fields of :class:`Buffer` that are not the default."""
         added = Buffer(name + self.suffix, like.holds, like.dtype, shapes, memory)
         self.buffers.append(added._replace(**fields))
         return self.buffers[-1]
 
 
 class Builder:
-    """The Plan of one rank, ``me``, as stages add their steps to it. Its ``peers`` are the other
-    ranks of its host, whose memory it can reach."""
+    """The Plan of one rank, to which stages add their steps.
+
+    Attributes:
+        me: the rank.
+        peers: the other ranks of its host, whose memory it can access.
+        lane_of: by peer, the lane of copies from or to the peer.
+        steps: the steps so far.
+    """
 
     def __init__(self, problem: AnyProblem, rank: int) -> None:
         self.problem, self.me = problem, rank
         host = problem.ranks_of(problem.host(rank))
         self.peers = [peer for peer in host if peer != rank]
-        self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
+        self.lane_of: dict[int, str] = {}
         self.steps: list[Step] = []
 
     def add(self, step: Step) -> int:
-        """Append a step; returns its index."""
+        """Append a step, and return its index."""
         self.steps.append(step)
         return len(self.steps) - 1
 
@@ -170,8 +183,15 @@ class Builder:
     def acquire(
         self, tell: Mapping[int, tuple[Signal, ...]], after: tuple[int, ...] = ()
     ) -> dict[int, int]:
-        """Take over the slots of all peers on their copy lanes, and post to some of them what tells
-        them that this rank's call has begun; by peer, the step."""
+        """Take over the slots of all peers, with one step on each copy lane.
+
+        Args:
+            tell: signals to post to a peer in the same step, by peer.
+            after: steps before.
+
+        Returns:
+            By peer, the step that takes over its slot.
+        """
         acquired: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
@@ -181,16 +201,16 @@ class Builder:
         return acquired
 
     def retire(self, waits: tuple[Signal, ...]) -> None:
-        """Wait for ``waits``, clear all words that this rank waited for, and hand its slot to the
-        peers, after all other steps."""
+        """Add the last step: wait for ``waits``, clear all words that this rank waited for, and
+        hand its slot to the peers."""
         waited = [s for step in self.steps for s in (*step.waits, *step.gates) if not s.released]
         posts = tuple(released(self.me, peer) for peer in self.peers)
         after = () if self.steps[-1].lane == "sync" else self.lasts()
         self.add(Step(None, "sync", "retire", waits, posts, (*waited, *waits), after))
 
     def cast(self, problem: Problem, a: Region, lane: str = "compute0", label: str = "cast") -> int:
-        """Cast a part of A to float8, with its factors: whole rows, or columns that share none with
-        others."""
+        """Add a step that casts a region of A to float8 and writes its factors, and return its
+        index. No factor of the region may belong to other parts of A, too."""
         assert problem.scaling is not None
         share, wide = (
             problem.scaling.rules.a,
@@ -237,7 +257,11 @@ def _written(work: Payload) -> Iterable[Region | None]:
 
 
 def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:
-    """A product with its factors, and with the bias if it is the first of those that add up."""
+    """A product of scaled operands with the regions of their factors.
+
+    ``factors``: region of the factors of a; by default in the caller's operand. The bias is added
+    by the first of several products that add up.
+    """
     scaling, (a, b, out) = problem.scaling, product[:3]
     assert scaling is not None
 
@@ -252,24 +276,43 @@ def scaled(problem: Problem, product: Product, factors: Region | None = None) ->
 
 
 class Stage:
-    """One rank's steps of a stage.
+    """Steps of one rank in a stage.
 
     Attributes:
-        problem, schedule: of the stage.
-        builder, steps: the Plan that it adds to.
-        me, peers: its rank, and the others.
-        a, b: the names of its operands.
+        problem, schedule: problem and schedule of the stage.
+        builder, steps, add: the Plan to which the stage adds steps.
+        me, peers: the rank, and the other ranks of its host.
+        a, b: names of the operands.
+        casts: regions of A that the call has cast, each with its step.
+        silent: function that returns the signals of peers without data for this rank.
+        stage_count: number of stages of a capped staging; 0 without a cap.
     """
+
+    world: World
+    silent: Callable[[], tuple[Signal, ...]]
+    stage_count = 0
 
     def __init__(self, world: World, builder: Builder) -> None:
         self.problem, self.schedule = world.problem, world.schedule
         self.builder, self.steps, self.add = builder, builder.steps, builder.add
         self.me, self.peers = builder.me, builder.peers
         self.a, self.b = world.a.name, world.b.name
-        self.casts: list[tuple[Region, int]] = []  # of A, where the call casts it, with their steps
+        self.casts: list[tuple[Region, int]] = []
+
+    def run(self) -> None:
+        """Add all steps except the last one, which hands over the slot."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        """Add all steps, and return the Plan of a call with this stage only."""
+        self.run()
+        if self.builder.problem.world > 1 and self.steps:
+            self.builder.retire(self.silent())
+        buffers, words = self.world.buffers, self.world.words
+        return self.builder.plan(str(self.schedule), buffers, words, self.stage_count)
 
     def assign_lanes(self, peers: list[int]) -> None:
-        """Give each peer a copy lane, unless an earlier stage has done so."""
+        """Assign a copy lane to each peer, unless an earlier stage has assigned lanes."""
         lanes = self.schedule.copy
         turns = {peer: f"copy{i % lanes}" for i, peer in enumerate(peers)}
         self.builder.lane_of = self.builder.lane_of or turns
@@ -281,7 +324,7 @@ class Stage:
 
     @remembered
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
-        """A part of the local b."""
+        """The region of rows and columns of the local b."""
         return Region(self.b, self.me, row, row_stop, col, col_stop)
 
     def _product(
@@ -293,14 +336,16 @@ class Stage:
         terms: int = 0,
         factors: Region | None = None,
     ) -> Product:
-        """A product with what scales it. ``factors``: those of a's rows, if they are not where the
-        caller has them."""
+        """A product, with its factors if operands are scaled. ``factors``: see :func:`scaled`."""
         product = Product(a, b, out, accumulate, terms=terms)
         return scaled(self.problem, product, factors) if self.problem.scaling else product
 
     def _cast(self, wanted: Region, lane: str) -> tuple[int, ...]:
-        """Cast the remaining parts of a region of A on a lane, if the call casts A. Rows with one
-        factor are cast whole. Returns the steps on other lanes that cast parts of the region."""
+        """Cast the parts of a region of A that are not cast yet, if the call casts A.
+
+        Rows with a single factor are cast as a whole. Returns the steps on lanes other than
+        ``lane`` that cast parts of the region.
+        """
         if self.problem.given is self.problem:
             return ()
         assert self.problem.scaling is not None
@@ -322,7 +367,7 @@ class Stage:
         waits: tuple[Signal, ...] = (),
         terms: int = 0,
     ) -> int:
-        """Copy rows within the rank."""
+        """Add a copy within the rank, and return its index."""
         # The copy kernel brings own rows to their place in the launch that sends others.
         mover = self.schedule.mover if src.buffer == self.a else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
@@ -352,3 +397,89 @@ def _rest(part: Region, other: Region) -> list[Region]:
     ends = part._replace(row_stop=row), part._replace(row=row_stop)
     sides = middle._replace(col_stop=other.col), middle._replace(col=other.col_stop)
     return [*(one for one in ends if one.rows > 0), *(one for one in sides if one.cols > 0)]
+
+
+def merged(products: Sequence[Product]) -> tuple[Product, ...]:
+    """The same products, merged into batches for as few library calls as possible."""
+    if len(products) < 2:
+        return tuple(products)
+    batches: list[tuple[object, list[Product]]] = []
+    for one in contiguous(products):
+        kind = _kind(one)
+        if batches and kind == batches[-1][0] and _repeats(batches[-1][1], one):
+            batches[-1][1].append(one)
+        else:
+            batches.append((kind, [one]))
+    return tuple([_batch(batch) for _, batch in batches])
+
+
+def _repeats(batch: list[Product], one: Product) -> bool:
+    """Whether a product has the rows and the strides of the batch before it."""
+    first, last = batch[0], batch[-1]
+    strides, rows = _strides(last, one), first.a.rows
+    if one.a.rows != rows or min(strides) < rows:
+        return False
+    return first is last or strides == _strides(first, batch[1])
+
+
+def _strides(one: Product, two: Product) -> tuple[int, int]:
+    return two.a.row - one.a.row, two.out.row - one.out.row
+
+
+def _batch(batch: list[Product]) -> Product:
+    a_stride, out_stride = _strides(*batch[:2]) if len(batch) > 1 else (0, 0)
+    return batch[0]._replace(batch=len(batch), a_stride=a_stride, out_stride=out_stride)
+
+
+def contiguous(products: Iterable[Product]) -> tuple[Product, ...]:
+    """The same products; products of contiguous rows of A and of the result become one."""
+    runs: list[list[Product]] = []
+    for product in products:
+        last = runs[-1][-1] if runs else None
+        follows = last and (last.a.row_stop, last.out.row_stop) == (product.a.row, product.out.row)
+        if last and follows and _kind(last) == _kind(product):
+            runs[-1].append(product)
+        else:
+            runs.append([product])
+    return tuple([_to(run[0], run[-1]) if run[1:] else run[0] for run in runs])
+
+
+def _to(first: Product, last: Product) -> Product:
+    """The product of all rows from those of ``first`` to those of ``last``."""
+    a, out = (
+        first.a._replace(row_stop=last.a.row_stop),
+        first.out._replace(row_stop=last.out.row_stop),
+    )
+    ends = zip(first.factors[:1], last.factors, strict=False)
+    of_a = [one._replace(row_stop=two.row_stop) for one, two in ends]
+    return first._replace(a=a, out=out, factors=(*of_a, *first.factors[1:]))
+
+
+def joined(products: Iterable[Product]) -> list[Product]:
+    """The same transposed products. Products with one result become one if their rows of A and of
+    b are contiguous."""
+    products_left: list[Product] = []
+    for product in products:
+        last = products_left[-1] if products_left else None
+        if last and last.out == product.out and last.b.row_stop == product.b.row:
+            longer = last.a._replace(row_stop=product.a.row_stop)
+            if product.a == longer._replace(row=last.a.row_stop):
+                rows_of_b = last.b._replace(row_stop=product.b.row_stop)
+                products_left[-1] = last._replace(a=longer, b=rows_of_b)
+                continue
+        products_left.append(product)
+    return products_left
+
+
+def _kind(product: Product) -> tuple[object, ...]:
+    """Key of a product: products of one call have equal keys."""
+    a, out = product.a, product.out
+    factors: tuple[object, ...] = product.factors
+    if product.factors:  # factors of a follow its rows if each row has a factor
+        left, right = product.factors
+        follows = left.rows == a.rows
+        factors = (left.buffer, left.row - a.row, left[4:]) if follows else left, right
+    return (
+        product.b, a[4:], out[4:], a.buffer, out.buffer, product.accumulate, product.terms,
+        product.addend, factors, product.bias,
+    )  # fmt: skip

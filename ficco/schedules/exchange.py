@@ -73,7 +73,7 @@ class Route:
         raise NotImplementedError
 
     def signals(self, src: int, dst: int, owner: int) -> Sequence[Signal]:
-        """The signals of arrival of these pieces. The last relay posts them."""
+        """The signals that pieces of an owner have arrived, in order. The last relay posts them."""
         raise NotImplementedError
 
     def owner(self, src: int, dst: int) -> int:
@@ -113,7 +113,7 @@ class Traffic:
 
     @remembered
     def of(self, src: int, dst: int, owner: int = -1) -> Sequence[Parcel]:
-        """The pieces from this rank or to this rank, by default of the route's owner."""
+        """The pieces between this rank and another, by default those without a relay."""
         return self.route.pieces(src, dst, self.route.owner(src, dst) if owner < 0 else owner)
 
     # Opening and closing a call.
@@ -153,7 +153,8 @@ class Traffic:
         enqueue: Callable[[int, list[Item]], None],
         ahead: int = LOOKAHEAD,
     ) -> Iterator[int]:
-        """Yield the groups to consume. The copies of ``ahead`` more turns are enqueued before."""
+        """Yield the groups to consume. Before each group, ``enqueue`` is called for the copies of
+        turns up to ``ahead`` turns later."""
         for group in range(-ahead, max(count, len(turns))):
             if 0 <= group < count:
                 yield group
@@ -294,7 +295,8 @@ class Traffic:
         return tuple(waits), tuple(after.values())
 
     def home(self, source: int, number: int, lane: str, place: Callable[[Region], Region]) -> None:
-        """Copy a piece to its final place. ``place`` maps regions of staging."""
+        """Copy a piece from staging to its final place. ``place`` returns the final region of a
+        region of staging."""
         waits, after = self.arrivals([(source, number)], lane)
         for move in reversed(self.of(source, self.me)[number].moves):
             src, dst = move.dst, place(move.dst)
@@ -303,13 +305,15 @@ class Traffic:
             waits, after = (), ()
 
     def hear(self, source: int, number: int, lane: str, label: str) -> None:
-        """Wait for a piece on a lane. All other lanes that read the piece come after this step."""
+        """Add a step that waits for a piece on a lane. Later readers of the piece on other lanes
+        come after this step and need not wait for the signal."""
         waits, after = self.arrivals([(source, number)], lane)
         step = Step(None, lane, label, waits, after=after)
         self.brought[source, number] = self.builder.add(step)
 
 
 def _by_turn(pieces: Iterable[tuple[int, Sequence[Parcel]]]) -> list[list[Item]]:
+    """Pieces by their turn; ``pieces`` has those of each rank."""
     turns: list[list[Item]] = []
     for rank, parcels in pieces:
         for number, piece in enumerate(parcels):
@@ -320,5 +324,6 @@ def _by_turn(pieces: Iterable[tuple[int, Sequence[Parcel]]]) -> list[list[Item]]
 
 
 def _ranks(ranks: Iterable[int]) -> str:
+    """Ranks as text for labels: one rank, or the first and the last."""
     first, *rest = sorted(ranks)
     return f"{first}..{rest[-1]}" if rest else str(first)

@@ -1,13 +1,13 @@
-"""Plans of expert-parallel layers: tokens arrive in pieces, and leave as soon as they are made.
+"""Plans of expert-parallel layers: tokens arrive in pieces, and results leave piece by piece.
 
 Every rank has ``experts`` of the layer's experts, and room for ``capacity`` tokens of each rank for
-each of them. The tokens of one rank for the experts of another are a block, which travels in one
-strided copy, or in pieces. They land expert by expert, and for each expert source by source, so
-that the tokens of neighbouring sources for all experts are one batch of products. Blocks from and
-for ranks of other hosts are a message for each piece, and come back to their place.
+each of these experts. The tokens of one rank for the experts of another rank are a block. A block
+travels in one strided copy, or in pieces. Tokens land sorted by expert, then by source rank, so
+that the tokens of neighbouring sources for all experts are one batch of products. Between hosts,
+each piece of a block is one message, and results arrive directly in ``out``.
 
-The dispatch, the product with ``b``, the function, the product with ``c`` and the way back are one
-Plan; either half can be one of its own, as gradients need them.
+One Plan has the dispatch, the product with ``b``, the function, the product with ``c`` and the
+return. Gradients need only the first half or the second half, so a Plan may have one half.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ficco.schedules.space import Schedule
 
 
 class Share(NamedTuple):
-    """A piece of every block: some of the experts of a rank, and some of the rows for each."""
+    """A piece of every block: a range of a rank's experts, and a range of the rows of each."""
 
     expert: int
     expert_stop: int
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 class _Strided(NamedTuple):
-    """A region, and how many, at which distance, follow it."""
+    """``batch`` regions of equal size; ``stride`` rows lie between the starts of two regions."""
 
     region: Region
     batch: int
@@ -44,7 +44,14 @@ class _Strided(NamedTuple):
 
 
 class ExpertWorld:
-    """Pieces of the blocks, their order, buffers and signals, the same on all ranks."""
+    """Pieces of the blocks, their order, buffers and routes. They are equal on all ranks.
+
+    Attributes:
+        shares: the pieces of a block, in order.
+        leaving: name of the buffer from which tokens leave.
+        out, back: routes of tokens to their experts, and of results to their tokens.
+        buffers: buffers of the schedule.
+    """
 
     def __init__(self, layer: ExpertLayer, schedule: Schedule) -> None:
         if why := expert_refusal(schedule):
@@ -54,7 +61,7 @@ class ExpertWorld:
             )
         self.layer, self.schedule = layer, schedule
         self.shares = self.cut(schedule.pieces or layer.world)
-        self.leaving = "leaving" if layer.indexed else "a"  # the buffer from which tokens leave
+        self.leaving = "leaving" if layer.indexed else "a"
         self.words = WordAllocator(layer.world)
         self.out = DispatchRoute(self, self.words.block(len(self.shares) * layer.dispatches))
         self.back = ReturnRoute(self, self.words.block(len(self.shares) * layer.combines))
@@ -77,7 +84,8 @@ class ExpertWorld:
         self.buffers = [one for one in self.buffers if one.name not in own]
 
     def cut(self, pieces: int | tuple[int, ...]) -> list[Share]:
-        """Cut a block into pieces: of experts, if there are as many, or of the rows for all."""
+        """Cut a block into pieces: ranges of experts, or ranges of rows if there are more pieces
+        than experts."""
         layer = self.layer
         count = pieces if isinstance(pieces, int) else len(pieces)
         if layer.experts >= count:
@@ -95,7 +103,8 @@ class ExpertWorld:
 
     @remembered
     def turns(self, rank: int) -> list[tuple[list[int], int]]:
-        """The steps of a rank: sources, and the number of the piece of their blocks."""
+        """The turns of a rank. Each is the sources and the number of a piece of their blocks, which
+        one step multiplies."""
         sets, numbers = self.sets(rank), range(len(self.shares))
         if self.schedule.order == "peer":
             return [(sources, number) for sources in sets for number in numbers]
@@ -110,14 +119,16 @@ class ExpertWorld:
         return {one.name: one.shapes[0][1] for one in buffers}
 
     def landed(self, rank: int, buffer: str, sources: Sequence[int], share: Share) -> _Strided:
-        """Rows of neighbouring sources at the rank that multiplies them."""
+        """Rows of a share from neighbouring sources, in a buffer of the rank that multiplies
+        them."""
         layer, (expert, stop, row, row_stop) = self.layer, share
         first = layer.landing(sources[0], expert) + row
         last = layer.landing(sources[-1], expert) + row_stop
         return self._strided(buffer, rank, first, last, stop - expert, layer.apart)
 
     def at_home(self, home: int, buffer: str, owner: int, share: Share) -> _Strided:
-        """Rows of a rank's tokens for the experts of another rank, or from these experts."""
+        """Rows of a share in a buffer of the tokens' rank, ``home``: tokens for the experts of
+        ``owner``, or results of these experts."""
         layer, (expert, stop, row, row_stop) = self.layer, share
         first = (layer.leaving if buffer in ("a", "leaving") else layer.home)(owner, expert)
         ends = first + row, first + row_stop
@@ -126,7 +137,7 @@ class ExpertWorld:
     def _strided(
         self, buffer: str, rank: int, first: int, last: int, batch: int, stride: int
     ) -> _Strided:
-        if last - first == stride:  # one region, if the rows of all are contiguous
+        if last - first == stride:  # contiguous rows of all experts are one region
             last, batch = first + batch * stride, 1
         region = Region(buffer, rank, first, last, 0, self.cols[buffer])
         return _Strided(region, batch, stride if batch > 1 else 0)
@@ -169,7 +180,7 @@ class DispatchRoute(Route):
         return self.world.layer.landing(src), self.world.layer.apart
 
     def _turns(self, src: int, dst: int) -> dict[int, int]:
-        """The number of the receiver's step that multiplies a piece, by piece."""
+        """By piece, the number of the receiver's turn that multiplies it."""
         turns = enumerate(self.world.turns(dst))
         return {number: turn for turn, (sources, number) in turns if src in sources}
 
@@ -180,7 +191,8 @@ class DispatchRoute(Route):
 
 
 class ReturnRoute(DispatchRoute):
-    """The route of results to the ranks of their tokens, between hosts directly to ``out``."""
+    """The route of results to the ranks of their tokens. Between hosts, results go directly to
+    ``out``."""
 
     kind, returns = "returned", True
 
@@ -198,7 +210,19 @@ class ReturnRoute(DispatchRoute):
 
 
 class ExpertStage:
-    """One rank's steps."""
+    """Steps of one rank.
+
+    Attributes:
+        out, back: traffic of tokens to experts, and of results to tokens.
+        legs: (target, source) on other hosts.
+        turn: number of turns so far.
+        brought: by target and piece, the step that copies tokens to the buffer from which they
+            leave.
+        placed: the step that copies own rows next to rows of other ranks, if any.
+        made: by rank of another host and piece, the step that multiplies its results.
+        aside: copies to final places on a separate lane, each with the turn that brings its rows.
+            They are enqueued in the order of turns, so that none delays rows of an earlier turn.
+    """
 
     def __init__(self, world: ExpertWorld, rank: int) -> None:
         self.world, self.layer, self.schedule = world, world.layer, world.schedule
@@ -210,17 +234,13 @@ class ExpertStage:
         self.legs, self.turn = list(far_legs(*ranks)), 0
         self.out = Traffic(self.builder, self.schedule, world.out)
         self.back = Traffic(self.builder, self.schedule, world.back)
-        #: Steps that copy tokens to the rows from which they leave, by target and piece; then the
-        #: step that copies own rows next to rows of other ranks.
         self.brought: dict[tuple[int, int], int] = {}
         self.placed: tuple[int, ...] = ()
-        #: Steps that multiply the results for ranks of other hosts, by rank and piece.
         self.made: dict[tuple[int, int], int] = {}
-        #: Places beside the products, by the turn whose rows they bring: in this order none waits
-        #: for a later turn before it brings what is there.
         self.aside: list[tuple[int, Step]] = []
 
     def plan(self) -> Plan:
+        """Add all steps, and return the Plan."""
         world, layer = self.world, self.layer
         if layer.indexed:
             self._bring_tokens()
@@ -255,20 +275,20 @@ class ExpertStage:
         return self.builder.plan(str(self.schedule), world.buffers, world.words)
 
     def _own_shares(self) -> list[Share]:
-        """The own block in two: the first half hides the first arrival, the last the last return.
-        A half of a layer needs but one of them."""
+        """Pieces of the own block. A whole layer has two: the first one hides the first arrival,
+        and the second one hides the last return. Half a layer has one piece."""
         return self.world.cut(2 if self.layer.dispatches and self.layer.combines else 1)
 
     # Steps.
 
     @cached_property
     def mixes(self) -> bool:
-        """Whether own rows are multiplied together with those of others."""
+        """Whether own rows are multiplied together with rows of other ranks."""
         return any(self.me in ranks and ranks != [self.me] for ranks in self.world.sets(self.me))
 
     def _bring_tokens(self) -> None:
-        """Copy tokens to the buffer from which they leave. The order is that of sending, by piece
-        or by target."""
+        """Copy tokens to the buffer from which they leave, in the order of sending: by piece or by
+        target."""
         layer, world = self.layer, self.world
         far = [target for target, _ in self.legs]
         targets = [*far, *self.builder.lane_of, *([] if self.mixes else [self.me])]
@@ -283,16 +303,15 @@ class ExpertStage:
                 src, dst = (self._rows_at_home(at, run, share) for at in ("a", "leaving"))
                 label = f"leaving {_label(run, pieces[0])}"
                 index = self.add(Step(_transfer(src, dst), "compute0", label))
-            # After all of them, also where they are several: else ranks would get out of step.
+            # Pieces leave after the last copy of a turn: otherwise ranks would get out of step.
             self.brought |= {(one, number): index for one in owners for number in pieces}
 
     def _brought(self, target: int, number: int) -> tuple[int, ...]:
-        """The step after which the rows of a piece are there to leave."""
+        """The step after which a piece can leave; none if tokens leave from the operand."""
         return (self.brought[target, number],) if self.brought else ()
 
     def _place_own(self) -> None:
-        """Bring the own rows to those of others that they are multiplied with, before these
-        come."""
+        """Copy the own rows next to rows of other ranks with which they are multiplied."""
         if self.mixes:
             whole = Share(0, self.layer.experts, 0, self.layer.capacity)
             here = self.world.at_home(self.me, "a", self.me, whole)
@@ -300,7 +319,8 @@ class ExpertStage:
             self.placed = (self.add(Step(move, "compute0", "own")),)
 
     def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
-        """Multiply the rows of sources, and send the results back."""
+        """Multiply a share of the rows of sources, and send the results back. ``number`` is the
+        number of the piece; -1 for own rows."""
         layer, me, alone = self.layer, self.me, sources == [self.me]
         lane = f"compute{self.turn % self.schedule.compute if number >= 0 else 0}"
         self.turn += number >= 0
@@ -337,7 +357,7 @@ class ExpertStage:
             self._send_back(sources, share, label, number, lane, runs)
 
     def _aside(self, label: str, move: Transfer, after: int) -> None:
-        """Bring rows to their place beside the products, after one of them."""
+        """Defer a copy to a final place, after the step ``after``."""
         step = Step(move, REDUCE_LANE, label, after=(after,))
         self.aside.append((self.turn, step))
 
@@ -373,7 +393,8 @@ class ExpertStage:
     def _multiply(
         self, left: Sequence[_Strided], right: str, outs: Sequence[_Strided], share: Share
     ) -> tuple[Product, ...]:
-        """Products of rows with the matrices of their experts."""
+        """Batches of products of rows with the matrices of their experts, one for each region of
+        ``left``. ``right``: ``"b"`` or ``"c"``."""
         per = self.layer.k if right == "b" else self.layer.h
         b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
         b = b._replace(col_stop=self.world.cols[right])
@@ -394,8 +415,8 @@ class ExpertStage:
         return tuple(products)
 
     def _bring_home(self) -> None:
-        """Copy returned rows to their place, in the expected order of arrival."""
-        coming: dict[tuple[int, int], list[int]] = {}  # by turn and piece, from whom
+        """Copy returned rows to the result, in the expected order of arrival."""
+        coming: dict[tuple[int, int], list[int]] = {}  # by turn and piece, the senders
         for peer in self.peers:
             for turn, (sources, number) in enumerate(self.world.turns(peer), 1):
                 if self.me in sources:
@@ -410,7 +431,8 @@ class ExpertStage:
                 self.aside.append((turn, step))
 
     def _rows_at_home(self, buffer: str, owners: list[int], share: Share) -> _Strided:
-        """This rank's rows for the experts of consecutive ranks, or from these experts."""
+        """This rank's rows of a share: tokens for the experts of consecutive ranks, or results of
+        these experts."""
         region, batch, stride = self.world.at_home(self.me, buffer, owners[0], share)
         if len(owners) == 1:
             return _Strided(region, batch, stride)
@@ -420,20 +442,21 @@ class ExpertStage:
 
 
 def _transfer(src: _Strided, dst: _Strided, function: str = "") -> Transfer:
-    """Transfer between equally many rows; if one side is a batch, the other is split alike."""
+    """A transfer between equally many rows. If one end is a batch, the other end is split into
+    the same batch."""
     one, two = _alike(src, dst)
     strides = one.stride, two.stride
     return Transfer(one.region, two.region, 0, function, None, one.batch, *strides)
 
 
 def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
-    """Two ends of a move, as a batch if one of them is."""
+    """Both ends of a move with the larger batch of the two."""
     batch = max(one.batch, two.batch)
     return _apart(one, batch), _apart(two, batch)
 
 
 def _apart(rows: _Strided, batch: int) -> _Strided:
-    """The rows as ``batch`` regions, contiguous ones if they are split."""
+    """The rows as ``batch`` regions. A single region is split into contiguous ones."""
     if rows.batch == batch:
         return rows
     each = rows.region.rows // batch
@@ -442,13 +465,13 @@ def _apart(rows: _Strided, batch: int) -> _Strided:
 
 
 def _runs(sources: Sequence[int], share: Share, capacity: int) -> list[list[int]]:
-    """Sources whose rows for an expert are contiguous."""
+    """Groups of sources whose rows for an expert are contiguous."""
     whole = share.row_stop - share.row == capacity
     return list(_neighbours(sources)) if whole else [[source] for source in sorted(sources)]
 
 
 def _neighbours(ranks: Sequence[int]) -> Iterator[list[int]]:
-    """Runs of neighbouring ranks."""
+    """Yield runs of consecutive ranks, in rising order."""
     run: list[int] = []
     for rank in sorted(ranks):
         if run and rank != run[-1] + 1:
@@ -463,7 +486,7 @@ def _label(sources: Sequence[int], number: int) -> str:
 
 
 def expert_refusal(schedule: Schedule) -> str:
-    """Why a schedule is none for layers of experts; empty if it is one."""
+    """Why a schedule cannot serve layers of experts, to follow "got one"; empty if it can."""
     if schedule.grouping not in ("fused", "unfused", "growing", "shrinking"):
         return f"that is {schedule.grouping}"
     if schedule.dims == 2:
@@ -478,10 +501,10 @@ def expert_refusal(schedule: Schedule) -> str:
 def expert_plans(
     layer: ExpertLayer, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:
-    """The Plans of some ranks, by default of all.
+    """The Plans of ``ranks``, by default of all ranks.
 
     Raises:
-        ValueError: the schedule cannot serve it.
+        ValueError: the schedule cannot serve layers of experts.
     """
     world = ExpertWorld(layer, schedule)
     return [ExpertStage(world, rank).plan() for rank in (ranks or range(layer.world))]

@@ -1,10 +1,18 @@
-"""Plans of gathering operators, which multiply rows as they arrive."""
+"""Plans of gathering operators, which multiply rows as they arrive.
+
+Some products sum over the rows that travel, as the gradient of a weight does
+(:class:`InnerGatherStage`). There, arriving rows of A are multiplied by the same rows of the local
+B, and each product adds to the whole result. Pieces of rows thus act as pieces of columns do in a
+product of A itself, but need no strided copies. Pieces of columns make rows of the result.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import chain
+from operator import itemgetter
 
 from ficco.plan.model import PLAIN, Payload, Product, Products, Region, Signal, Step, Transfer, new
 from ficco.problems.products import Problem
@@ -17,6 +25,8 @@ from ficco.schedules.builder import (
     Stage,
     WordAllocator,
     World,
+    joined,
+    merged,
     remembered,
 )
 from ficco.schedules.exchange import (
@@ -30,17 +40,16 @@ from ficco.schedules.exchange import (
     Traffic,
 )
 from ficco.schedules.groups import Arrivals, Unit, legs, names, targets_in_order, via
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
-#: The group of the rank's own rows where those have a product of their own.
+#: The group of the rank's own rows if they have a separate product.
 OWN = -1
 
 NOTHING: Mapping[int, tuple[Signal, ...]] = {}
 
 #: First and last row or column, exclusive.
 Span = tuple[int, int]
-#: Signals to post, and the steps that come before.
+#: Signals to post, and the steps before the post.
 Posts = tuple[tuple[Signal, ...], After]
 NO_POSTS: Posts = ((), ())
 
@@ -54,10 +63,10 @@ class StagingTooSmall(ValueError):
 
 
 class Stages:
-    """The stages of a receiver's capped staging. Groups with units of peers use them in turn.
+    """The stages of a receiver's capped staging. Groups that have units of peers use them in turn.
 
     Attributes:
-        groups: groups with units of peers, in order.
+        groups: numbers of the groups that have units of peers, in order.
         rows, cols: size of a stage.
         count: number of stages.
         room_of, next_of: previous and next group in the same stage, by group.
@@ -89,7 +98,7 @@ class Stages:
         self.next_of = dict(zip(groups, groups[self.count :], strict=False))
 
     def regions(self, buffer: str, units: Iterable[Unit]) -> list[Region]:
-        """The regions of units."""
+        """The regions of units in the stages of their groups."""
         regions = []
         for unit in units:
             row, rows, cols = self._size[unit[:2]]
@@ -152,7 +161,7 @@ class GatherWorld(World, Route):
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
 
     def _rows(self, rank: int, own_lands: bool) -> int:
-        """Rows of a rank's staging without a cap."""
+        """Rows of a rank's staging without a cap: those that land, and own rows if they do."""
         whole, own = self.problem.product_rows(rank), self.problem.block(rank, rank)
         return whole - self.absent[rank] if own_lands or whole > own else 0
 
@@ -207,8 +216,8 @@ class GatherWorld(World, Route):
         return self.places(owner, rank, self.arrivals[rank].units(owner))
 
     def places(self, owner: int, rank: int, units: list[Unit], skipped: int = 0) -> list[Region]:
-        """Regions of an owner's units in a rank's staging. Units that another receiver has cut are
-        of a block that begins ``skipped`` rows later."""
+        """Regions of an owner's units in a rank's staging. If another receiver has cut the units,
+        its block begins ``skipped`` rows after the rank's block."""
         if self.stages:
             return self.stages[rank].regions(self.staging, units)
         row = self.problem.lands(owner, rank) - (self.absent[rank] if owner > rank else 0)
@@ -243,7 +252,7 @@ class GatherWorld(World, Route):
     # The route.
 
     def carrier(self, receiver: int, owner: int) -> int:
-        """The rank that copies a shard to a receiver."""
+        """The rank that copies an owner's shard to a receiver: the owner, or a relay."""
         return via(self.problem, receiver, owner)
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
@@ -286,8 +295,8 @@ class GatherWorld(World, Route):
 
     @remembered
     def room_for(self, owner: int, rank: int) -> Mapping[int, tuple[Signal, ...]]:
-        """The signals that there is room for an owner's units in a stage, by group. The first units
-        of a stage have no such signal."""
+        """Signals of a rank to an owner that a stage has room for the owner's units, by group. The
+        first group in a stage needs no signal."""
         if not self.stages or self.schedule.pull:
             return NOTHING
         arrivals, later = self.arrivals[rank], self.stages[rank].room_of
@@ -312,7 +321,21 @@ class GatherWorld(World, Route):
 
 
 class GatherStage(Stage):
-    """One rank's steps. ``group`` is a number of a receiver's group of units."""
+    """Steps of one rank.
+
+    In methods, ``group`` is the number of a group of units or ``OWN``, the rank's own rows.
+
+    Attributes:
+        mine: the rank's arrivals.
+        own_in_group: the rank's own units, by group in which units of peers are, too.
+        senders: ranks whose units arrive, in order.
+        regions: by rank, regions of its units when they are multiplied.
+        last_use: by group, the step after which its stage is free.
+        acquired: by peer, the step that takes over its slot.
+        after_casts: compute lanes that run after all casts, if the call casts A.
+    """
+
+    world: GatherWorld
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -321,22 +344,21 @@ class GatherStage(Stage):
         self.begun, self.silent = self.traffic.begun, self.traffic.silent
         self.groups, self.product = self.mine.by_group, world.product.name
         self.stages = world.stages[self.me] if world.stages else None
-        #: By group that has units of peers, too, the rank's own units.
+        self.stage_count = self.stages.count if self.stages else 0
         self.own_in_group: dict[int, list[Unit]] = {}
         self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
-        #: By rank, the regions of its units when they are multiplied.
         self.regions = {peer: world.landings(peer, self.me) for peer in self.senders}
         if self.me in self.mine.set_of:
             self._add_own()
-        self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
-        self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
-        self.after_casts = {"compute0"}  # where the call casts A: lanes that run after all of it
+        self.last_use: dict[int, int] = {}
+        self.acquired: dict[int, int] = {}
+        self.after_casts = {"compute0"}
         lanes = min(self.schedule.compute, len(self.groups) + 1)
         self.compute_lanes = [f"compute{i}" for i in range(lanes)]
         in_turn = sorted(self.peers, key=self._turn)
         self.assign_lanes(in_turn)
-        # Copies go on the product's own lane, before it, if they are kernel launches, the product
-        # waits for all of them, and there is no other work meanwhile.
+        # Copies by a kernel go on the lane of the product if it waits for all of them and there is
+        # no other work meanwhile.
         schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
         most = max(world.arrivals[rank].group_count for rank in world.largest)
@@ -355,7 +377,7 @@ class GatherStage(Stage):
                     self.regions[me][unit.ordinal] = region
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
-        """Sort key of peers: when this rank first copies from them (pull) or to them."""
+        """Sort key of a peer: when this rank first copies from it (pull) or to it."""
         if self.schedule.pull:
             return self.mine.set_of[peer], self.mine.place_in_set[peer], 0
         target = self.world.arrivals[peer]
@@ -363,13 +385,12 @@ class GatherStage(Stage):
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
     def run(self) -> None:
-        """Add all steps but the last, which hands over the slot."""
         for _ in self.flow():
             pass
 
     def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
-        """Add the same steps, and yield each group after its product; ``OWN`` for the own rows.
-        ``tell``: more signals to post to peers as soon as slots are acquired."""
+        """Add the steps of :meth:`run`, and yield each group after its product. ``tell``: further
+        signals to post as soon as slots are acquired, by peer."""
         published = self._publish()
         if self._own_is_separate():
             self._multiply_own()
@@ -414,7 +435,7 @@ class GatherStage(Stage):
             self.traffic.push(items, self._cast_before if self.casts else None)
 
     def _room(self, group: int) -> After:
-        """The step after which there is room for a group in its stage."""
+        """The step that frees a group's stage; none if the stage is unused."""
         before = self.stages.room_of.get(group) if self.stages else None
         return () if before is None else (self.last_use[before],)
 
@@ -424,7 +445,7 @@ class GatherStage(Stage):
         return self._cast(rows, self.lane_of.get(target, LANE))[-1:]
 
     def _cross(self) -> None:
-        """Exchange units with other hosts, and copy units from there to the peers."""
+        """Exchange units with other hosts, and relay arrived units to the peers."""
         ways, direct = list(legs(self.problem, self.me)), self.problem.kind.blocks
         self.traffic.cross(ways, self._cast_before, direct)
         if not direct:
@@ -453,8 +474,8 @@ class GatherStage(Stage):
         return tuple(published)
 
     def _cast_all(self) -> After:
-        """Cast the pieces of A in the order of their copies, then the other rows. Peers that fetch
-        wait for all of A, so that one step casts all of it."""
+        """Cast the pieces of A in the order of their copies, then the other rows. If peers fetch,
+        one step casts all of A. Returns the step that peers wait for."""
         rows, cols = self.world.a.shapes[self.me]
         far = [target for target, _ in legs(self.problem, self.me)]
         targets = [] if self.schedule.pull else [*far, *self._in_turn()]
@@ -464,7 +485,7 @@ class GatherStage(Stage):
         return (self.casts[-1][1],) if self.schedule.pull else ()
 
     def _after_casts(self, lane: str) -> After:
-        """The steps before the first step of a compute lane that reads own rows."""
+        """The last cast, for the first step of a lane that reads own rows; none for later steps."""
         if lane in self.after_casts:
             return ()
         self.after_casts.add(lane)
@@ -473,7 +494,7 @@ class GatherStage(Stage):
     # Products.
 
     def _own_is_separate(self) -> bool:
-        """Whether the rank's own rows have a product of their own, before all others."""
+        """Whether the rank's own rows have a separate product, before all others."""
         return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
 
     def _multiply_own(self) -> None:
@@ -503,12 +524,13 @@ class GatherStage(Stage):
             self._place("compute0", self._own_rows(), own)
 
     def _compute_lane(self, group: int, units: list[Unit]) -> str:
-        """Groups take turns; those that add to the same sums stay on one lane."""
+        """The lane of a group. Groups take turns; groups of the same sums share a lane."""
         turn = self.mine.set_of[units[0].peer] if self.schedule.dims == 2 else group
         return self.compute_lanes[turn % self.schedule.compute]
 
     def _consume(self, group: int) -> None:
-        """Multiply the units of a group as soon as they have arrived, and release their stage."""
+        """Multiply the units of a group after their arrival, and release their stage. With
+        ``return_gathered`` also copy them to the gathered A; round sums that are complete."""
         units = self.groups[group]
         if not units:
             return
@@ -532,7 +554,7 @@ class GatherStage(Stage):
             self.last_use[group] = last_use
 
     def _keep(self, lane: str, units: list[Unit], room: Posts) -> int:
-        """Copy arrived units to the gathered A. The last step releases the stage."""
+        """Copy arrived units to the gathered A. The last copy posts ``room``. Returns its index."""
         for unit in units:
             first = self.problem.lands(unit.peer, self.me)
             gathered = self.mine.region("gathered", self.me, first, unit)
@@ -558,7 +580,7 @@ class GatherStage(Stage):
 
     @cached_property
     def products(self) -> list[list[Product]]:
-        """The products of units in the order of ranks, by group."""
+        """One product for each unit, by group, and within a group in the order of ranks."""
         return self.mine.in_groups({peer: self._of_peer(peer) for peer in sorted(self.regions)})
 
     def _of_peer(self, peer: int) -> list[Product]:
@@ -575,8 +597,8 @@ class GatherStage(Stage):
         return products
 
     def _factors(self, peer: int, a: Region, rows: Span, cols: Span) -> Region | None:
-        """The factors of rows of the gathered A and columns of A from a peer, for the operand
-        ``a``; None for factors of the caller's own rows."""
+        """Region of the factors of an operand ``a`` from a peer. ``rows`` are those of the gathered
+        A, ``cols`` those of A. None if the product reads the caller's own factors."""
         scaling, staged = self.problem.scaling, a.buffer != self.a
         if scaling is None or not (staged or scaling.replicated) or self._factors_stay(peer):
             return None
@@ -589,7 +611,7 @@ class GatherStage(Stage):
         return scaling is not None and scaling.by_rank and peer == self.me
 
     def completed(self, group: int) -> Iterable[Span]:
-        """Ranges of rows of the result whose last term a group adds, in rising order."""
+        """Ranges of rows of the result that a group completes, in rising order."""
         if group == OWN:
             return [self.world.block(self.me, self.me)]
         if self.schedule.dims == 1:
@@ -598,7 +620,7 @@ class GatherStage(Stage):
         return [self.world.block(peer, self.me) for peer in sorted(last)]
 
     def _round(self, lane: str, group: int) -> None:
-        """Round the sums after their last term, contiguous rows in one step."""
+        """Round the sums that a group completes to the result, contiguous rows in one step."""
         spans: list[Span] = []
         for first, last in self.completed(group):
             if spans and spans[-1][1] == first:
@@ -609,8 +631,100 @@ class GatherStage(Stage):
             self._place(lane, src, src._replace(buffer=self.world.out.name))
 
     def _release(self, group: int) -> Posts:
-        """The signals that a group's stage is free, to the next peers that write to it."""
+        """Signals that a group's stage is free, to the peers that write to it next, and the steps
+        that have acquired the slots of these peers."""
         following = self.stages.next_of.get(group, OWN) if self.stages else OWN
         rooms = (self.world.room_for(peer, self.me).get(following, ()) for peer in self.senders)
         posts = tuple(chain.from_iterable(rooms))
         return posts, tuple(sorted({self.acquired[signal.waiter] for signal in posts}))
+
+
+#: Disjoint ranges of rows of the result, in rising order.
+Spans = list[tuple[int, int]]
+
+
+class InnerGatherStage(GatherStage):
+    """Steps of one rank for products that sum over the rows that travel.
+
+    Products that add to the same rows stay on one lane in a fixed order, so that results are equal
+    to the last bit in every call.
+
+    Attributes:
+        made: the products of each group.
+        adds: whether some product adds to an earlier one.
+        last: by group, the rows of the result that it completes.
+    """
+
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        whole = (0, self.problem.k)
+        self.made = self._adding([whole] if self._own_is_separate() else [])
+        self.adds = any(product.accumulate for product in chain.from_iterable(self.made))
+        out = world.out.name
+        if not self.adds and self.product != out:  # each sum is one product, which rounds itself
+            self.product = out
+            self.made = [
+                [one._replace(out=one.out._replace(buffer=out)) for one in products]
+                for products in self.made
+            ]
+        self.last = self._last()
+
+    def _adding(self, begun: Spans) -> list[list[Product]]:
+        """The products of each group. A product adds to rows of the result that an earlier product
+        has begun; ``begun`` are the rows that the own product begins."""
+        by_group = []
+        for pieces in self.products:
+            products = joined(pieces)
+            for index, product in enumerate(products):
+                if _within(product, begun):
+                    products[index] = product._replace(accumulate=True)
+                else:
+                    insort(begun, (product.out.row, product.out.row_stop))
+            by_group.append(products)
+        return by_group
+
+    def _last(self) -> list[Spans]:
+        """By group, the rows of the result to which no later group adds."""
+        over: Spans = []
+        by_group: list[Spans] = []
+        for products in reversed(self.made):
+            spans: Spans = []
+            for product in products:
+                if not _within(product, over):  # a tail's pieces are the last of their rows
+                    spans.append((product.out.row, product.out.row_stop))
+                    insort(over, spans[-1])
+            by_group.append(sorted(spans))
+        return by_group[::-1]
+
+    def _of_peer(self, peer: int) -> list[Product]:
+        whole = Region(self.product, self.me, 0, self.problem.k, 0, self.problem.n)
+        outs = [whole] * self.mine.count(peer)
+        if self.schedule.dims == 2:
+            outs = [whole._replace(row=u.start, row_stop=u.stop) for u in self.mine.units(peer)]
+        rights = [self._right(*rows, *whole[4:]) for rows in self.mine.rows(peer)]
+        pieces = zip(self.regions[peer], rights, outs, strict=True)
+        return [Product(*piece, transposed=True) for piece in pieces]
+
+    def _own_is_separate(self) -> bool:
+        """Whether the own rows have a separate product. Without any row for this rank they have
+        one, too: it writes a result of zeros."""
+        return super()._own_is_separate() or not self.problem.product_rows(self.me)
+
+    def _own_product(self) -> Product:
+        n, rows = self.problem.n, self.world.block(self.me, self.me)
+        out = Region(self.product, self.me, 0, self.problem.k, 0, n)
+        return Product(self._own_rows(), self._right(*rows, 0, n), out, transposed=True)
+
+    def _compute_lane(self, group: int, units: list[Unit]) -> str:
+        return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
+
+    def _products(self, group: int) -> tuple[Product, ...]:
+        return tuple(self.made[group])
+
+    def completed(self, group: int) -> Iterable[tuple[int, int]]:
+        return [] if group == OWN else self.last[group]
+
+
+def _within(product: Product, spans: Spans) -> bool:
+    before = bisect_right(spans, product.out.row, key=itemgetter(0)) - 1
+    return before >= 0 and product.out.row < spans[before][1]

@@ -1,7 +1,8 @@
 """The order and the groups in which pieces arrive at a rank, or leave it.
 
-Both sides of a transfer derive them from the same facts: one knows from them what to multiply and
-when, the other when a piece comes and where it is.
+Sender and receiver compute the same order from the problem and the schedule. So the sender knows
+where a piece lands and in which order to send, and the receiver knows which pieces to multiply
+together.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ def siblings(rank: int, world: int) -> list[range]:
 def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     """Peers in an order in which, at any time, all ranks receive from different peers.
 
-    A hypercube (``rank ^ i``) if the ranks of a host are a power of two, else a rotation. Those of
-    other hosts come later, nearest first, the rank with the same place first of each host.
-    :func:`targets_in_order` is the order in which a rank sends.
+    The order is a hypercube (``rank ^ i``) if a host has a power of two of ranks, else a rotation.
+    Peers on other hosts follow, nearest host first, and in each host the rank on the same rail
+    first. :func:`targets_in_order` is the order in which a rank sends.
 
     >>> peers_in_order(1, 4), peers_in_order(1, 3), peers_in_order(1, 6, hosts=3)
     ([0, 3, 2], [0, 2], [0, 5, 4, 3, 2])
@@ -86,11 +87,13 @@ def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
 
 
 def peers_from_halfway(rank: int, world: int) -> list[int]:
-    """Peers in an order for masks under which ranks send more than they receive, or less. Such
-    ranks get out of step, and several send to one rank at a time. In each range of :func:`siblings`
-    the peer half way round comes first, then lower peers, then higher peers. Under a causal mask
-    the last rows arrive earlier than by :func:`peers_in_order`, as simulated
-    (docs/results/attention.md). If their number is no power of two, the latter is the order.
+    """Peers in an order for masks under which ranks send and receive different numbers of rows.
+
+    Such ranks get out of step, and several send to one rank at a time. In each range of
+    :func:`siblings` the peer half way round comes first, then lower peers, then higher peers. Under
+    a causal mask the last rows arrive earlier than in :func:`peers_in_order`, as simulated
+    (docs/results/attention.md). If ``world`` is not a power of two, the result is
+    :func:`peers_in_order`.
 
     >>> peers_from_halfway(0, 8), peers_from_halfway(5, 8), peers_from_halfway(1, 3)
     ([1, 3, 2, 6, 5, 4, 7], [4, 6, 7, 3, 2, 1, 0], [0, 2])
@@ -114,7 +117,7 @@ def targets_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
 
 
 def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
-    """All ranks, the given one first, then those at growing distances."""
+    """All ranks, ``rank`` first, by growing distance in the direction ``way`` (1 or -1)."""
     local = world // hosts
     host, place = divmod(rank, local)
     cube = local & (local - 1) == 0
@@ -124,31 +127,37 @@ def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
 
 
 def via(problem: Problem, rank: int, other: int) -> int:
-    """The rank on a rank's host through which it exchanges pieces with ``other``: ``other`` on the
-    same host, else the rank on the rail of ``other``; the rank itself if it crosses directly."""
+    """The rank of ``rank``'s host through which it exchanges pieces with ``other``.
+
+    On the same host that is ``other``. Otherwise it is the rank on the rail of ``other`` or, for
+    operators whose blocks cross hosts directly, ``rank``.
+    """
     if problem.host(other) == problem.host(rank):
         return other
     return rank if problem.kind.blocks else problem.on_host(problem.host(rank), other)
 
 
 def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
-    """The ranks that a rank sends to and receives from, in an order in which all do the same."""
+    """Pairs (target, source) of ranks on other hosts that a rank exchanges pieces with, in order.
+    At each position of the order every rank sends to one rank and receives from one."""
     return far_legs(
         rank, problem.world, problem.hosts, 1 if problem.kind.blocks else problem.local_world
     )
 
 
 def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tuple[int, int]]:
-    """The same for all ranks of other hosts, or for every ``apart``-th of them."""
+    """Pairs (target, source) as in :func:`legs`: every ``apart``-th rank of the other hosts."""
     far = slice(world // hosts - 1, None, apart)
     targets, sources = (order(rank, world, hosts) for order in (targets_in_order, peers_in_order))
     return zip(targets[far], sources[far], strict=True)
 
 
 def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
-    """The blocks that come to a rank where each host sums what its ranks have for another one, by
-    sender and owner: its own from the ranks of its host and from its rail, in the order of ranks,
-    then those of its rail from the ranks of its host."""
+    """Blocks that arrive at a rank, as (sender, owner), if each host sums before it crosses.
+
+    First come blocks that the rank owns, from its host and from its rail, in the order of ranks.
+    Then come blocks of owners on its rail, which the rank sums, from its host.
+    """
     near = [one for one in problem.ranks_of(problem.host(rank)) if one != rank]
     ways = list(legs(problem, rank))
     own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
@@ -156,7 +165,7 @@ def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
-    """The sets of peers that share groups, from peers in a given order."""
+    """Sets of peers whose pieces are multiplied together, from peers in a given order."""
     if schedule.grouping == "fused":
         return [order]
     if schedule.grouping in ("unfused", "tiled"):
@@ -168,7 +177,7 @@ def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]
 
 @lru_cache(maxsize=4096)
 def names(peer: int, count: int) -> tuple[str, ...]:
-    """The names of the units of a shard or block, in order, as labels of steps use them."""
+    """Names of the units of a shard or block for labels of steps: ``peer.ordinal``, in order."""
     return tuple([f"{peer}.{ordinal}" for ordinal in range(count)])
 
 
@@ -176,15 +185,16 @@ class Groups:
     """The pieces of all shards or blocks, in the order and the groups that one rank multiplies.
 
     Attributes:
-        columns: columns of what travels.
-        block: rows of a peer's shard or block.
+        columns: columns of the matrix that travels.
+        block: function from a peer to the rows of its shard or block.
         sets: sets of ranks whose pieces share groups.
-        set_of, place_in_set: by rank, its set and its place there.
-        cuts: by rank, the pieces of its shard or block, along the dimension that is cut.
-        rounds: most pieces of any shard or block.
+        set_of, place_in_set: by rank, the number of its set and its position in the set.
+        cuts: by rank, bounds of the pieces of its shard or block, along the dimension that is cut.
+        rounds: maximum number of pieces of a shard or block.
+        regular: number of groups before the tail cuts the last one.
         group_count: number of groups.
-        tail: number of groups that the last one is cut into; fewer than asked for if its pieces are
-            short.
+        tail: number of groups that the last group is cut into. It is smaller than the schedule's
+            tail if the pieces are short.
     """
 
     def __init__(
@@ -208,7 +218,7 @@ class Groups:
         pieces = {rows: self._cut(rows) for rows in set(heights.values())}
         self.cuts = {peer: pieces[rows] for peer, rows in heights.items()}
         self.rounds = max(map(len, pieces.values()), default=0)
-        self.regular = len(self.sets) * self.rounds  # groups before the tail cuts the last one
+        self.regular = len(self.sets) * self.rounds
         ends = [self.cuts[peer][-1] for s in self.sets[-1:] for peer in s if self.cuts[peer]]
         lengths = {b - a for a, b in ends}
         self.tail = max((len(cut(n, tail, self.least)) for n in lengths), default=1) or 1
@@ -222,7 +232,8 @@ class Groups:
 
     @remembered
     def units(self, peer: int) -> list[Unit]:
-        """All units of a peer, in order."""
+        """All units of a peer, in order; the last one is cut by the tail if it is in the last
+        group."""
         first, stride = self.set_of[peer], len(self.sets)
         if self.schedule.order == "peer":
             first, stride = first * self.rounds, 1
@@ -235,15 +246,15 @@ class Groups:
         return units
 
     def count(self, peer: int) -> int:
-        """How many units a peer has."""
+        """Number of units of a peer."""
         return len(self.cuts[peer] if self.tail == 1 else self.units(peer))
 
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
-        """The region of a unit in a buffer in which its block begins at a row."""
+        """The region of a unit in a buffer. The unit's block begins at ``row`` of the buffer."""
         return self.regions(buffer, rank, row, [unit])[0]
 
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
-        """The regions of units of one block in a buffer in which the block begins at a row."""
+        """The regions of units of one block, which begins at ``row`` of the buffer."""
         if self.schedule.dims == 1:
             at, cols = (buffer, rank), (0, self.columns)
             return [new(Region, (*at, *rows, *cols)) for rows in self.spans(row, units)]
@@ -262,7 +273,8 @@ class Groups:
         return self.in_groups({peer: self.units(peer) for peer in self.set_of})
 
     def in_groups(self, of_units: Mapping[int, Sequence[T]]) -> list[list[T]]:
-        """By group, items that belong to the units of some ranks, in the order of these ranks."""
+        """Items by group. ``of_units`` has one item for each unit, by peer; the order of peers in
+        ``of_units`` is the order within a group."""
         groups: list[list[T]] = [[] for _ in range(self.group_count)]
         for peer, column in of_units.items():
             for unit, one in zip(self.units(peer), column, strict=True):
@@ -271,7 +283,7 @@ class Groups:
 
 
 def finer(unit: Unit, pieces: int, least: int = 1) -> list[Unit]:
-    """A unit cut once more, each part in a group of its own."""
+    """A unit, cut into ``pieces`` parts. Ordinals and groups of the parts are consecutive."""
     peer, ordinal, start, stop, group = unit
     cuts = cut(stop - start, pieces, least) or [(0, 0)]
     return [
@@ -308,7 +320,8 @@ class Arrivals(Groups):
 
 
 class Departures(Groups):
-    """Blocks of a product in the order in which one rank makes and sends them, its own last."""
+    """Blocks of a product in the order in which one rank multiplies and sends them; its own block
+    is last."""
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
         world = problem.world
@@ -327,8 +340,8 @@ class Departures(Groups):
 
     @cached_property
     def own(self) -> list[Unit]:
-        """The units that stay with the rank; one unit, cut as ``tail`` says, where they have a
-        product of their own."""
+        """The units of the own block. If it has a separate product, that is one unit, cut by the
+        tail."""
         if self.schedule.uniform:
             return self.units(self.rank)
         rows = self.block(self.rank)
@@ -340,8 +353,11 @@ class Departures(Groups):
 
     @cached_property
     def sums(self) -> list[Unit]:
-        """The parts in which :attr:`own` is summed, and sent back; over several hosts about as many
-        as a block has pieces, so that only the last one waits for the last arrival."""
+        """The parts in which the own block is summed and, in an all-reduce, sent back.
+
+        They are the units of :attr:`own`. Over several hosts these are cut into about as many parts
+        as a block has pieces, so that only the last part waits for the last arrival.
+        """
         if self.schedule.uniform or self.problem.hosts == 1 or not self.problem.kind.sums:
             return self.own
         parts = -(-self.rounds // max(len(self.own), 1)) or 1
@@ -349,7 +365,7 @@ class Departures(Groups):
         return [one._replace(ordinal=i, group=self.group_count) for i, one in enumerate(finest)]
 
     def of(self, peer: int) -> list[Unit]:
-        """The units for a rank, in order."""
+        """The units of a peer's block, or of the own block, in order."""
         return self.own if peer == self.rank else self.units(peer)
 
     def in_operand(self, buffer: str, peer: int) -> list[Region]:

@@ -1,7 +1,7 @@
 """Plans of attention by heads: an all-to-all, a function of heads and an all-to-all, in pieces.
 
-A piece is a group of heads of every rank. The function takes it once it has come from all ranks,
-while the next pieces travel, and what it makes goes back at once.
+A piece is a group of heads of every rank. A rank applies the function to a piece once the piece has
+arrived from all ranks, while later pieces travel. The results of a piece go back at once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from weakref import proxy
 
-from ficco.plan.collector import paused
-from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new
+from ficco.plan.model import PLAIN, Applied, Plan, Region, Signal, Step, Transfer, new, paused
 from ficco.problems.attention import HeadsProblem
 from ficco.problems.mask import Span
 from ficco.problems.specification import Buffer
@@ -35,8 +34,11 @@ def heads_refusal(schedule: Schedule) -> str:
 
 
 def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span]:
-    """The heads of queries of each piece of a rank. Heads that share one of keys stay together if
-    there are as many of those as pieces, and in a gradient, which sums over them."""
+    """Range of query heads of each piece of a rank.
+
+    Query heads that share a head of keys are in one piece if the rank has at least as many heads of
+    keys as pieces. In a gradient, which sums over them, they always are.
+    """
     first, last = problem.keys(rank)
     pieces = schedule.pieces or problem.world
     count = pieces if isinstance(pieces, int) else len(pieces)
@@ -57,7 +59,7 @@ def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span
 def heads_plans(
     problem: HeadsProblem, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:
-    """The Plans of some ranks, or of all.
+    """The Plans of ``ranks``, by default of all ranks.
 
     Raises:
         ValueError: the schedule cannot serve attention by heads.
@@ -71,7 +73,14 @@ def heads_plans(
 
 
 class _HeadsWorld:
-    """Pieces, buffers and words, the same on all ranks."""
+    """Pieces, buffers and routes. They are equal on all ranks.
+
+    Attributes:
+        pieces: by rank, the range of query heads of each piece.
+        out, back: routes of shards to the ranks of their heads, and of results back.
+        buffers: buffers of the schedule.
+        heads: by matrix, the buffer with all positions of a rank's heads.
+    """
 
     def __init__(self, problem: HeadsProblem, schedule: Schedule) -> None:
         self.problem, self.schedule = problem, schedule
@@ -81,7 +90,6 @@ class _HeadsWorld:
         specification = problem.specification
         declared = specification.operands + specification.results
         self.buffers: list[Buffer] = []
-        #: By matrix, the buffer of a rank's heads.
         self.heads = {one.holds: one for one in declared}
         if problem.world == 1:
             return
@@ -98,7 +106,7 @@ class _HeadsWorld:
 
     @remembered
     def new_rows(self, matrix: str, rank: int, piece: int) -> Span:
-        """The rows of a matrix on a rank that a piece is the first to have to do with."""
+        """Rows of a matrix at a rank that a piece needs and no earlier piece has needed."""
         first, last = self.problem.rows(matrix, rank, *self.pieces[rank][piece])
         if piece:
             first = max(first, self.problem.rows(matrix, rank, *self.pieces[rank][piece - 1])[1])
@@ -110,10 +118,11 @@ _Corner = tuple[str, int, int]
 
 
 class _HeadsRoute(Route):
-    """The route of shards to the ranks of their heads, or back. The first matrix travels last.
+    """The route of shards to the ranks of their heads or, if it ``returns``, of results back. The
+    first matrix travels last.
 
     Attributes:
-        matrices: names of the matrices.
+        matrices: names of the matrices that travel.
     """
 
     kind = "ready"
@@ -143,7 +152,8 @@ class _HeadsRoute(Route):
         return parcels
 
     def _ends(self, matrix: str, src: int, dst: int) -> tuple[str, _Corner, _Corner]:
-        """The corners of a matrix at the source and at the destination."""
+        """Name of a matrix, and its buffer and first row and column at the source and at the
+        destination."""
         problem, heads = self.problem, self.world.heads[matrix].name
         if not self.returns:
             shard = matrix, problem.leaves(matrix, src, dst), 0
@@ -165,13 +175,22 @@ class _HeadsRoute(Route):
 
 
 class _HeadsStage:
-    """One rank's steps."""
+    """Steps of one rank.
+
+    Attributes:
+        pieces: range of query heads of each piece of the rank.
+        here: by piece, a step of its compute lane after which its rows have arrived.
+        applied: by piece, the step that applies the function.
+        order, targets: peers in the order of arrival, and peers of this host in the order of
+            sending.
+        legs: (target, source) on other hosts.
+    """
 
     def __init__(self, world: _HeadsWorld, builder: Builder) -> None:
         self.world, self.problem, self.builder = world, world.problem, builder
         self.me, self.pieces = builder.me, world.pieces[builder.me]
-        self.here: list[int] = []  # by piece, the step of its lane after which its rows are there
-        self.applied: list[int] = []  # by piece, the step that applies the function
+        self.here: list[int] = []
+        self.applied: list[int] = []
         ranks = self.me, self.problem.world, self.problem.hosts
         self.order, self.legs = peers_in_order(*ranks), list(far_legs(*ranks))
         self.targets = targets_in_order(*ranks)[: len(builder.peers)]
@@ -182,13 +201,14 @@ class _HeadsStage:
         self.back = Traffic(builder, world.schedule, world.back)
 
     def plan(self) -> Plan:
+        """Add all steps, and return the Plan."""
         world, builder = self.world, self.builder
         if self.problem.world == 1:
             builder.add(self._apply((0, self.problem.heads)))
             return builder.plan(str(world.schedule), world.buffers, world.words)
         builder.acquire({})
         turns = self.out.leaving(self.targets)
-        # One turn more than where nothing returns, so that no lane holds up pieces for results.
+        # One turn further ahead than without results, so that results do not delay later pieces.
         ahead = len(turns) if self.legs else LOOKAHEAD + 1
         for piece in self.out.stream(len(self.pieces), turns, self._send, ahead):
             if not piece:
@@ -202,7 +222,7 @@ class _HeadsStage:
         return builder.plan(str(world.schedule), world.buffers, world.words)
 
     def _send(self, piece: int, items: list[Item]) -> None:
-        """Push the rows of a piece to the ranks of its heads, one rank after the other."""
+        """Push a piece to the ranks of its heads, one rank after the other."""
         for peer, number, _ in items:
             self.out.send(peer, number)
 
@@ -211,7 +231,7 @@ class _HeadsStage:
         self.builder.add(Step(move, lane, label, after=after))
 
     def _serve(self, piece: int) -> None:
-        """Apply the function to a piece of this rank's, and push back what it makes."""
+        """Apply the function to one of this rank's pieces, and push back the results."""
         me, lane = self.me, f"compute{piece % self.world.schedule.compute}"
         for move in self.out.of(me, me)[piece].moves:
             self._place(lane, move)
@@ -235,19 +255,19 @@ class _HeadsStage:
         self._keep(piece, applied)
 
     def _shares(self, piece: int) -> bool:
-        """Whether a piece needs rows of keys that came with the one before."""
+        """Whether a piece needs rows of keys that arrived with the previous piece."""
         first, _ = self.problem.rows("k", self.me, *self.pieces[piece])
         return first < self.world.new_rows("k", self.me, piece)[0]
 
     def _shared(self, piece: int, lane: str) -> tuple[int, ...]:
-        """Steps on other lanes that must precede a piece with shared rows of keys."""
+        """The step on another lane after which shared rows of keys have arrived, if any."""
         if not piece or not self._shares(piece):
             return ()
         before = self.here[piece - 1]
         return (before,) if self.builder.steps[before].lane != lane else ()
 
     def _keep(self, piece: int, after: After) -> None:
-        """Hand heads to the gradient."""
+        """Copy the new rows of a piece to the buffers that are saved for the gradient."""
         for matrix in self.problem.arrives:
             if matrix not in self.problem.kept:
                 continue
@@ -260,6 +280,7 @@ class _HeadsStage:
                 )
 
     def _apply(self, heads: Span) -> Step:
+        """The step that applies the function to a range of the rank's query heads."""
         problem, me = self.problem, self.me
 
         def region(matrix: str) -> Region:
@@ -277,5 +298,5 @@ class _HeadsStage:
 
 
 def _result(region: Region) -> Region:
-    """The region of the result for a region of returned rows."""
+    """The region of the result for a region of a buffer of returned rows."""
     return region._replace(buffer=region.buffer.removeprefix("returned "))

@@ -1,21 +1,28 @@
 """Plans in which each rank reads its peers' products in place and sums them itself.
 
-Nothing is copied before it is summed, and in an all-reduce every rank makes the whole sum: one
-exchange instead of two. A reduce-scatter moves as many bytes as with other schedules, an all-reduce
-W / 2 times as many. This is for small products.
+Nothing is copied before it is summed. In an all-reduce every rank computes the whole sum, so that
+one exchange suffices. A reduce-scatter moves as many bytes as with other schedules, an all-reduce
+W / 2 times as many. The schedule is for small products.
 
-At the end a rank waits until no peer still reads: within the call if one launch does it all or a
-graph captures it, else after the call. A rank that sums nothing is signalled once, for piece 0,
-that the call has begun.
+At the end a rank waits until no peer reads its product any more. It does so within the call if one
+launch runs the whole call or a graph captures it, else after the call. A rank that sums nothing
+gets one signal from each peer, for piece 0: the peer's call has begun.
 """
 
 from __future__ import annotations
 
 from ficco.plan.model import Products, Reduction, Region, Signal, Step
 from ficco.problems.products import Problem
-from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, WordAllocator, World, remembered
+from ficco.schedules.builder import (
+    REDUCE_LANE,
+    Builder,
+    Stage,
+    WordAllocator,
+    World,
+    merged,
+    remembered,
+)
 from ficco.schedules.groups import Unit, cut, finer
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 #: Rows of the product.
@@ -23,12 +30,16 @@ Rows = tuple[int, int]
 
 
 class OneShotWorld(World):
-    """Rows that each rank sums, piece by piece, and the signals that they are ready, the same on
-    all ranks."""
+    """Pieces that each rank sums, and their signals. They are equal on all ranks.
+
+    Attributes:
+        summed: by rank, the rows of the product that it sums, piece by piece.
+        rounds: maximum number of pieces of a rank.
+        product: buffer of a rank's product, which peers read.
+    """
 
     def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
         super().__init__(problem, schedule, words)
-        #: By rank, the rows that it sums, piece by piece.
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
         self.ready = words.block(max(self.rounds, 1))
@@ -51,13 +62,13 @@ class OneShotWorld(World):
         return [(first + piece.start, first + piece.stop) for piece in pieces]
 
     def made(self, piece: int) -> list[Rows]:
-        """The rows that are multiplied for one piece of all ranks, rising."""
+        """Rows of the product for one piece of every rank, in rising order."""
         ranks = self.summed[:1] if self.problem.kind.returns else self.summed
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
 
     @remembered
     def valid(self, poster: int, waiter: int) -> list[Signal]:
-        """The signals that pieces are ready: one for each, at least one."""
+        """Signals that the poster's product of each piece is ready for the waiter; at least one."""
         pieces = enumerate(self.summed[waiter] or [(0, 0)])
         return [self.ready.signal("valid", poster, waiter, slot, rows) for slot, rows in pieces]
 
@@ -67,18 +78,24 @@ class OneShotWorld(World):
 
 
 class OneShotStage(Stage):
-    """One rank's steps."""
+    """Steps of one rank.
+
+    Attributes:
+        products: by piece, the step of its product.
+        acquired: the step that takes over the slots of the peers.
+        separate_sums: sums run on a separate lane. On one lane, steps need no ``after``.
+    """
+
+    world: OneShotWorld
 
     def __init__(self, world: OneShotWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.world = world
-        self.products: list[int] = []  # the step of each piece
-        self.acquired = 0  # the step that takes over the slots of the peers
-        #: Whether sums run on a lane of their own; steps on one lane need no ``after``.
+        self.products: list[int] = []
+        self.acquired = 0
         self.separate_sums = world.rounds > 1
 
     def run(self) -> None:
-        """Add all steps but the last, which hands over the slot."""
         world, me, peers = self.world, self.me, self.peers
         for piece in range(world.rounds):
             self._multiply(piece)
@@ -103,7 +120,7 @@ class OneShotStage(Stage):
         return f"compute{piece % self.schedule.compute}"
 
     def _multiply(self, piece: int) -> None:
-        """Multiply one piece of the rows that each rank sums, and signal it."""
+        """Multiply one piece of every rank in one step, and signal it to the peers."""
         me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
         lane, products = self._lane(piece), []
         for rows in self.world.made(piece):
@@ -116,7 +133,8 @@ class OneShotStage(Stage):
             self._tell(piece)
 
     def _tell(self, piece: int) -> None:
-        """Signal the ranks that sum a piece that this rank's part of it is ready."""
+        """Signal to the peers that this rank's product of a piece is ready. The first signal takes
+        over the slots of the peers."""
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
         lane = self._lane(piece)
@@ -128,7 +146,7 @@ class OneShotStage(Stage):
         self.add(Step(None, lane, f"tell {piece}", posts=posts, after=after))
 
     def _sum(self, piece: int) -> None:
-        """Sum all ranks' products for a piece of this rank's, if it has that many pieces."""
+        """Sum the products of all ranks for one of this rank's pieces, if it has that piece."""
         rows = self.world.summed[self.me][piece : piece + 1] if piece >= 0 else []
         for first, last in rows:
             n, ranks = self.problem.n, range(self.world.world)

@@ -26,11 +26,11 @@ from ficco.schedules.builder import (
     Stage,
     WordAllocator,
     World,
+    merged,
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
 from ficco.schedules.groups import Departures, Unit, legs, names, peers_in_order, returning, via
-from ficco.schedules.runs import merged
 from ficco.schedules.space import Schedule
 
 
@@ -38,7 +38,7 @@ class ScatterWorld(World, Route):
     """The route of a scatter: blocks of the product, to the ranks that sum or keep them.
 
     Attributes:
-        ring: blocks go from rank to rank, and each rank adds its product.
+        ring: blocks go from rank to rank, and each rank adds its product to them.
         most: maximum number of units of a block, or of groups in a ring.
         back: route of sums that return to all ranks.
         product: buffer of products for peers.
@@ -115,8 +115,8 @@ class ScatterWorld(World, Route):
 
     @remembered
     def _stacked(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
-        """First rows in staging of the blocks that a rank sums, by sender and owner, and the number
-        of rows of all blocks."""
+        """First row in staging of each block that a rank sums, by (sender, owner), and the number
+        of rows of all these blocks."""
         row, first = 0, {}
         for source, owner in returning(self.problem, rank):
             first[source, owner] = row
@@ -124,7 +124,7 @@ class ScatterWorld(World, Route):
         return first, row
 
     def rows(self, rank: int) -> int:
-        """Rows of staging without returning sums."""
+        """Rows of a rank's staging for products of peers, without rows for returning sums."""
         if self.ring:
             return self.problem.m - self.problem.rows[(rank - 1) % self.world]
         if self.problem.kind.blocks:
@@ -156,8 +156,9 @@ class ScatterWorld(World, Route):
 
     @remembered
     def sources(self, rank: int, owner: int) -> tuple[list[Region], int]:
-        """Destinations of a rank's products for the units of an owner's block, and the ranks whose
-        products are already in these sums, rank r as bit r."""
+        """Regions that a rank's products of an owner's block write or add to, one for each unit.
+        The second result is the ranks whose products the regions already contain, rank r as bit
+        r."""
         one, row = self.departures[rank], self.problem.leaves(rank, owner)
         if not (self.ring and one.set_of.get(owner)):  # the first block of a ring adds to none
             return one.regions(self.product.name, rank, row, one.of(owner)), 0
@@ -214,7 +215,7 @@ class ScatterWorld(World, Route):
 
 
 class SumRoute(Route):
-    """The route of sums from their ranks to all others."""
+    """The route of sums from the ranks that formed them to all other ranks."""
 
     kind = "summed"
 
@@ -258,7 +259,22 @@ class SumRoute(Route):
 
 
 class ScatterStage(Stage):
-    """One rank's steps."""
+    """Steps of one rank.
+
+    Attributes:
+        mine: the rank's departures.
+        back: traffic of sums that return to all ranks.
+        ways: (target, source) on other hosts.
+        own_is_separate: the own rows have a separate product.
+        single: one peer sends the sum of all others, as in a ring.
+        acquired: steps that take over the slots of the peers.
+        made_by: by unit, the step of its product or of its sum.
+        announced: by unit, the signal that its rows are multiplied.
+        meeting: by own unit and number of a peer's units, the numbers of those that overlap it.
+        posting: compute lanes that have posted to peers that fetch.
+    """
+
+    world: ScatterWorld
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -268,21 +284,19 @@ class ScatterStage(Stage):
         self.back = Traffic(builder, self.schedule, world.back)
         self.ways = list(legs(self.problem, self.me))
         self.sums = self.problem.kind.sums
-        self.own_is_separate = not self.schedule.uniform  # the own rows have a product of their own
-        self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
-        self.acquired: After = ()  # the steps that take over the slots of the peers
-        self.made_by: dict[Unit, int] = {}  # unit -> its product
-        self.announced: dict[Unit, Signal] = {}  # unit -> the signal that its rows are multiplied
-        #: By own unit and number of units of a peer, the numbers of those that overlap.
+        self.own_is_separate = not self.schedule.uniform
+        self.single = world.ring or len(self.peers) == 1
+        self.acquired: After = ()
+        self.made_by: dict[Unit, int] = {}
+        self.announced: dict[Unit, Signal] = {}
         self.meeting: dict[tuple[Unit, int], list[int]] = {}
-        self.posting: set[str] = set()  # compute lanes that have signalled a product
+        self.posting: set[str] = set()
         groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
         self.assign_lanes([peer for peer in order if peer in self.peers])
 
     def run(self) -> None:
-        """Add all steps but the last, which hands over the slot."""
         fetches = self._open()
         for group, (units, items) in enumerate(
             zip_longest(self.mine.by_group, fetches, fillvalue=())
@@ -330,7 +344,8 @@ class ScatterStage(Stage):
         self.traffic.send(target, unit.ordinal, after, waits, unit.peer)
 
     def _matmul(self, lane: str, units: list[Unit], after: After = ()) -> int:
-        """Add the product of units. The step posts signals to peers that fetch the units."""
+        """Add one step that multiplies units, and return its index. It posts to the peers that
+        fetch the units. It waits for partial sums that its products add to."""
         world, me, left = self.world, self.me, (self.me - 1) % self.problem.world
         waits: tuple[Signal, ...] = ()
         posts, products = list[Signal](), list[Product]()
@@ -355,12 +370,12 @@ class ScatterStage(Stage):
         return self.add(step)
 
     def _product_of(self, unit: Unit) -> Product:
-        """The product of a unit, in a call of its own."""
+        """The product of one unit."""
         return self._of_block(unit.peer)[unit.ordinal]
 
     @remembered
     def _of_block(self, owner: int) -> list[Product]:
-        """The products of the units of a rank's block, in order."""
+        """The products of the units of an owner's block, in order."""
         k, own = self.problem.k, owner == self.me
         if own and self.peers and self.schedule.beta:
             outs, terms = self.results, _all(self.problem.world) ^ 1 << self.me
@@ -375,14 +390,14 @@ class ScatterStage(Stage):
 
     @cached_property
     def results(self) -> list[Region]:
-        """Regions of the result for this rank's own units, or for their sums."""
+        """Regions of the result, one for each part of the own block that is summed."""
         row = self.problem.lands(self.me, self.me)
         if self.sums and not self.problem.kind.returns:
             row = 0
         return self.mine.regions(self.world.out.name, self.me, row, self.mine.sums)
 
     def _own_lane(self, turn: int) -> str:
-        """The lane of a separate product of own units."""
+        """The lane of the separate product of the own unit number ``turn``."""
         return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
 
     # Arrivals.
@@ -390,8 +405,8 @@ class ScatterStage(Stage):
     def _arrivals(
         self, peer: int, own: Unit, lane: str = REDUCE_LANE
     ) -> tuple[tuple[Signal, ...], After]:
-        """Signals and steps to wait for before reading the units of a peer that overlap with one
-        of this rank's units."""
+        """Signals and steps to wait for before a step on ``lane`` reads the units of a peer that
+        overlap with ``own``, a unit that this rank sums."""
         sent = self.world.departures[peer].units(own.peer)
         key = own, len(sent)  # all peers cut their blocks alike, except for a tail
         if key not in self.meeting:
@@ -400,7 +415,8 @@ class ScatterStage(Stage):
         return self.traffic.arrivals(pieces, lane, own.peer)
 
     def _sum(self) -> None:
-        """Sum each part of the own block after the products of all ranks have arrived."""
+        """Multiply the own block where it is separate, and sum each part with the products of the
+        peers. In an all-reduce, send each sum to all peers."""
         sums_come_first = self.schedule.beta and bool(self.peers)
         for turn, unit in enumerate(self.mine.own):
             if sums_come_first:
@@ -416,7 +432,11 @@ class ScatterStage(Stage):
                     self.back.send(peer, part.ordinal, (self.made_by[part],))
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
-        """Add the sum of the products of all ranks, or of all others if ``own`` is None."""
+        """Add a step that sums the products of a unit, and return its index.
+
+        ``own`` is the step of this rank's product. If it is None, only the products of the other
+        ranks are summed.
+        """
         problem, me, owner = self.problem, self.me, unit.peer
         terms_of = {rank: 1 << rank for rank in (*self.peers, me)}
         if owner == me:
@@ -448,7 +468,7 @@ class ScatterStage(Stage):
         return self.add(step)
 
     def _cross(self) -> None:
-        """Exchange sums over this host's ranks, or blocks, with other hosts."""
+        """Exchange blocks with other hosts or, if the operator sums, the sums of the host."""
         made_by, targets = dict(self.made_by), {target for target, _ in self.ways}
         for unit in chain.from_iterable(self.mine.by_group) if self.world.host_sums_needed else ():
             if unit.peer in targets:
@@ -457,7 +477,8 @@ class ScatterStage(Stage):
         self.traffic.cross(self.ways, lambda to, number: (made_by[units(to)[number]],), direct)
 
     def _keep_blocks(self) -> None:
-        """Copy blocks of an all-to-all to the result, in order of arrival."""
+        """Multiply or copy the own block to the result of an all-to-all, then copy arrived blocks
+        in order of arrival."""
         for turn, unit in enumerate(self.mine.own):
             src, dst = self._product_of(unit).out, self.results[unit.ordinal]
             if unit not in self.made_by:

@@ -1,8 +1,8 @@
 """The space of schedules: its axes, the named points, and the names.
 
-A name is a base, and knobs after a colon: ``hetero-fused-1d:pieces=4,pull,compute=2``. It is the
-same string in the API, in files, on the command line and in reports. Parsing a printed name gives
-the same schedule.
+A name is a base, and knobs after a colon: ``hetero-fused-1d:pieces=4,pull,compute=2``. The API,
+files, the command line and reports use the same names. Parsing a printed name returns an equal
+schedule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "ti
 #: the name of the schedule; its object is the function for :func:`ficco.schedules.register`.
 ENTRY_POINTS = "ficco.schedules"
 
-#: Those functions by name, once they are registered or loaded.
+#: Functions of own schedules by name, once they are registered or loaded.
 OWN: dict[str, Callable[..., Any]] = {}
 
 #: The order in which pieces travel; the first is the default.
@@ -41,31 +41,31 @@ class Schedule:
     *Scatter*: pieces of the product are sent as they are made.
 
     Attributes:
-        uniform: the rank's own pieces are part of every step. Otherwise (hetero) the rank's own
-            part has a product of its own: first, while the first pieces travel (gather), or last,
-            while the last ones travel (scatter).
+        uniform: the rank's own pieces are part of every step. Otherwise (hetero) the own part has a
+            separate product: first, while the first pieces travel (gather), or last, while the last
+            pieces travel (scatter).
         grouping: which pieces share a step.
 
-            - ``"fused"``: one of every peer.
-            - ``"unfused"``: one.
-            - ``"growing"``: those of 1, 2, 4, ... neighbouring peers, whose rows are contiguous, so
-              that log2(W) + 1 products suffice. ``"shrinking"``: the reverse.
+            - ``"fused"``: one piece of every peer.
+            - ``"unfused"``: a single piece.
+            - ``"growing"``: pieces of 1, 2, 4, ... neighbouring peers, whose rows are contiguous,
+              so that log2(W) + 1 products suffice. ``"shrinking"``: the reverse.
             - ``"ring"``, for operators that sum: a block goes from rank to rank, and each rank adds
               its product to it. In attention keys and values go from rank to rank.
             - ``"one-shot"``, for operators that sum: each rank reads its peers' products in place
               and sums what it needs. In an all-reduce every rank makes the whole sum.
-            - ``"tiled"``: all. One product, whose tiles each wait for the piece that they are made
-              of (gather; Flux, section 4, TileLink), or whose blocks of rows are sent as soon as
-              their last tile is done (scatter; FlashOverlap, section 3).
-            - ``"own"``: as the function ``own`` has it. No other axis means anything.
-        dims: 1 cuts by rows what travels, 2 by columns. Products of columns of A accumulate;
-            columns of a product are columns of b.
+            - ``"tiled"``: all pieces. Each tile of one product waits for its piece (gather; Flux,
+              section 4, TileLink), or each piece is sent as soon as its last tile is done (scatter;
+              FlashOverlap, section 3).
+            - ``"own"``: as the registered function ``own`` decides. Other axes have no meaning.
+        dims: 1 cuts the matrix that travels by rows, 2 by columns. Products of columns of A
+            accumulate; columns of a product are columns of b.
         pieces: pieces per shard or block, or their relative sizes. 0 means one per rank, the
             paper's choice. At most as many as there are rows or columns.
         tail: pieces that the last group is cut into once more, which shortens the work after the
             last copy: a product (gather), or a sum (scatter).
-        order: ``"piece"``: a piece of every peer before the next piece of any, which keeps all
-            links of a mesh busy. ``"peer"``: peer after peer, which suits a switch.
+        order: ``"piece"``: one piece of every peer, then the next piece of every peer, which keeps
+            all links of a mesh busy. ``"peer"``: peer after peer, which suits a switch.
         pull: receivers fetch; otherwise senders push.
         mover: ``"dma"``: copy engines. ``"kernel"``: a copy kernel on a few SMs or CUs per peer; in
             a one-shot the kernel that sums, on all of them. ``"collective"``: the operator's
@@ -75,10 +75,10 @@ class Schedule:
         own: the name of a schedule that :func:`ficco.schedules.register` or an entry point added.
         beta: for operators that sum. The products of the peers are summed and rounded first, and
             the GEMM of the own product adds to that sum (beta = 1), so that no work is left after
-            it. A ring always has it.
+            the GEMM. A ring requires beta.
 
     Raises:
-        ValueError: a value is not allowed, or values do not fit together.
+        ValueError: a value is not allowed, or values contradict each other.
     """
 
     uniform: bool
@@ -166,7 +166,7 @@ class Schedule:
         """The schedule of a name.
 
         Raises:
-            ValueError: it is not one; the text lists the names and knobs.
+            ValueError: the name is no schedule; the text lists the names and knobs.
         """
         return _parse(name)
 
@@ -180,8 +180,8 @@ class Schedule:
         if self.own:
             return self.own
         bases = [name for name, base in NAMED.items() if fixed(base) == fixed(self)]
-        # A knob that is left out has the base's value. Take the base that needs the fewest knobs
-        # and, of equals, not serial, since other schedules overlap.
+        # An omitted knob has the base's value. Take the base that needs the fewest knobs.
+        # Of several such bases take serial last, since other schedules overlap.
         name = min(bases, key=lambda base: (len(knobs(NAMED[base])), base == "serial"))
         rest = knobs(NAMED[name])
         return f"{name}:{','.join(rest)}" if rest else name
@@ -189,7 +189,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Knob:
-    """One axis as it is written after the colon of a name."""
+    """One axis, as written after the colon of a name."""
 
     axis: str
     parse: Callable[[str], Any]
@@ -257,7 +257,7 @@ NAMED: dict[str, Schedule] = {
 
 
 def _is_own(name: str) -> bool:
-    """Whether a schedule of one's own has that name; looks for an entry point, if need be."""
+    """Whether an own schedule has this name. Loads it from an entry point if necessary."""
     if name not in OWN and name:
         from importlib.metadata import entry_points
 

@@ -1,29 +1,37 @@
-"""Plans of one product for all pieces: its rows wait for them, or tell when they are complete.
+"""Plans of one product for all pieces. Its rows wait for pieces, or announce finished pieces.
 
-Gathering: the rows of a piece wait for its signal, the own rows for none (Flux, section 4). The
-product is enqueued after all copies: where lanes share a hardware queue, a product that waits holds
-up whatever comes after it. Scattering: each piece for a peer is signalled once its last row is
-multiplied, and its copy waits for that (FlashOverlap, section 3); the own rows come last.
+Gathering: the rows of a piece wait for the signal of the piece. Own rows do not wait (Flux, section
+4). The product is enqueued after all copies, because on a shared hardware queue a waiting product
+delays all later work. Scattering: the product posts a signal once the last row of a piece for a
+peer is multiplied, and the copy of the piece waits for the signal (FlashOverlap, section 3). Own
+rows are multiplied last.
+
+The caller's own kernel can take the place of a gather's product (:class:`Gathering`; TileLink).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-from ficco.plan.model import Products, Region, Signal, Step
-from ficco.schedules.builder import Builder, remembered
+from ficco.plan.model import Plan, Products, Region, Signal, Step
+from ficco.problems.products import Problem
+from ficco.problems.specification import AnyProblem, Specification
+from ficco.schedules.builder import Builder, WordAllocator, contiguous, remembered
 from ficco.schedules.exchange import Parcel
 from ficco.schedules.gather import NOTHING, OWN, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit
-from ficco.schedules.runs import contiguous
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
+from ficco.schedules.space import Schedule
 
 
 class TiledGatherWorld(GatherWorld):
-    """The route of a tiled gather. The words of a receiver are contiguous, in order of arrival. A
-    rank that fetches a piece posts to itself."""
+    """The route of a tiled gather. The words of a receiver's pieces are contiguous, in order of
+    arrival. A rank that fetches a piece posts the signal of the piece to itself."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -52,8 +60,12 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """One rank's steps. ``callers``: whether the step whose rows wait is the caller's; ``label``:
-    its label."""
+    """Steps of one rank.
+
+    Attributes:
+        callers: whether the step whose rows wait is the caller's own work.
+        label: label of this step.
+    """
 
     callers, label = False, "all"
 
@@ -83,7 +95,11 @@ class TiledGatherStage(GatherStage):
 
 
 class TiledScatterWorld(ScatterWorld):
-    """The route of a tiled scatter, with words by which a product announces pieces to its rank."""
+    """The route of a tiled scatter.
+
+    Attributes:
+        multiplied: words of the signals by which a product announces pieces to its own rank.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -92,16 +108,16 @@ class TiledScatterWorld(ScatterWorld):
 
 
 class TiledScatterStage(ScatterStage):
-    """One rank's steps."""
+    """Steps of one rank."""
 
     world: TiledScatterWorld
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.own_is_separate = not (self.sums and self.peers)  # it goes elsewhere than the rest
+        # A separate own product is written to the result instead of to the buffer for peers.
+        self.own_is_separate = not (self.sums and self.peers)
 
     def run(self) -> None:
-        """Add all steps but the last, which hands over the slot."""
         fetches = self._open()
         if self.peers:
             self._multiply_all()
@@ -110,7 +126,7 @@ class TiledScatterStage(ScatterStage):
         self.finish()
 
     def _multiply_all(self) -> None:
-        """One product, whose pieces are sent as they are made."""
+        """Add one step for all products, and a copy for each piece that waits for its signal."""
         leave, stay = [unit for units in self.mine.by_group for unit in units], self.mine.own
         products = contiguous([self._product_of(unit) for unit in sorted([*leave, *stay])])
         if not products:
@@ -138,3 +154,113 @@ class TiledScatterStage(ScatterStage):
             self._product_of(unit).out,
         )
         return Signal("made", self.me, self.me, unit.ordinal, word, out.row, out.row_stop)
+
+
+@dataclass(frozen=True)
+class Gathering(AnyProblem):
+    """An all-gather of A [m/W, k] whose rows the caller consumes.
+
+    The proof treats the caller's work as a product with one column: every row is read where it has
+    arrived, and counts once.
+
+    Attributes:
+        rows: number of rows of each rank.
+        k: columns of A.
+        dtype: name of the dtype of A.
+        symmetric: A is in symmetric memory, so that peers can read it in place.
+    """
+
+    rows: tuple[int, ...]
+    k: int
+    dtype: str
+    symmetric: bool = False
+
+    operator, hosts = "arriving", 1
+
+    @cached_property
+    def world(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def product(self) -> Problem:
+        """The product that stands for the caller's work."""
+        rows, k = self.rows, self.k
+        return Problem("all_gather_matmul", rows, 1, k, self.dtype, symmetric=self.symmetric)
+
+    @property
+    def specification(self) -> Specification:
+        return self.product.specification
+
+    def __str__(self) -> str:
+        return str(self.product).replace("all_gather_matmul", "arriving").replace(" n=1,", "")
+
+
+class ArrivingPiece(NamedTuple):
+    """Rows that arrive together: ``first`` to ``last``, exclusive, of the gathered A. ``peer`` is
+    the rank that sends them."""
+
+    first: int
+    last: int
+    peer: int
+
+
+class ArrivingStage(TiledGatherStage):
+    """Steps of one rank: own rows and copies as for a tiled product, then the caller's step. All
+    rows are in staging, in the order of the ranks."""
+
+    callers, label = True, "caller"
+
+    def _own_is_separate(self) -> bool:
+        return True  # the caller's step is needed even without own rows
+
+    def _own_rows(self) -> Region:
+        if not self.peers:
+            return super()._own_rows()
+        rows = self.world.block(self.me, self.me)
+        return Region("staging", self.me, *rows, 0, self.problem.k)
+
+    def _keep_own(self) -> None:
+        """Copy the own rows to staging."""
+        if self.peers and self.problem.block(self.me, self.me):
+            self._place("compute0", super()._own_rows(), self._own_rows())
+
+
+def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
+    """The Plans of ``ranks`` for a tiled schedule.
+
+    Raises:
+        ValueError: the schedule is not tiled.
+    """
+    if schedule.grouping != "tiled":
+        raise ValueError(f"schedule: required a tiled one to gather by, got {schedule}")
+    words = WordAllocator(problem.world)
+    world = TiledGatherWorld(problem.product, schedule, words, own_lands=True)
+    return [ArrivingStage(world, Builder(problem, rank)).plan() for rank in ranks]
+
+
+def callers_step(plan: Plan) -> int:
+    """Index of the step that stands for the user's own work on arriving rows."""
+    return next(
+        i
+        for i, step in enumerate(plan.steps)
+        if isinstance(step.work, Products) and step.work.callers
+    )
+
+
+def own_rows(plan: Plan) -> tuple[int, int]:
+    """First and last row, exclusive, of the rank's own rows among those of all."""
+    exchange, me = plan.problem.specification.exchange, plan.rank
+    first = exchange.lands(me, me)
+    return first, first + exchange.block(me, me)
+
+
+def pieces_of(plan: Plan) -> tuple[ArrivingPiece, ...]:
+    """Arriving pieces in the expected order. Piece ``i`` has the ``i``-th word of the gates of the
+    caller's step; these words are consecutive."""
+    lands, me = plan.problem.specification.exchange.lands, plan.rank
+    offsets = [lands(peer, me) for peer in range(plan.problem.world)]
+    gates = plan.steps[callers_step(plan)].gates
+    return tuple(
+        ArrivingPiece(gate.first, gate.last, bisect_right(offsets, gate.first) - 1)
+        for gate in gates
+    )

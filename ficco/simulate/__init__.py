@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ficco.machine import Machine
 from ficco.plan import Plan
-from ficco.plan.collector import paused
+from ficco.plan.model import paused
 from ficco.problems.products import Problem
 from ficco.problems.sizes import MODES
 from ficco.schedules import Schedule, plan, plans

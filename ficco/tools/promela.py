@@ -31,10 +31,9 @@ from typing import NamedTuple
 
 from ficco.errors import InvalidArgument
 from ficco.plan import Applied, Attendings, LibraryMove, Plan, Product, Products, Reduction
-from ficco.plan.launches import together
 from ficco.plan.model import OPS, Region, Signal, Step, Transfer, unknown
 from ficco.plan.network import networked
-from ficco.plan.parts import in_parts
+from ficco.plan.parts import in_parts, together
 
 #: Most processes that SPIN runs.
 MOST = 255

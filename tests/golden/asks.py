@@ -19,11 +19,11 @@ from ficco.problems.experts import ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import Scaling
 from ficco.schedules import Schedule, StagingTooSmall, plans, refusal
-from ficco.schedules.arriving import Gathering, gathering
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
 from ficco.schedules.experts import expert_plans
 from ficco.schedules.heads import heads_plans
+from ficco.schedules.tiled import Gathering, gathering
 
 
 class Case(NamedTuple):

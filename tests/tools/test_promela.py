@@ -47,10 +47,10 @@ from ficco.problems.experts import ExpertLayer
 from ficco.problems.products import Problem
 from ficco.proof import check
 from ficco.schedules import Schedule
-from ficco.schedules.arriving import Gathering, gathering
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.experts import expert_plans
 from ficco.schedules.heads import heads_plans
+from ficco.schedules.tiled import Gathering, gathering
 from ficco.tools import cli
 from ficco.tools.promela import promela
 

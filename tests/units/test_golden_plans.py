@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from golden import asks, canonical, records
 
-from ficco.plan.collector import paused
+from ficco.plan.model import paused
 
 
 def test_plans_are_as_recorded() -> None:

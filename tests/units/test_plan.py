@@ -53,8 +53,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ficco.plan import Buffer, LibraryMove, Plan, Product, Reduction, Region, Step, Transfer
-from ficco.plan.collector import MANY, paused
-from ficco.plan.model import aligned
+from ficco.plan.model import MANY, aligned, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.proof.order import execute

@@ -2,6 +2,9 @@
 
 Pure functions: no device, no clock. :func:`listed` builds the work list of a :class:`Work` for a
 :class:`Tiling` and a :class:`Cut`; :func:`best` chooses the two by simulating the lists.
+
+The simulator (:mod:`ficco.simulate.events`) has a coarser model of the same product: it needs times
+while arrivals are still unknown, a few hundred times per decision. docs/tiled.md compares the two.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.errors import ConfigError
-from ficco.plan.amounts import seconds_text
+from ficco.plan.render import seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
 from ficco.tools import launch
