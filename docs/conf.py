@@ -42,6 +42,7 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = napoleon_use_param = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 
 smartquotes_action = "D"  # dashes, not quotes: texts stay as they are
 html_theme = "furo"

@@ -63,7 +63,7 @@ README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
 USER_PAGES = [
     DOCS / f"{name}.md"
     for name in "start operators modules compile attention experts fp8 arriving hosts limits "
-    "troubleshooting migration tuning own-schedules glossary".split()
+    "troubleshooting migration clients/README tuning own-schedules glossary".split()
 ]
 #: Lines that such a page may have.
 USER_LINES = 120
