@@ -10,15 +10,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.ext.autodoc.mock import mock, undecorate
+from sphinx.search import IndexBuilder
 
 import ficco
 
 project, author = "ficco", "The ficco authors"
 release = ficco.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 # Sources lie in the root of the repository, so that pages can link to files beside docs/.
 root_doc = "docs/index"
@@ -39,11 +42,16 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = napoleon_use_param = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 
 smartquotes_action = "D"  # dashes, not quotes: texts stay as they are
 html_theme = "furo"
 html_title = f"ficco {release}"
-html_static_path, html_css_files = ["static"], ["site.css"]
+html_static_path, html_css_files, templates_path = ["static"], ["site.css"], ["templates"]
+html_theme_options = {
+    f"{mode}_css_variables": {"color-brand-primary": colour, "color-brand-content": colour}
+    for mode, colour in (("light", "#2a5d8f"), ("dark", "#6f9fca"))
+}
 html_copy_source = html_show_copyright = False
 pygments_style, pygments_dark_style = "friendly", "monokai"
 
@@ -63,21 +71,36 @@ FETCHED = re.compile(
     r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"(?:https?:)?//[^\"]*"
 )
 SECTION = re.compile(r"^## ([^\n]+)$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!\w+:|#)")
 PAGE = re.compile(r"^- \[([^]]+)\]\(([^)#]+)\.md\)", re.MULTILINE)
 
 
+def is_result(name: str) -> bool:
+    """Whether a page has measured results, which have a search of their own."""
+    return name.startswith("docs/results/")
+
+
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
-    """Make tables of contents of the lists of pages: those of index.md by section, and, on a page
-    README.md, all pages of its folder. Leave results and the log of changes out of the search."""
+    """Begin the home page as README.md begins. Make tables of contents of the lists of pages: those
+    of index.md by section, and, on a page README.md, all pages of its folder. Leave results and the
+    log of changes out of the search."""
     if name == root_doc:
+        source[0] = introduction() + source[0][source[0].index("\n## ") :]
         for title, body in SECTION.findall(source[0]):
             entries = "\n".join(f"{text} <{page}>" for text, page in PAGE.findall(body))
             if entries:
                 source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{entries}\n```\n"
     elif name.endswith("/README"):
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
-    if name.startswith(("docs/results/", "CHANGELOG")):
+    if is_result(name) or name == "CHANGELOG":
         source[0] = f"---\nnosearch: true\n---\n{source[0]}"
+
+
+def introduction() -> str:
+    """README.md up to the section of its first program, with links as of a page in docs/."""
+    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    end = text.index("\n## ", text.index("```python"))
+    return LINK.sub("](../", text[:end]).replace("](../docs/", "](")
 
 
 def without_schemas(app: Sphinx, *signatures: Any) -> tuple[str | None, str | None]:
@@ -91,10 +114,48 @@ def without_fields(app: Sphinx, kind: str, name: str, member: Any, *_: Any) -> b
     return True if type(member).__name__ == "_tuplegetter" else None
 
 
+def fold_overloads(app: Sphinx, document: nodes.document) -> None:
+    """Show one signature of a function, and folded below it how the overloads differ from it."""
+    for entry in document.findall(addnodes.desc):
+        first, *overloads = (one for one in entry if isinstance(one, addnodes.desc_signature))
+        if not overloads:
+            continue
+        shown = {one.astext() for one in first.findall(addnodes.desc_parameter)}
+        lines = nodes.bullet_list()
+        for overload in overloads:
+            entry.remove(overload)
+            texts = [one.astext() for one in overload.findall(addnodes.desc_parameter)]
+            (returned,) = overload.findall(addnodes.desc_returns)
+            text = f"{', '.join(one for one in texts if one not in shown)}{returned.astext()}"
+            lines += nodes.list_item("", nodes.paragraph("", "", nodes.literal(text=text)))
+        opened = nodes.raw("", "<details><summary>Overloads</summary>", format="html")
+        entry[-1][0:0] = [opened, lines, nodes.raw("", "</details>", format="html")]
+
+
+def add_pages(app: Sphinx) -> list[tuple[str, dict[str, Any], str]]:
+    """The page that searches in results."""
+    return [("results-search", {}, "results-search.html")]
+
+
+def index_results(app: Sphinx) -> None:
+    """Write the index of the search in results."""
+    language, scorer = app.config.language, app.config.html_search_scorer
+    index = IndexBuilder(app.env, language, app.config.html_search_options, scorer)
+    names = sorted(filter(is_result, app.env.found_docs))
+    for name in names:
+        title, page = app.env.titles[name].astext(), app.env.get_doctree(name)
+        index.feed(name, str(app.env.doc2path(name, base=False)), title, page)
+    index.prune(names)  # the environment shares what it has of other pages
+    index._index_entries = {}
+    with Path(app.outdir, "results-index.js").open("w") as file:
+        index.dump(file, app.builder.indexer_format)
+
+
 def finish(app: Sphinx, error: Exception | None) -> None:
     """Lead from the top of the site to its first page; refuse pages that need a network."""
     if error:
         return
+    index_results(app)
     site = Path(app.outdir)
     (site / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">')
     for page in site.rglob("*.html"):
@@ -106,4 +167,6 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_contents)
     app.connect("autodoc-process-signature", without_schemas)
     app.connect("autodoc-skip-member", without_fields)
+    app.connect("doctree-read", fold_overloads)
+    app.connect("html-collect-pages", add_pages)
     app.connect("build-finished", finish)

@@ -11,6 +11,7 @@ import argparse
 import ast
 import inspect
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from docs.make import hosts_layers, machine_fields, paper, readme, reproduced, rule_table
+from docs.make import hosts_layers, machine_fields, paper, readme, regret, reproduced, rule_table
 from ficco.machine import Machine, configs, find
 from ficco.machine.text import parse
 from ficco.tools import cli
@@ -62,10 +63,12 @@ README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
 USER_PAGES = [
     DOCS / f"{name}.md"
     for name in "start operators modules compile attention experts fp8 arriving hosts limits "
-    "troubleshooting migration tuning own-schedules glossary".split()
+    "troubleshooting migration clients/README tuning own-schedules glossary".split()
 ]
 #: Lines that such a page may have.
 USER_LINES = 120
+#: Bytes that the committed files of a folder may have.
+LIMITS = {RESULTS: 6_000_000, ROOT: 12_000_000}
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
 #: Kinds of result files, each of which is written again byte for byte.
@@ -99,17 +102,28 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def unlinked() -> Iterator[str]:
-    """Pages and pictures without a link to them."""
+    """Pages, pictures and results without a link to them or to the page of their bench."""
     linked = {
         (page.parent / link.partition("#")[0]).resolve()
         for page in PAGES
         for link in LINK.findall(page.read_text())
         if not re.match(r"[a-z]+:|#", link)
     }
-    for kind in ("md", "png", "svg"):
-        yield from (
-            f"{one}: no page links it" for one in DOCS.rglob(f"*.{kind}") if one not in linked
-        )
+    for kind in ("md", "png", "svg", "csv", "json", "yaml"):
+        for path in DOCS.rglob(f"*.{kind}"):
+            bench = path.with_name(re.sub(r"(_[a-z]+)?\.(csv|json|yaml)$", ".md", path.name))
+            if not {path, bench, path.with_suffix(".csv")} & linked:
+                yield f"{path}: no page links it"
+
+
+def sizes() -> Iterator[str]:
+    """Results and a checkout that are too large."""
+    files = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "-z"], text=True)
+    tracked = [ROOT / name for name in files.strip("\0").split("\0")]
+    for folder, limit in LIMITS.items():
+        size = sum(path.stat().st_size for path in tracked if path.is_relative_to(folder))
+        if size > limit:
+            yield f"{folder}: required {limit} bytes, got {size}: python -m docs.make.trim"
 
 
 def invented(text: str) -> list[str]:
@@ -353,12 +367,17 @@ def sources() -> Iterator[str]:
                 yield f"docs/api/machine-file.md is wrong about who gives {block}.{key}"
 
 
+def header(path: Path) -> list[str]:
+    """Columns of a CSV file."""
+    return path.read_text().partition("\n")[0].split(",")
+
+
 def result_files() -> Iterator[tuple[Path, Schema]]:
     """Result files of the bench, each with its kind."""
     for path in sorted(RESULTS.glob("*.csv")):
-        columns = set(path.read_text().partition("\n")[0].split(","))
+        columns = {*header(path)}
         for schema in SCHEMAS:
-            required = schema.columns.keys() - schema.later.keys()
+            required = schema.columns.keys() - schema.optional.keys()
             if required <= columns <= schema.columns.keys():
                 yield path, schema
                 break
@@ -369,16 +388,16 @@ def results() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         for path, schema in result_files():
             rows = schema.read(path)
-            columns = path.read_text().partition("\n")[0].split(",")  # older files have fewer
-            again = append(Path(folder, path.name), rows[columns])
+            again = append(Path(folder, path.name), rows[header(path)])
             if again.read_bytes() != path.read_bytes():
                 yield f"{path} is not what is read of it"
             pictures = sorted(RESULTS.glob(f"{path.stem}_*.png"))
             reported = schema in (BENCH, REPLAY) and path.stem not in BY_HAND
-            if reported and path.with_suffix(".md").read_text() != report.report(
-                rows, read_description(path), path.stem, pictures
+            page, about = path.with_suffix(".md"), read_description(path)
+            if reported and regret.measured_part(page.read_text()) != report.report(
+                rows, about, path.stem, pictures
             ):
-                yield f"{path.with_suffix('.md')} is not the report of its rows"
+                yield f"{page} is not the report of its rows"
         paper.write_report(machine("mi300x-8"), Path(folder, "page.md"), "a command")
         simulated = Path("simulated", "mi300x-8.csv")
         if Path(folder, simulated).read_bytes() != (RESULTS / simulated).read_bytes():
@@ -386,9 +405,12 @@ def results() -> Iterator[str]:
     for page in RESULTS.iterdir():
         if page.suffix in (".md", ".json") and (path := ABSOLUTE.search(page.read_text())):
             yield f"{page} names {path[0]}, of the machine that wrote it"
-    for page in RESULTS.glob("*_regret.md"):
-        name, top = page.stem.removesuffix("_regret"), page.read_text().split("## ")[0]
-        date = read_description(RESULTS / f"{name}.csv")["date"]
+    for page in RESULTS.glob("*.md"):
+        _, section, text = page.read_text().partition(f"\n{regret.TITLE}\n")
+        if not section:
+            continue
+        top, name = text.split("### ")[0], page.stem
+        date = read_description(page.with_suffix(".csv"))["date"]
         for words in (
             r"\*\*Recomputed, .*ficco \S+, commit [0-9a-f]{7,}\S*, decided",
             r"`h[12]00-[24]` \(digest [0-9a-f]{10}\)",
@@ -417,7 +439,18 @@ def problems() -> Iterator[str]:
         yield from (f"{page}: there is no {name}" for line in code(page) if (name := unknown(line)))
         yield from names(page)
     for check in (
-        *(unlinked, addresses, variables, forms, modules, reference, tables, sources, results),
+        *(
+            unlinked,
+            sizes,
+            addresses,
+            variables,
+            forms,
+            modules,
+            reference,
+            tables,
+            sources,
+            results,
+        ),
         over_hosts,
     ):
         yield from check()

@@ -2,9 +2,10 @@
 
     python -m docs.make.regret docs/results/measured-h200-4.csv [--machine configs/h200-4.yaml]
 
-Reads the rows of a bench and a machine file, writes figures and Markdown. Nothing is measured: the
-schedule that ``auto`` takes is decided anew from the machine file, and its time is the time of the
-same schedule in the bench. The report names the version of ficco that decided.
+Reads the rows of a bench and a machine file, and writes the last section of the bench's page.
+Nothing is measured: the schedule that ``auto`` takes is decided anew from the machine file, and its
+time is the time of the same schedule in the bench. The section names the version of ficco that
+decided.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ SERIAL = Schedule.parse("serial")
 
 #: A schedule that is so near to the best counts as the best.
 NEAR = 0.02
+
+#: Heading of the section.
+TITLE = "## What `auto` loses, recomputed"
 
 
 @dataclass(frozen=True)
@@ -192,13 +196,13 @@ def table(regrets_found: Sequence[Regret]) -> str:
 
 
 def report(rows: pd.DataFrame, machine: Machine, name: str, date: str = "") -> str:
-    """Regret of all modes as Markdown.
+    """Regret of all modes as a section of a page.
 
     Args:
         name: of the bench's files.
         date: when the bench was measured, as its description has it.
     """
-    parts = [f"# {name}: what `auto` loses", _decided(machine, name, date), ABOUT]
+    parts = [TITLE, _decided(machine, name, date), ABOUT]
     by_mode: dict[tuple[str, str], list[Regret | None]] = {}
     for operator, mine in by_operator(rows):
         for mode, one in regrets(mine, machine):
@@ -212,7 +216,7 @@ def report(rows: pd.DataFrame, machine: Machine, name: str, date: str = "") -> s
     for (operator, mode), every in by_mode.items():
         known = [one for one in every if one]
         heading = f"{operator}, {mode}" if several else mode.capitalize()
-        parts.append(f"## {heading}: {MODE_WORDS[mode]}")
+        parts.append(f"### {heading}: {MODE_WORDS[mode]}")
         if known:
             parts += [summary(known, len(every) - len(known)), table(known)]
         else:
@@ -232,10 +236,15 @@ def _decided(machine: Machine, name: str, date: str) -> str:
     )
 
 
+def measured_part(page: str) -> str:
+    """The page of a bench without this section."""
+    return page.partition(f"\n{TITLE}\n")[0]
+
+
 DECIDED = (
     "**Recomputed, not measured:** {ficco} decided anew, by the description `{machine}` (digest "
     "{digest}); the times are those of [`{bench}.csv`]({bench}.csv){date}. What `auto` took "
-    "in that run, where it was timed, is in the columns `auto` of [the report]({bench}.md)."
+    "in that run, where it was timed, is in the columns `auto` above."
 )
 
 ABOUT = (
@@ -257,8 +266,9 @@ def main(words: Sequence[str]) -> None:
     machine = find(arguments.machine, fingerprint) or (nearest(fingerprint) if ranks else None)
     if machine is None:
         raise ValueError(f"--machine: required, since no file describes {ranks} ranks of {device}")
-    path = arguments.csv.with_name(f"{arguments.csv.stem}_regret.md")
-    path.write_text(report(rows, machine, arguments.csv.stem, str(about.get("date", ""))))
+    path = arguments.csv.with_suffix(".md")
+    section = report(rows, machine, arguments.csv.stem, str(about.get("date", "")))
+    path.write_text(measured_part(path.read_text()) + f"\n{section}")
     print(f"wrote {path}")
 
 

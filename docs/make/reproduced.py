@@ -17,7 +17,7 @@ import pandas as pd
 
 from docs.make.paper import STUDIED_2D
 from docs.make.readme import put_between
-from docs.make.regret import NEAR, by_plan, plain
+from docs.make.regret import NEAR, TITLE, by_plan, plain
 from ficco.heuristics import rule
 from ficco.machine import find
 from ficco.problems.products import Problem
@@ -43,8 +43,8 @@ STUDIED_ROLES = {
 }
 STUDIED = tuple(STUDIED_ROLES.values())
 
-#: The line about the paper's rule on a page of regrets, and the heading above the line.
-HEADING = re.compile(r"^## (?:(\w+), )?(queued|idle): ", re.MULTILINE | re.IGNORECASE)
+#: The line about the paper's rule in a section of regrets, and the heading above the line.
+HEADING = re.compile(r"^### (?:(\w+), )?(queued|idle): ", re.MULTILINE | re.IGNORECASE)
 RULE = re.compile(r"the paper's rule alone \((\d+) shapes\) \| (\d+)% right(?:, ([\d.]+)% lost)?")
 
 
@@ -60,10 +60,12 @@ class Ruled(NamedTuple):
 
 
 def ruled() -> Iterator[Ruled]:
-    """Outcomes on the committed pages of regrets."""
-    for page in sorted(RESULTS.glob("*_regret.md")):
-        name, text = page.stem.removesuffix("_regret"), page.read_text()
-        only = BENCH.read(RESULTS / f"{name}.csv")["operator"].iloc[0]
+    """Outcomes in the committed sections of regrets."""
+    for page in sorted(RESULTS.glob("*.md")):
+        name, (_, section, text) = page.stem, page.read_text().partition(TITLE)
+        if not section:
+            continue
+        only = BENCH.read(page.with_suffix(".csv"))["operator"].iloc[0]
         heads = list(HEADING.finditer(text))
         for head, after in zip(heads, [*heads[1:], None], strict=True):
             part = text[head.end() : after.start() if after else None]
@@ -131,7 +133,7 @@ def rule_table() -> str:
         cells.setdefault((one.bench, one.operator), {})[one.mode] = one
     rows = [
         [
-            f"[{bench}](results/{bench}_regret.md)",
+            f"[{bench}](results/{bench}.md#what-auto-loses-recomputed)",
             f"`{operator}`",
             modes["queued"].shapes,
             *(cell for mode in ("queued", "idle") for cell in _cells(modes[mode])),

@@ -42,11 +42,11 @@ class Schema:
 
     Attributes:
         columns: their types, in the order of the file.
-        later: values of columns that older files do not have.
+        optional: values of columns that a file may lack, since it is older or trimmed.
     """
 
     columns: Mapping[str, type]
-    later: Mapping[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, Any] = field(default_factory=dict)
 
     def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         """A frame of rows. Columns that a row does not have get their default.
@@ -68,12 +68,12 @@ class Schema:
         Raises:
             ConfigError: the file cannot be read, or is not of this kind.
         """
-        rows = read_text(path, [name for name in self.columns if name not in self.later])
+        rows = read_text(path, [name for name in self.columns if name not in self.optional])
         for name, kind in self.columns.items():
             if name in rows:
                 rows[name] = _parsed(path, rows[name], kind)
             else:
-                rows[name] = self.later[name]
+                rows[name] = self.optional[name]
         return rows[list(self.columns)]
 
 
@@ -168,12 +168,13 @@ BENCH = Schema(
     | _STATUS
     | _SPREAD
     | _columns(float, "speedup share efficiency vs_pytorch vs_queued host_us extra_bytes error"),
-    later={"operator": "all_gather_matmul", "error": math.nan},  # the first operator of all
+    {"operator": "all_gather_matmul", "label": ""}  # older files have one operator
+    | dict.fromkeys(("ms_low", "ms_high", "vs_queued", "error"), math.nan),
 )
 
 #: Columns of a replay. off_us: largest deviation in microseconds of a peer's signal from its
 #: planned time; median over the rounds.
-REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.later, "off_us": math.nan})
+REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.optional, "off_us": math.nan})
 
 #: One way of one layer in one mode; sizes as in :class:`ficco.tools.bench.layers.Layer`.
 #:
@@ -216,8 +217,7 @@ ATTENTION = Schema(
     | _WAY
 )
 
-#: A loss by cutting or contention, as in docs/results; sizes are 0 where only communication is
-#: measured.
+#: A loss by cutting or contention; sizes are 0 where only communication is measured.
 #:
 #: nbytes: of a shard that is communicated. cut: ``rows`` or ``columns`` of A. parts: of the product
 #: or the shard. alone_ms, ms: medians of the whole and of the parts, or without and under
