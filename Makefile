@@ -7,7 +7,7 @@ export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest test-newest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,15 +48,15 @@ test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 	PYTHON=$(PYTHON) tests/environments/install.sh clients-vllm
 	build/clients-vllm/bin/python -m pytest -m clients tests/clients/test_vllm.py
 
-# The oldest of both that pyproject.toml allows, where this machine has that Python.
-OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # What PyTorch 2.6 itself lacks is skipped: docs/versions.md has it.
-OLDEST := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py \
+ENDS := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py \
   attention.py packed.py ulysses.py projections.py experts.py modes.py) tests/faults/test_board.py tests/contract
 
 test-oldest: ## Run the contract, attention, experts, layers, styles and passes on PyTorch 2.6, in an environment of its own (5 GB)
-	PYTHON=$(OLDEST_PYTHON) tests/environments/install.sh oldest
-	build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(OLDEST)
+test-newest: ## Run the same on PyTorch 2.14, in an environment of its own (6 GB)
+test-oldest test-newest: test-%:
+	PYTHON=$(PYTHON) tests/environments/install.sh $*
+	build/$*/bin/python -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(ENDS)
 
 docs: .venv/.docs ## Check what the pages say, build the documentation into build/site/; a warning is an error
 	$(PY) -m docs.make.check
