@@ -1,13 +1,15 @@
 # Each target sets up .venv by itself. PYTHON names the interpreter to start from.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Where PYTHON has no torch of its own.
+TORCH := torch==2.13.0
 
 # An active .venv must not be the one to rebuild itself.
 export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest test-newest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest test-newest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -131,6 +133,9 @@ format: .venv/.ready ## Fix style and format
 build: .venv/.ready ## Build the sdist and the wheel into dist/
 	$(PY) -m build --no-isolation
 
+release: .venv/.ready ## Check and build a release, try its wheel in a clean environment, print the commands to publish it
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/release
+
 clean: ## Remove .venv, builds and caches
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find ficco tests -name __pycache__ -prune -exec rm -rf {} +
@@ -149,7 +154,7 @@ clean: ## Remove .venv, builds and caches
 	else \
 	  echo "setting up .venv with torch from the package index" && \
 	  $(PYTHON) -m venv .venv && \
-	  $(PY) -m pip install -q torch==2.13.0; \
+	  $(PY) -m pip install -q $(TORCH); \
 	fi
 	@$(PY) -m pip install -q -e ".[dev]"
 	@touch $@
