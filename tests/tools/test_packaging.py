@@ -244,6 +244,7 @@ def test_importing_has_no_side_effect() -> None:
 
 def test_declared_requirements() -> None:
     """The tests run on a declared Python, and the runtime needs three packages."""
+    assert f"\nversion: {ficco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     text = (ROOT / "pyproject.toml").read_text()
     assert f"Python :: {sysconfig.get_python_version()}" in text
     assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', text, re.M)
