@@ -1,13 +1,15 @@
 # Each target sets up .venv by itself. PYTHON names the interpreter to start from.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Where PYTHON has no torch of its own.
+TORCH := torch==2.13.0
 
 # An active .venv must not be the one to rebuild itself.
 export PATH := $(subst $(CURDIR)/.venv/bin:,,$(PATH))
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build clean
+.PHONY: help demo quick test test-slow soak test-clients test-titan test-vllm test-oldest test-newest docs speed test-gpu gpu gpu-tests gpu-memory gpu-bench gpu-replay gpu-hip bench readme lint format build release clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,15 +50,15 @@ test-vllm: ## Run ficco inside vLLM, in an environment of its own (3 GB)
 	PYTHON=$(PYTHON) tests/environments/install.sh clients-vllm
 	build/clients-vllm/bin/python -m pytest -m clients tests/clients/test_vllm.py
 
-# The oldest of both that pyproject.toml allows, where this machine has that Python.
-OLDEST_PYTHON ?= $(shell python3.10 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 # What PyTorch 2.6 itself lacks is skipped: docs/versions.md has it.
-OLDEST := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py \
+ENDS := $(addprefix tests/test_,all_gather_matmul.py operators.py gradients.py nn.py changed_layers.py passes.py library.py \
   attention.py packed.py ulysses.py projections.py experts.py modes.py) tests/faults/test_board.py tests/contract
 
 test-oldest: ## Run the contract, attention, experts, layers, styles and passes on PyTorch 2.6, in an environment of its own (5 GB)
-	PYTHON=$(OLDEST_PYTHON) tests/environments/install.sh oldest
-	build/oldest/bin/python -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(OLDEST)
+test-newest: ## Run the same on PyTorch 2.14, in an environment of its own (6 GB)
+test-oldest test-newest: test-%:
+	PYTHON=$(PYTHON) tests/environments/install.sh $*
+	build/$*/bin/python -m pytest -q -m "not slow and not gpu and not multigpu" -n 2 $(ENDS)
 
 docs: .venv/.docs ## Check what the pages say, build the documentation into build/site/; a warning is an error
 	$(PY) -m docs.make.check
@@ -131,6 +133,9 @@ format: .venv/.ready ## Fix style and format
 build: .venv/.ready ## Build the sdist and the wheel into dist/
 	$(PY) -m build --no-isolation
 
+release: .venv/.ready ## Check and build a release, try its wheel in a clean environment, print the commands to publish it
+	PYTHON=$(PYTHON) TORCH=$(TORCH) .ci/release
+
 clean: ## Remove .venv, builds and caches
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find ficco tests -name __pycache__ -prune -exec rm -rf {} +
@@ -149,7 +154,7 @@ clean: ## Remove .venv, builds and caches
 	else \
 	  echo "setting up .venv with torch from the package index" && \
 	  $(PYTHON) -m venv .venv && \
-	  $(PY) -m pip install -q torch==2.13.0; \
+	  $(PY) -m pip install -q $(TORCH); \
 	fi
 	@$(PY) -m pip install -q -e ".[dev]"
 	@touch $@

@@ -48,13 +48,8 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed._symmetric_memory",
-        "torch.distributed.tensor.parallel",
-        "ficco",
-        "pytest",
-        "hypothesis",
+        *("torch", "torch._dynamo", "torch.distributed._symmetric_memory"),
+        *("torch.distributed.tensor.parallel", "ficco", "pytest", "hypothesis"),
         # Where PyTorch has GPUs, this initializes them, and no fork can use one.
         *(() if torch.backends.cuda.is_built() else ("torch._inductor.compile_fx",)),
         "datasets",  # of torchtitan, in the environment of clients

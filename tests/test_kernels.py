@@ -1200,6 +1200,25 @@ def test_damaged_is_compiled_anew(
     assert first.calls == 2 and path.read_bytes() == whole
 
 
+def test_kernels_that_others_may_write_are_compiled_anew(
+    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Counted()
+    finders(first)
+    image = build.compiled(TARGET, tmp_path / "kernels")
+    (path,) = (tmp_path / "kernels").iterdir()
+    assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    changes = [lambda: path.chmod(0o602), lambda: path.chmod(0o620)]
+    if os.geteuid() == 0:
+        changes.append(lambda: os.chown(path, 65534, -1))
+    for calls, change in enumerate(changes, 2):
+        monkeypatch.setattr(warn, "_warned", set())
+        change()
+        with pytest.warns(UserWarning, match="other users may write it"):
+            assert build.compiled(TARGET, path.parent) == image
+        assert (first.calls, path.stat().st_uid) == (calls, os.geteuid())
+
+
 def test_cache_that_cannot_be_written(
     finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

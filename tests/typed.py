@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from typing import assert_type
+
 import torch
-from typing_extensions import assert_type
 
 import ficco
 

@@ -74,9 +74,8 @@ def source() -> str:
 
 
 def _cache_dir() -> Path:
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
+    default = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
+    return Path(os.environ.get(FOLDER_VARIABLE) or default)
 
 
 def compiled(target: Target, folder: Path | None = None, text: str | None = None) -> bytes:
@@ -91,8 +90,7 @@ def compiled(target: Target, folder: Path | None = None, text: str | None = None
     """
     folder = folder or _cache_dir() / "kernels"
     text = text or source()
-    failure = None
-    missing = []
+    failure, missing = None, []
     for finder in FINDERS[target.vendor]:
         try:
             compiler = finder()
@@ -100,8 +98,7 @@ def compiled(target: Target, folder: Path | None = None, text: str | None = None
             missing.append(str(error))
             continue
         path = folder / f"{_name(text, target, compiler)}.bin"
-        image = _load(path)
-        if image is not None:
+        if image := _load(path):
             return image
         try:
             image = compiler.run(text, target.arch)
@@ -133,17 +130,21 @@ def can_compile(vendor: str) -> bool:
 
 
 def _name(text: str, target: Target, compiler: Compiler) -> str:
-    parts = (text, target.vendor, target.arch, compiler.name, compiler.version)
-    digest = hashlib.sha256("\0".join((*parts, *NVCC, *CLANG)).encode()).hexdigest()
+    parts = (text, target.vendor, target.arch, compiler.name, compiler.version, *NVCC, *CLANG)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     arch = "".join(c if c.isalnum() or c in "_+-" else "." for c in target.arch)
     return f"{target.vendor}-{arch}-{digest[:24]}"
 
 
 def _load(path: Path) -> bytes | None:
-    """A binary from the cache; None if there is none or it is damaged."""
+    """A binary from the cache; None if there is none, it is damaged, or others may write it."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            status, data = os.fstat(file.fileno()), file.read()
     except OSError:
+        return None
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        warn_once(f"a compiled kernel is not used, since other users may write it: {path}")
         return None
     image = data[len(MAGIC) + hashlib.sha256().digest_size :]
     return image if image and data == _with_header(image) else None
@@ -156,7 +157,7 @@ def _with_header(image: bytes) -> bytes:
 def _save(path: Path, image: bytes) -> None:
     """Cache a binary atomically: other processes see all of it or nothing."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -269,8 +270,9 @@ def _run_time_compiler(
     try:
         # Some series of a binding make the module an attribute of its package alone.
         package, _, module = binding.rpartition(".")
-        api: Any = getattr(importlib.import_module(package), module, None)
-        api = api or importlib.import_module(binding)
+        api: Any = getattr(
+            importlib.import_module(package), module, None
+        ) or importlib.import_module(binding)
         status, major, minor = getattr(api, f"{name}Version")()
     except (ImportError, RuntimeError, OSError) as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,6 @@ from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.schedules import Schedule
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True)

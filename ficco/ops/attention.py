@@ -549,8 +549,9 @@ def behind_sdpa(
 
 _MULTI_HEAD = signature(functional.multi_head_attention_forward)
 
-#: The function that records non-reentrant calls of ``torch.utils.checkpoint``.
+#: The function that records non-reentrant calls of ``checkpoint``; ``_impl`` since 2.14.
 _RECOMPUTES = "_checkpoint_without_reentrant_generator"
+_RECOMPUTES += "_impl" if hasattr(checkpoint, f"{_RECOMPUTES}_impl") else ""
 
 
 def _within(block: Callable[[], Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,8 +66,7 @@ def refuse_derivatives(vmap: bool = True) -> None:
         vmap: whether ``torch.func.vmap`` is served, as by operators of ``torch.library``.
 
     Raises:
-        NotImplementedError: inside ``torch.func.grad`` or a transform built on it, or inside
-            ``vmap`` unless it is served.
+        NotImplementedError: in derivatives of ``torch.func``, or in ``vmap`` if not served.
     """
     if torch.compiler.is_compiling():
         return
@@ -101,8 +100,7 @@ def refuse_other_modes(*operands: torch.Tensor) -> None:
 
 
 def refuse_unserved(operands: Mapping[str, torch.Tensor], vmap: bool = False) -> None:
-    """Refuse operands and transforms that layers do not serve: see :func:`refuse_derivatives`,
-    :func:`refuse_other_modes` and :func:`refuse_sharded`."""
+    """Refuse operands and transforms that layers do not serve, by the functions that it calls."""
     refuse_derivatives(vmap)
     refuse_other_modes(*operands.values())
     refuse_sharded(**operands)
@@ -113,9 +111,10 @@ def refuse_sharded(**operands: torch.Tensor) -> None:
     for name, operand in operands.items():
         # Detected by an attribute: importing DTensor takes longer than importing ficco.
         if hasattr(operand, "placements"):
+            # The compiler of PyTorch 2.14 cannot format them.
+            layout = "" if torch.compiler.is_compiling() else f" with {operand.placements}"
             raise ValueError(
-                f"{name}: required a plain tensor, got a DTensor with {operand.placements}; pass "
-                f"{name}.to_local()"
+                f"{name}: required a plain tensor, got a DTensor{layout}; pass {name}.to_local()"
             )
 
 

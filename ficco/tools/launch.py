@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -81,11 +82,7 @@ def ranks_of_a_host(ranks: int) -> int:
 
 
 def _number(variable: str) -> int:
-    """The number in an environment variable of a launcher.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
+    """The number in an environment variable of a launcher; ``ConfigError`` if it is none."""
     text = os.environ[variable]
     if not text.isdecimal():
         raise ConfigError(variable, text, "required a number, as torchrun sets it")
@@ -146,8 +143,12 @@ def launch(
             raise RankFailed(rank, type(error).__name__, str(error), details) from error
     import torch.distributed as dist
 
-    # This process hosts the store, so that it outlives any rank that fails.
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    # This process hosts the store, so that it outlives any rank that fails. A socket of the store's
+    # own would listen on all interfaces; with libuv PyTorch 2.6 takes no other socket.
+    server = socket.create_server(("127.0.0.1", 0))
+    how: dict[str, Any] = {"wait_for_workers": False, "use_libuv": False}
+    at = server.getsockname()
+    store = dist.TCPStore(*at, None, True, master_listen_fd=server.detach(), **how)
     # Ranks are forks of a process that has imported torch but uses no device: they start in
     # milliseconds and can use any device.
     context = multiprocessing.get_context("forkserver")
@@ -358,6 +359,5 @@ def _group(
         ficco.close()
         dist.destroy_process_group()
     finally:
-        # After an exception the group is not destroyed: that would wait for peers, which may be
-        # gone.
+        # After an exception the group stays: destroy_process_group would wait for lost peers.
         faulthandler.cancel_dump_traceback_later()

@@ -29,19 +29,8 @@ HIDDEN, WIDE, SEQUENCE, RANK, STEPS = 32, 64, 8, 2, 3
 LAYERS = ("layers", "gather_once", "ulysses", "styles")
 GROUPS = ("default", "pair", "mesh")
 WRAPPERS = (
-    "none",
-    "forward hook",
-    "pre-hook",
-    "parametrization",
-    "fully_shard",
-    "adapter",
-    "peft",
-    "int8",
-    "float8",
-    "torchao float8",
-    "checkpoint",
-    "reentrant checkpoint",
-    "compile",
+    *("none", "forward hook", "pre-hook", "parametrization", "fully_shard", "adapter", "peft"),
+    *("int8", "float8", "torchao float8", "checkpoint", "reentrant checkpoint", "compile"),
 )
 TRAINERS = ("SGD", "AdamW", "scaler", "accumulation")
 

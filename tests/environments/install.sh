@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environments of `make test-clients`, `make test-titan`, `make test-vllm` and `make test-oldest`, by name,
+# Makes the environments of `make test-clients`, `test-titan`, `test-vllm`, `test-oldest` and `test-newest`, by name,
 # from the pinned lists beside this script. vLLM has one of its own: it wants an older Transformers, and takes 3 GB. Ends
 # with an error where anything is missing.
 set -euo pipefail

@@ -35,6 +35,16 @@ def _fail(how: str) -> None:
     dist.barrier()
 
 
+def _listeners() -> list[str]:
+    """Addresses at which the store of the ranks can be reached, in the kernel's notation."""
+    store = dist.distributed_c10d._get_default_store()
+    while not hasattr(store, "port"):
+        store = store.underlying_store
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+    ends = [line[1].split(":") for line in lines if line[3] == "0A"]  # the state LISTEN
+    return [address for address, port in ends if int(port, 16) == store.port]
+
+
 def _runs(process: str) -> bool:
     try:
         return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -54,6 +64,10 @@ def _within(seconds: float, true: Callable[[], bool]) -> bool:
     while not true() and time.monotonic() < end:
         time.sleep(0.02)
     return true()
+
+
+def test_the_store_is_reached_from_this_machine_only() -> None:
+    assert launch(_listeners, 2) == ["0100007F"]
 
 
 def test_ranks_that_do_not_end_are_waited_for_together(

@@ -57,11 +57,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # pip of this interpreter installs into the other: nothing is downloaded.
     install = ["-m", "pip", "--python", str(executable), "install", "--no-deps", "--no-index"]
     python(*install, "--disable-pip-version-check", "-q", str(wheel))
-    site = Path(
-        python(
-            "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", executable=executable
-        ).strip()
-    )
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(python("-c", purelib, executable=executable).strip())
     assert site.is_relative_to(folder)
     # Behind its own packages: those of this environment, and of the one below it.
     paths = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
@@ -86,7 +83,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "ficco = ficco.tools.cli:main" in entry
     assert re.search(r"^Requires-Dist: torch", metadata, re.M)
-    assert re.search(r"^Requires-Python: .*3\.10", metadata, re.M)
+    assert re.search(r"^Requires-Python: >=3\.11$", metadata, re.M)
     for extra in ("bench", "cuda", "hip", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
     assert "Description-Content-Type: text/markdown" in metadata
@@ -223,25 +220,11 @@ SIDE_EFFECTS = {
 #: Modules that cost time or touch a device; whoever needs one imports it on first use. PyTorch's
 #: FLOP counter is none of them, though it imports Triton where that is installed: 0.06 to 0.14 s.
 HEAVY = (
-    "pandas",
-    "matplotlib",
-    "rich",
-    "yaml",
-    "torch.distributed._symmetric_memory",
-    "torch._dynamo",
-    "torch._inductor",
-    "cuda",
-    "hip",
-    "pytest",
-    "ficco.tools.cli",
-    "ficco.tools.doctor",
-    "ficco.tools.bench",
-    "ficco.dma.cuda_driver",
-    "ficco.dma.gpu",
-    "ficco.dma.hip_api",
-    "ficco.dma.hip_driver",
-    "ficco.hip_kernels",
-)
+    "pandas matplotlib rich yaml torch.distributed._symmetric_memory torch._dynamo "
+    "torch._inductor cuda hip pytest ficco.tools.cli ficco.tools.doctor ficco.tools.bench "
+    "ficco.dma.cuda_driver ficco.dma.gpu ficco.dma.hip_api ficco.dma.hip_driver "
+    "ficco.hip_kernels"
+).split()
 
 
 def test_importing_has_no_side_effect() -> None:
@@ -259,10 +242,12 @@ def test_importing_has_no_side_effect() -> None:
     assert "ficco.ops.operators" in modules.split()
 
 
-def test_this_interpreter_is_supported() -> None:
-    """The tests run on a Python that the package says it supports."""
+def test_declared_requirements() -> None:
+    """The tests run on a declared Python, and the runtime needs three packages."""
+    assert f"\nversion: {ficco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     text = (ROOT / "pyproject.toml").read_text()
     assert f"Python :: {sysconfig.get_python_version()}" in text
+    assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', text, re.M)
 
 
 #: Runs when an interpreter starts, those of ranks included: the extra cannot be imported.
@@ -347,6 +332,24 @@ def test_what_needs_the_extra_says_how_to_install_it(
     assert 'pip install "ficco[bench]"' in line
 
 
-def test_the_runtime_needs_three_packages() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', text, re.M)
+RELEASE = ROOT / ".ci" / "release"
+
+
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ("", "No rule to make target 'lint'.  Stop."),  # nothing is refused
+        ("sed -i s/0.1.0/0.2.0/ pyproject.toml", "a section for 0.2.0 in CHANGELOG.md, got none"),
+        ("touch new", "required a clean tree, got changes: git status lists them"),
+        ("git tag v0.1.0", "required a new version, got 0.1.0, which has a tag"),
+    ],
+)
+def test_release_refuses(changes: str, end: str, tmp_path: Path) -> None:
+    script = f"""
+    mkdir .ci && cp {RELEASE} .ci && echo 'version = "0.1.0"' > pyproject.toml
+    echo '## [0.1.0]' > CHANGELOG.md && git init -q . && git add . &&
+    git -c user.name=a -c user.email=a@example.org commit -qm one && {{ {changes or "true"}; }}
+    """
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, timeout=60)
+    done = subprocess.run([".ci/release"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode and end in done.stderr.splitlines()[-1], done.stderr

@@ -119,38 +119,15 @@ LAYERS = (
 )
 
 #: What the pure units do not import, not even inside a function or for a type.
-IMPURE_MODULES = {
-    "torch",
-    "time",
-    "datetime",
-    "threading",
-    "multiprocessing",
-    "concurrent",
-    "asyncio",
-    "subprocess",
-    "socket",
-    "signal",
-    "ctypes",
-    "mmap",
-    "random",
-    "secrets",
-    "tempfile",
-    "cuda",
-    "hip",
-    "triton",
-}
+IMPURE_MODULES = set(
+    (
+        "torch time datetime threading multiprocessing concurrent asyncio subprocess socket "
+        "signal ctypes mmap random secrets tempfile cuda hip triton"
+    ).split()
+)
 
 #: Packages that ficco serves from inside.
-CLIENTS = {
-    "accelerate",
-    "lightning",
-    "megatron",
-    "peft",
-    "spmd_types",
-    "torchtitan",
-    "transformers",
-    "vllm",
-}
+CLIENTS = set("accelerate lightning megatron peft spmd_types torchtitan transformers vllm".split())
 
 #: Names of vendors and of their libraries, as words in code; prose may say them. "cuda" is
 #: PyTorch's name for a GPU of any vendor, "nccl" for the vendor's collectives on any of them.

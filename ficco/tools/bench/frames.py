@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
     """Describe a run: date, command, commit, device, ranks and versions."""
     here = [one["name"] for one in doctor.devices() if one["kind"].startswith(device)]
     return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command,
         "commit": commit(),
         "device": " and ".join(dict.fromkeys(here)),

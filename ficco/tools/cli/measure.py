@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -237,7 +237,7 @@ def named(subject: str, device: str, ranks: int) -> str:
     kind = next(one["name"] for one in doctor.devices() if one["kind"].startswith(device))
     machine = f"{ranks}x {kind}" if device == "cuda" else f"{ranks} cpu ranks"
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
-    return f"{subject}_{machine}_{datetime.now(timezone.utc):%Y-%m-%d}"
+    return f"{subject}_{machine}_{datetime.now(UTC):%Y-%m-%d}"
 
 
 def fresh(folder: Path, name: str) -> Path:

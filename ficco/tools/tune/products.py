@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -150,7 +150,7 @@ def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Ma
     effort = replace(quick, seconds={**quick.seconds, **times})
 
     def source(kind: str, note: str) -> Provenance:
-        return Provenance(kind, f"{datetime.now(timezone.utc):%Y-%m-%d}", note=note)
+        return Provenance(kind, f"{datetime.now(UTC):%Y-%m-%d}", note=note)
 
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))

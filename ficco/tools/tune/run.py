@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -252,7 +252,7 @@ class _TuningRun:
         self.device = local_device(settings.device)
         self.hosts = hosts_of(self.group, TIMEOUT_S, "tune")
         self.here = fingerprint(settings.device, self.hosts.near.size())
-        self.date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        self.date = datetime.now(UTC).strftime("%Y-%m-%d")
         self.console = Console(stderr=True, quiet=self.rank != 0)
 
     def run(self) -> Outcome:
