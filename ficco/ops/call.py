@@ -21,7 +21,7 @@ from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
 from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import ALIGNMENT
@@ -55,7 +55,7 @@ def run(
     """
     rows = rows if rows is None else frozen(rows)
     request = schedule, rows, return_gathered, out, purpose, scales, transposed
-    call = invoke(group, ProductCall(operator, a, b, *request), a, LEFT[operator])
+    call = invoke(group, ProductCall(operator, a, b, *request), a, LEFT[operator], current())
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 
 

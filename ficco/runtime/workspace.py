@@ -677,11 +677,17 @@ def begin(
     return cached, call
 
 
-def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, name: str) -> Call:
+def invoke(
+    group: ProcessGroup,
+    invocation: Invocation,
+    operand: torch.Tensor,
+    name: str,
+    options: Options,
+) -> Call:
     """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
 
-    ``operand``: decides the device. ``name``: of this operand, for errors."""
-    options = current()
+    ``operand``: decides the device. ``name``: of this operand, for errors. ``options``: those in
+    force at the call."""
     workspace = workspace_for(group, operand, name, invocation.operator, options)
     try:
         cached, call = begin(workspace, invocation, options)
