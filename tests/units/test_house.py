@@ -23,18 +23,18 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7165, 4000),
+    "dma": (7215, 4025),
     "heuristics": (1590, 720),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1450, 640),
     "nn": (2140, 1010),
-    "ops": (5930, 2750),
+    "ops": (5970, 2765),
     "passes": (1920, 1140),
     "plan": (1005, 490),
     "problems": (2430, 1100),
     "proof": (1790, 1235),
-    "runtime": (1720, 1010),
+    "runtime": (1765, 1025),
     "schedules": (4820, 2895),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40971
+LINES_OF_TESTS = 41060
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
