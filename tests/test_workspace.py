@@ -22,6 +22,7 @@ from test_faults import everyone
 import ficco
 from ficco.compute.program import Program, Slot
 from ficco.errors import FiccoError
+from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.runtime import workspace as workspaces
@@ -73,6 +74,7 @@ def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
     found = Workspace.__new__(Workspace)
     watchdog, kept = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
     found.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
+    found.repeated = {}
     found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], **more})
     return found
 
@@ -164,6 +166,7 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
         made[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
     for name, cached in made.items():
         workspace.keep(name, cached)
+        workspace.remember(name, cached, Options())
     # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
@@ -171,6 +174,12 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     left = [made[name].programs[id(slot)] for name in ("often", "new", "newer")]
     assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
+    assert list(workspace.repeated) == ["newer"], "a kind without memory could be called"
+    workspace.remember("other strides", made["newer"], Options())
+    workspace.remember("others", made["newer"], Options())
+    workspace.remember("many strides", made["newer"], Options())
+    workspace.remember("too many", made["newer"], Options())
+    assert list(workspace.repeated) == ["too many"]
 
 
 def _in_child(fn: Any) -> Any:

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 #: Seconds after which a waiting lane checks for failures of other lanes, the timeout and
 #: :attr:`Engine.interrupt`.
 SLICE_S = 0.02
+SLICE = timedelta(seconds=SLICE_S)
 #: Seconds that closing the engine waits for a lane.
 JOIN_S = 1.0
 
@@ -179,6 +180,18 @@ class CallState:
         self.arrived[gate].set()
 
 
+class SoleLane:
+    """State of a call that runs on the caller's thread alone: see :class:`CallState`."""
+
+    __slots__ = ("timeout_s",)
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def check(self) -> None:
+        """No other lane can fail."""
+
+
 class Lane:
     """A thread that runs the operations of one lane, call after call."""
 
@@ -217,8 +230,9 @@ COUNT_BYTES = 64
 
 def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -> Op:
     """The exchange of a step. ``memory`` holds the number of collectives each rank has started."""
-    plan, group = program.plan, engine.group
-    counts = [part.view(torch.int64) for part in memory.parts]
+    group, exchange = engine.group, collectives.LibraryExchange(program.plan, step, engine.group)
+    # Arrays: PyTorch takes microseconds to add to an element.
+    counts = [part.view(torch.int64).numpy() for part in memory.parts]
     mine, pids = counts[engine.rank], memory.pids
     peers = [peer for peer in range(engine.world) if peer != engine.rank and pids[peer]]
 
@@ -235,7 +249,7 @@ def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -
         # The library's own timeout, which stays in force after the call has failed.
         timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
         try:
-            for start in collectives.starts(plan, step, group, call.tensors, timeout):
+            for start in exchange.starts(call.tensors, timeout):
                 collect(engine, program, call, step, missing, start)
         except BaseException:
             _out_of_step.add(group)
@@ -253,7 +267,7 @@ def collect(
     start: collectives.Start,
 ) -> None:
     """Run a collective, or raise an error that names the missing rank."""
-    state: CallState = call.state
+    state: CallState | SoleLane = call.state
     patience = Patience()
 
     def timeout(seconds: float) -> SignalTimeout:
@@ -268,7 +282,7 @@ def collect(
                 work = work or start()
                 if work is not None:
                     failed = work.is_completed()
-                    work.wait(timedelta(seconds=SLICE_S))
+                    work.wait(SLICE)
                 return
             except RuntimeError as error:
                 state.check()
@@ -619,8 +633,17 @@ class CpuEngine(Engine):
     # Running.
 
     def execute(self, program: Program, call: Call) -> None:
+        if program.plan.collective and "stamped" not in program.state:
+            return self._alone(program, call)
         self._begin(program, call)
         self._end(program, call)
+
+    def _alone(self, program: Program, call: Call) -> None:
+        """Run a call of one lane without the means by which lanes stop each other."""
+        call.state = SoleLane(self.timeout_s)
+        for _, op in program.ops:
+            op(call)
+        self.interrupt()  # as in `_end`
 
     @contextmanager
     def around(self, program: Program, call: Call) -> Iterator[None]:
@@ -738,6 +761,7 @@ class CpuEngine(Engine):
                 raise state.error
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:
+        program.state["stamped"] = True
         if end and program.plan.steps[step].op == "network":
             return lambda call: None  # the lane that receives stamps it
         return lambda call: call.state.stamps.append((step, end, time.perf_counter()))

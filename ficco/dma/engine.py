@@ -277,11 +277,12 @@ class Engine(ABC):
 
     def collective(self, program: Program, step: int) -> Op:
         """The group library's collective, for the whole exchange of a Plan."""
-        plan, group, name = program.plan, self.group, program.plan.steps[step].label
+        group, name = self.group, program.plan.steps[step].label
+        exchange = collectives.LibraryExchange(program.plan, step, group)
 
         def op(call: Call) -> None:
             try:
-                for start in collectives.starts(plan, step, group, call.tensors):
+                for start in exchange.starts(call.tensors):
                     if (work := start()) is not None:
                         work.wait()
             except RuntimeError as error:
@@ -372,6 +373,10 @@ class Engine(ABC):
     def capturing(self) -> int:
         """Identifier of the current graph capture, 0 outside of captures."""
         return 0
+
+    def in_capture(self) -> bool:
+        """Whether the caller's work is captured in a graph, be this supported or not."""
+        return False
 
     def synchronize(self) -> None:
         """Wait until every call of this rank is complete."""

@@ -218,6 +218,9 @@ class WatchedEngine(StreamEngine):
         self._states: set[SlotState] = set()
         self._read_buffer = 0, 0  # pinned memory for words: address and number of words
 
+    def in_capture(self) -> bool:
+        return bool(self.driver.capturing())
+
     # Slots.
 
     def watch(self, captured: bool) -> Slot:

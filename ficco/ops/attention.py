@@ -27,7 +27,7 @@ from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import bounds_of, check_bounds, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS
@@ -384,7 +384,7 @@ def _record_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     and, with ``save_gathered``, the gathered keys and values as rows."""
     q, k, v = operands
     invocation = AttentionCall(NAME, q, k, v, request.schedule, request.facts, keeps=any(needs))
-    invoke(request.group, invocation, q, "q")
+    invoke(request.group, invocation, q, "q", current())
     return invocation.results
 
 
@@ -401,7 +401,7 @@ def _record_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Ne
     of, rows = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
     invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, gathered=rows)
-    invoke(request.group, invocation, q, "q")
+    invoke(request.group, invocation, q, "q", current())
     return invocation.results
 
 

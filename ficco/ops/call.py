@@ -21,11 +21,19 @@ from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
 from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
-from ficco.options import Options
+from ficco.options import Options, current
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import ALIGNMENT
-from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
+from ficco.runtime.workspace import (
+    CachedCall,
+    Invocation,
+    Repetition,
+    Workspace,
+    new_kind,
+    perform,
+    workspace_for,
+)
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
 from ficco.warn import warn_once
 
@@ -54,9 +62,32 @@ def run(
     [W, rows, columns].
     """
     rows = rows if rows is None else frozen(rows)
-    request = schedule, rows, return_gathered, out, purpose, scales, transposed
-    call = invoke(group, ProductCall(operator, a, b, *request), a, LEFT[operator])
+    plain = out is None and scales is None and not transposed and _strided(a, b, schedule)
+    options, key, known = current(), None, None
+    workspace = workspace_for(group, a, LEFT[operator], operator, options)
+    if plain:
+        a = a.flatten(0, -2) if a.dim() > 2 else a
+        captured = schedule == "auto" and workspace.engine.in_capture()
+        key = (
+            *(operator, schedule, rows, return_gathered, purpose, captured, a.dtype, a.shape),
+            *(a.stride(), a.is_neg(), b.dtype, b.device, b.shape, b.stride(), b.is_neg()),
+        )
+        known = None if workspace.allocations else workspace.repeated.get(key)
+    if known is not None and known[1] == options:
+        call = perform(workspace, Repetition(operator, purpose, a, b), options, known[0])
+    else:
+        request = schedule, rows, return_gathered, out, purpose, scales, transposed
+        invocation = ProductCall(operator, a, b, *request)
+        call = perform(workspace, invocation, options)
+        if key is not None and invocation.repeats(a, b):
+            workspace.remember(key, invocation.cached, options)
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
+
+
+def _strided(a: torch.Tensor, b: torch.Tensor, schedule: Any) -> bool:
+    """Whether a call's arguments can be a key as they are; others are perhaps refused."""
+    named = isinstance(schedule, (str, Schedule))
+    return named and a.layout is torch.strided and b.layout is torch.strided
 
 
 #: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
@@ -113,6 +144,16 @@ class ProductCall(Invocation):
     transposed: bool
     source: tuple[Symmetric, int] | None = None
     mode: str = "idle"
+    cached: Any = None
+
+    def repeats(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether a :class:`Repetition` can run the next call of operands like these. The call has
+        used them as they are, and allocated only buffers with contiguous rows."""
+        plan = self.cached.plan
+        written = [plan.buffer[name] for name, *_ in self.cached.fresh]
+        rows = all(buffer.layout == "rows" for buffer in written)
+        plain = self.a is a and self.b is b and self.source is None
+        return plain and rows and not self.cached.columns
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         engine, schedule, scales = workspace.engine, self.schedule, self.scales
@@ -135,7 +176,7 @@ class ProductCall(Invocation):
             place = self.source and (self.source[0].serial, self.source[1])
         self.a, self.b = a, b
         if engine.asynchronous:
-            self.mode = "queued" if schedule == "auto" and engine.capturing() else "eager"
+            self.mode = "queued" if schedule == "auto" and engine.in_capture() else "eager"
         return (
             *(self.operator, a.shape, a.dtype, a.device, a.layout),
             *(b.shape, b.dtype, b.device, b.layout, schedule, self.mode, self.rows),
@@ -187,10 +228,9 @@ class ProductCall(Invocation):
         return new_kind(workspace, plan, options, agreed, fit.single, read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
-        a, out, buffers = self.a, self.out, cached.plan.buffer
+        a, out, buffers, self.cached = self.a, self.out, cached.plan.buffer, cached
         out = _empty(a, cached.out, cached.dtype, buffers["out"]) if out is None else out
-        left = cached.plan.buffers[0].name  # ``a``, or the source that the call casts to ``a``
-        tensors = {left: a, "b": self.b, "out": out}
+        tensors = {cached.left: a, "b": self.b, "out": out}
         if not cached.columns:  # otherwise the calls by columns allocate the rest
             for name, shape, dtype in cached.allocated:
                 if buffers[name].layout == "transposed":

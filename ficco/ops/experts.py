@@ -222,7 +222,7 @@ def _run(
     """Run a layer or one of its halves; return its results by name. ``out`` has an extra last row.
     Pairs without a row read it, so it is zero unless the layer is exact."""
     invocation = RoundCall(layer, call.schedule, blocks, operands, purpose)
-    invoke(call.group, invocation, invocation.like, "tokens")
+    invoke(call.group, invocation, invocation.like, "tokens", current())
     return invocation.results
 
 

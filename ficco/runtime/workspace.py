@@ -104,6 +104,16 @@ class CachedCall:
         return dtype
 
     @cached_property
+    def fresh(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
+        """The same for each buffer that a call allocates, in the order of :meth:`allocated`."""
+        return [("out", self.out, self.dtype), *self.allocated]
+
+    @cached_property
+    def left(self) -> str:
+        """Name of the first operand: ``a``, or the source that the call casts to ``a``."""
+        return self.plan.buffers[0].name
+
+    @cached_property
     def allocated(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
         """Name, shape and dtype of each buffer that a call allocates besides the result."""
         return [
@@ -172,6 +182,8 @@ class Workspace:
         limit_s: seconds that a call waits for a peer, unless the options set a limit.
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
         programs: cached Plans and Programs, by the key of a kind of call.
+        repeated: kinds of calls by their arguments alone, with the options of the latest call; for
+            operands that are used as they are. See :class:`Repetition`.
         error: the error that made the group unusable; None while the group is usable.
         block_open: whether a block of :func:`ficco.arriving` is open.
         thread: identifier of the thread inside a call; 0 if there is none.
@@ -194,6 +206,7 @@ class Workspace:
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
+        self.repeated: dict[Hashable, tuple[CachedCall, Options]] = {}
         self.error: FiccoError | None = None
         self._published: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
@@ -310,10 +323,17 @@ class Workspace:
         """
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
+            self.repeated.clear()
             old = [(call.latest, key) for key, call in self.programs.items() if not call.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).forget()
         self.programs[key] = cached
+
+    def remember(self, key: Hashable, cached: CachedCall, options: Options) -> None:
+        """Let a :class:`Repetition` run the next calls with these arguments and options."""
+        if len(self.repeated) >= KINDS:  # calls with other strides or options share a kind
+            self.repeated.clear()
+        self.repeated[key] = cached, options
 
     def slot(self, plan: Plan, single: bool) -> Slot | None:
         """Slot of the latest call. A slot that is too small for the plan grows, which is
@@ -447,7 +467,7 @@ class Workspace:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
             pools = self._slots, self._watched, self._pinned
-            for cache in (self.programs, *pools, self.allocations):
+            for cache in (self.programs, self.repeated, *pools, self.allocations):
                 cache.clear()
 
 
@@ -651,17 +671,40 @@ def new_kind(
     return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
 
 
+class Repetition(Invocation):
+    """A call of products whose kind is known and whose buffers all have contiguous rows."""
+
+    def __init__(self, operator: str, purpose: str, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.operator, self.purpose, self.a, self.b = operator, purpose, a, b
+
+    def key(self, workspace: Workspace, options: Options) -> Hashable:
+        raise NotImplementedError
+
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
+        raise NotImplementedError
+
+    def allocate(self, cached: CachedCall) -> Call:
+        tensors = {cached.left: self.a, "b": self.b}
+        for name, shape, dtype in cached.fresh:
+            tensors[name] = self.a.new_empty(shape, dtype=dtype)
+        return Call(tensors)
+
+
 def begin(
-    workspace: Workspace, invocation: Invocation, options: Options
+    workspace: Workspace,
+    invocation: Invocation,
+    options: Options,
+    cached: CachedCall | None = None,
 ) -> tuple[CachedCall, Call]:
     """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
-    whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
+    whose kind is new. After an exception the caller must call ``workspace.end(error)``.
+
+    ``cached``: the kind, if it is known."""
     board = workspace.board
     workspace.begin(invocation.operator, options)
-    key = invocation.key(workspace, options)
-    cached = workspace.programs.get(key)
     if cached is None:
-        cached = invocation.plan(workspace, options)
+        key = invocation.key(workspace, options)
+        cached = workspace.programs.get(key) or invocation.plan(workspace, options)
     call = invocation.allocate(cached)
     new, number = not cached.latest, workspace.calls
     cached.latest = number
@@ -677,14 +720,30 @@ def begin(
     return cached, call
 
 
-def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, name: str) -> Call:
+def invoke(
+    group: ProcessGroup,
+    invocation: Invocation,
+    operand: torch.Tensor,
+    name: str,
+    options: Options,
+) -> Call:
     """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
 
-    ``operand``: decides the device. ``name``: of this operand, for errors."""
-    options = current()
+    ``operand``: decides the device. ``name``: of this operand, for errors. ``options``: those in
+    force at the call."""
     workspace = workspace_for(group, operand, name, invocation.operator, options)
+    return perform(workspace, invocation, options)
+
+
+def perform(
+    workspace: Workspace,
+    invocation: Invocation,
+    options: Options,
+    cached: CachedCall | None = None,
+) -> Call:
+    """Run a call as :func:`invoke` does. ``cached``: its kind, if it is known."""
     try:
-        cached, call = begin(workspace, invocation, options)
+        cached, call = begin(workspace, invocation, options, cached)
         if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             invocation.by_columns(workspace, cached, call)
@@ -694,15 +753,6 @@ def invoke(group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, n
         workspace.end(error)
         raise
     return call
-
-
-def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
-    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
-    if _records:
-        _records[-1].append(_traced(workspace, cached, call))
-    else:
-        _run(workspace, cached, call)
-    workspace.thread = 0
 
 
 #: Traces of the open blocks of :func:`tracing`, innermost last.
@@ -731,12 +781,15 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     return program
 
 
-def _run(
-    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
-) -> None:
-    """Run a call by the program of its kind, or by another one."""
+def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
+    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
+    traced = bool(_records)
+    if traced:
+        slot = workspace.slot(cached.plan, cached.single)
+        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+    else:
+        program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()
-    program = program or program_of(workspace, cached)
     try:
         if grad:  # inside: Ctrl-C may come right after it
             torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
@@ -745,18 +798,13 @@ def _run(
                 workspace.engine.execute(program, call)
         else:
             workspace.engine.execute(program, call)
+        if traced:
+            _records[-1].append((program.plan, workspace.engine.spans(program, call)))
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
-
-
-def _traced(workspace: Workspace, cached: CachedCall, call: Call) -> tuple[Plan, list[Span]]:
-    slot = workspace.slot(cached.plan, cached.single)
-    program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
-    try:
-        _run(workspace, cached, call, program)
-        return program.plan, workspace.engine.spans(program, call)
-    finally:
-        if slot is not None:
-            slot.programs.pop(program.number, None)
-        program.clear()
+        if traced:
+            if slot is not None:
+                slot.programs.pop(program.number, None)
+            program.clear()
+    workspace.thread = 0

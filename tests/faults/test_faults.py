@@ -28,7 +28,7 @@ from ranks import Died, Failure, Rank, caught, gave_up, leave
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
-from ficco.dma import collectives
+from ficco.dma.collectives import LibraryExchange
 from ficco.dma.cpu import collect
 from ficco.dma.engine import Engine
 from ficco.errors import BackendError, SignalTimeout
@@ -647,7 +647,7 @@ def test_a_part_of_a_call_that_all_ranks_refuse_breaks_nothing() -> None:
 PLACES: dict[str, tuple[Any, str]] = {
     "copy thread": (ctypes, "memmove"),
     "caller's thread": (torch, "mm"),
-    "collective": (collectives, "starts"),
+    "collective": (LibraryExchange, "starts"),
     "memory": (Workspace, "slot"),
     "operations": (workspace, "compile"),
 }
