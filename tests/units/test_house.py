@@ -24,31 +24,31 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3495, 1840),
     "dma": (7165, 4000),
-    "heuristics": (1590, 720),
+    "heuristics": (1600, 720),
     "hip_kernels": (1250, 610),
     "integrations": (850, 420),
     "machine": (1450, 640),
-    "nn": (2140, 1010),
-    "ops": (5930, 2750),
-    "passes": (1920, 1140),
+    "nn": (2150, 1020),
+    "ops": (5945, 2755),
+    "passes": (1950, 1160),
     "plan": (1005, 490),
     "problems": (2430, 1100),
     "proof": (1790, 1235),
-    "runtime": (1720, 1010),
+    "runtime": (1885, 1080),
     "schedules": (4820, 2895),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
     "__init__.py": (160, 50),
     "__main__.py": (10, 10),
     "accelerator.py": (10, 10),
-    "api.py": (240, 90),
-    "errors.py": (250, 90),
+    "api.py": (270, 95),
+    "errors.py": (270, 90),
     "options.py": (230, 100),
     "tile.py": (100, 20),
     "version.py": (30, 20),
     "warn.py": (40, 20),
     # Of the package.
-    "files": 175,
+    "files": 176,
     "loose files": 9,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_000
+LINES_OF_TESTS = 41_310
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
