@@ -554,6 +554,9 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     Weights and biases of this package's layers are gathered, and so are all other DTensors.
     Everything else is as on this rank, including parameters that users added to a layer.
 
+    Parameters that all ranks hold are compared first. Each is read once, and one all-gather for
+    each group carries two integers for each parameter.
+
     Raises:
         NotImplementedError: the weight or bias of a layer is computed from other tensors, or
             ``fully_shard`` has sharded a layer of a ProcessGroup.
