@@ -21,11 +21,12 @@ if typing.TYPE_CHECKING:
     from ficco import schedules as schedules
     from ficco import simulate as simulate
     from ficco import tile as tile
-    from ficco.api import addresses, close, empty, explain, memory, synchronize
+    from ficco.api import addresses, close, empty, expect, explain, memory, synchronize
     from ficco.errors import (
         BackendError,
         ConfigError,
         FiccoError,
+        NotOverlapped,
         PeerFailed,
         RankMismatch,
         SignalTimeout,
@@ -47,14 +48,17 @@ if typing.TYPE_CHECKING:
     from ficco.ops.routing import Routing, route
     from ficco.ops.ulysses import ulysses_attention, ulysses_output, ulysses_project
     from ficco.problems.products import Problem
+    from ficco.runtime.counters import CallCounts, counters
     from ficco.schedules import Schedule
 
 __all__ = [
     "Arriving",
     "BackendError",
+    "CallCounts",
     "ConfigError",
     "Decision",
     "FiccoError",
+    "NotOverlapped",
     "Options",
     "PeerFailed",
     "Problem",
@@ -72,7 +76,9 @@ __all__ = [
     "behind_sdpa",
     "behind_symm_mem",
     "close",
+    "counters",
     "empty",
+    "expect",
     "experts",
     "explain",
     "matmul_all_reduce",
@@ -92,8 +98,9 @@ __version__: str
 
 #: The names that a module gives.
 _NAMES = {
-    "ficco.api": "addresses close empty explain memory synchronize",
-    "ficco.errors": "BackendError ConfigError FiccoError PeerFailed RankMismatch SignalTimeout",
+    "ficco.api": "addresses close empty expect explain memory synchronize",
+    "ficco.errors": "BackendError ConfigError FiccoError NotOverlapped PeerFailed RankMismatch "
+    "SignalTimeout",
     "ficco.heuristics": "Decision",
     "ficco.ops.arriving": "Arriving arriving",
     "ficco.ops.attention": "all_gather_attention behind_sdpa",
@@ -104,6 +111,7 @@ _NAMES = {
     "ficco.ops.ulysses": "ulysses_attention ulysses_output ulysses_project",
     "ficco.ops.routing": "Routing route",
     "ficco.problems.products": "Problem",
+    "ficco.runtime.counters": "CallCounts counters",
     "ficco.schedules": "Schedule",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}

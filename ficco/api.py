@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from os import PathLike
 from typing import Any
@@ -21,6 +22,7 @@ from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
 from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.problems.specification import MOST
+from ficco.runtime.counters import Expectation, blocks, open_block
 from ficco.runtime.workspace import close as close_workspaces
 from ficco.runtime.workspace import workspace_of, workspaces
 from ficco.schedules import Schedule
@@ -156,6 +158,44 @@ def explain(
     name = str(dtype).removeprefix("torch.")
     problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
     return decide(problem, schedule, machine=setting.machine, mode=setting.mode)
+
+
+@contextmanager
+def expect(
+    *, overlapped: bool = True, group: ProcessGroup | DeviceMesh | None = None
+) -> Iterator[None]:
+    """Raise :class:`ficco.NotOverlapped` at each call of ficco's within a block that would hide
+    nothing, before it communicates::
+
+        with ficco.expect(overlapped=True):
+            model(x).sum().backward()
+
+    Such a call takes ``serial``, with or without a collective. The error names the operator, its
+    sizes, the schedule and the reason of the decision. A collective that the compile pass left, or
+    that a layer with a kernel of its own takes, raises, too. A call of one rank, or with an empty
+    result, has nothing to hide.
+
+    All ranks enter the block; they decide alike, so all of them raise and the group stays usable.
+    Blocks hold in all threads, and so in a backward within the block, in compiled functions and in
+    captures of graphs, but not in replays. Of nested blocks the innermost one that includes the
+    group counts. Within a compiled function, a block breaks the graph.
+
+    Args:
+        overlapped: False allows all calls, such as one call within a larger block.
+        group: only the calls of this group; default: of all groups.
+
+    Raises:
+        ValueError: an argument is wrong.
+        NotOverlapped: at a call within the block, see above.
+    """
+    if not isinstance(overlapped, bool):
+        raise ValueError(f"overlapped: required True or False, got {overlapped!r}")
+    block = Expectation(overlapped, None if group is None else process_group(group).group_name)
+    open_block(block)
+    try:
+        yield
+    finally:
+        blocks.remove(block)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:

@@ -10,6 +10,7 @@ requirement, the value and the remedy, and an ``InvalidArgument`` also has the a
       +-- SignalTimeout   a peer died, stalled or never called
       +-- BackendError    a call of the vendor's library failed
       +-- ConfigError     a file or an environment variable is wrong
+      +-- NotOverlapped   a call would hide nothing, in a block of ficco.expect
 
 If a rank is lost, all other ranks of its group wait for it. The rank whose limit passes first
 raises ``SignalTimeout`` and tells the others. They raise ``PeerFailed``, unless their own limit
@@ -225,6 +226,27 @@ class ConfigError(FiccoError):
     def __init__(self, source: str, key: str, expected: str) -> None:
         self.source, self.key, self.expected = source, key, expected
         super().__init__(f"{source}: {key}: {expected}")
+
+
+class NotOverlapped(FiccoError):
+    """A call within :func:`ficco.expect` would hide nothing.
+
+    Raised on every rank, before the call communicates; the group stays usable.
+
+    Attributes:
+        call: operator and sizes, or the collective and its group.
+        schedule: the schedule of the call; ``"collective"`` for a collective of PyTorch's.
+        reason: source and reason of the decision, as :func:`ficco.explain` prints them, or the
+            reason why the collective stays.
+    """
+
+    def __init__(self, call: str, schedule: str, reason: str, remedy: str) -> None:
+        self.call, self.schedule, self.reason = call, schedule, reason
+        super().__init__(
+            f"{call}: required an overlapped schedule within ficco.expect(overlapped=True), got "
+            f"{schedule} ({reason}); {remedy}, or make the call within "
+            "ficco.expect(overlapped=False)"
+        )
 
 
 def reason_of(error: BaseException) -> str:

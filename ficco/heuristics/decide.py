@@ -70,6 +70,8 @@ class Decision:
         source: ``"caller"``, ``"tuned"``, ``"model"``, ``"rule"`` or ``"fallback"``.
         reason: in words.
         problem, machine, mode, offers: inputs of the decision; machine None if it is unknown.
+        hidden_s: seconds that serial takes longer, measured (``"tuned"``) or predicted; an eager
+            call counts as queued. None if the decision compared no times.
     """
 
     schedule: Schedule
@@ -79,6 +81,7 @@ class Decision:
     machine: Machine | None = field(default=None, repr=False, compare=False)
     mode: str = field(default="eager", repr=False, compare=False)
     offers: tuple[str, ...] = field(default=ALL_OFFERS, repr=False, compare=False)
+    hidden_s: float | None = field(default=None, repr=False, compare=False)
     _predict: Predict | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -190,10 +193,13 @@ def decide(
         raise ValueError(f"schedule: required 'auto', a name or a Schedule, got {wanted!r}")
     mode = "queued" if mode == "eager" and not family.measured else mode
 
-    def decision(schedule: str | Schedule, source: str, reason: str) -> Decision:
+    def decision(
+        schedule: str | Schedule, source: str, reason: str, hidden_s: float | None = None
+    ) -> Decision:
         if isinstance(schedule, str):
             schedule = Schedule.parse(schedule)
-        return Decision(schedule, source, reason, problem, machine, mode, offers, predict)
+        inputs = problem, machine, mode, offers
+        return Decision(schedule, source, reason, *inputs, hidden_s, predict)
 
     if wanted != "auto":
         requested = decision(wanted, "caller", "given")
@@ -208,7 +214,7 @@ def decide(
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
     if family.tunable(problem) and (tuned := _tuned(problem, machine, mode, offers)):
-        return decision(tuned[0], "tuned", tuned[1])
+        return decision(tuned[0], "tuned", *tuned[1:])
     known = described(machine, local_world)
     if known is None:
         why = f"machine {machine.name} describes {machine.ranks} ranks, not {local_world}"
@@ -221,19 +227,20 @@ def decide(
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
     rounded = family.rounded(problem)
     query = _Query(family, rounded, known, mode, offers, predict or family.seconds)
-    schedule, reason = _chosen(query)
+    schedule, reason, hidden_s = _chosen(query)
     if rounded != problem:
         reason += f" (simulated as {rounded})"
     if block := known.unmeasured(problem):
         reason += f" ({known.name} lacks {block}, products are predicted by gemm; {REMEDY})"
-    return decision(schedule, "model", reason)
+    return decision(schedule, "model", reason, hidden_s)
 
 
 def _tuned(
     problem: Any, machine: Machine, mode: str, offers: tuple[str, ...]
-) -> tuple[Schedule, str] | None:
-    """The schedule that was measured as the fastest for a problem, and the reason; None if there is
-    no entry or its schedule no longer runs. An eager call takes the schedule of ``idle`` calls."""
+) -> tuple[Schedule, str, float] | None:
+    """The schedule that was measured as the fastest for a problem, the reason, and the seconds that
+    serial takes longer; None if there is no entry or its schedule no longer runs. An eager call
+    takes the schedule of ``idle`` calls."""
     key = tuned_key(problem)
     for entry in machine.tuned:
         if tuned_key(entry) != key:
@@ -256,7 +263,8 @@ def _tuned(
             )
             continue
         gain = f"{serial / seconds:.2f} times as fast as serial"
-        return schedule, f"measured on {machine.name}: {seconds_text(seconds)}, {gain}"
+        reason = f"measured on {machine.name}: {seconds_text(seconds)}, {gain}"
+        return schedule, reason, serial - seconds
     return None
 
 
@@ -272,12 +280,13 @@ def _compared(query: _Query) -> tuple[Prediction, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _chosen(query: _Query) -> tuple[Schedule, str]:
-    """The schedule that the model chooses, and the reason."""
+def _chosen(query: _Query) -> tuple[Schedule, str, float]:
+    """The schedule that the model chooses, the reason, and the seconds that serial takes longer."""
     family, problem, machine, mode, *_ = query
     scatters = any(exchange.terms for exchange in problem.specification.exchanges.values())
     choice = choose(_compared(query), machine, mode, scatters, family.margin, family.tie)
-    return choice.chosen.schedule, choice.reason
+    serial_s, chosen_s = (p.seconds[MODES[mode][0]] for p in (choice.serial, choice.chosen))
+    return choice.chosen.schedule, choice.reason, serial_s - chosen_s
 
 
 def described(machine: Machine, world: int) -> Machine | None:

@@ -59,7 +59,7 @@ class Prediction:
     @property
     def serial(self) -> bool:
         """Whether the product does not overlap communication."""
-        return self.schedule.mover == "collective" or is_serial(self.schedule)
+        return is_serial(self.schedule)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ficco.nn.linear import check_schedule, ranks_of
 from ficco.nn.plain import readable
 from ficco.ops.ulysses import ulysses_output, ulysses_project
 from ficco.problems.attention import keys_of
+from ficco.runtime.counters import stays
 from ficco.schedules import Schedule
 
 #: Transforms queries and keys of the whole sequence, [batch, heads, S, size].
@@ -161,6 +162,7 @@ class UlyssesAttention(nn.Module):
         self, parts: torch.Tensor, received: list[int], sent: list[int] | None = None
     ) -> torch.Tensor:
         """Exchange rows by PyTorch's all-to-all; ``received``, ``sent``: rows from and to ranks."""
+        stays(self.group.group_name, "all-to-all", "a projection is no plain torch.nn.Linear")
         sizes = received, received if sent is None else sent
         arrived: Any = all_to_all_single_autograd(parts.contiguous(), *sizes, self.group)
         out: torch.Tensor = (

@@ -45,6 +45,7 @@ from ficco.nn.plain import (
 from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
+from ficco.runtime.counters import stays
 from ficco.schedules import Schedule
 
 
@@ -264,6 +265,12 @@ class _ParallelLinear(nn.Module):
         placement = Shard(part.dim() - 1) if outputs else Partial()
         return DTensor.from_local(part, x.device_mesh, [placement], run_check=False)
 
+    def stays(self, collective: str) -> None:
+        """Count a collective of PyTorch's that the weight's own kernel needs, or refuse it."""
+        if self.group.size() > 1:
+            kind = type(local_of(self.weight)).__name__
+            stays(self.group.group_name, collective, f"a {kind} is multiplied by its own kernel")
+
     def _by_own_kernel(self, x: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
         """Multiply by the weight's own kernel, with a PyTorch collective."""
         if rows is not None:
@@ -272,6 +279,7 @@ class _ParallelLinear(nn.Module):
                 f"{list(rows)}; pad the sequence to equal parts"
             )
         gathers, bias = self.cut == 0, self.bias
+        self.stays("all-gather" if gathers else "reduce-scatter")
         dim, last = sequence_at(x, self.sequence_dim), x.dim() - 1
         if not gathers:
             equal_part(x, dim, self.group.size())
@@ -542,6 +550,9 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
     Weights and biases of this package's layers are gathered, and so are all other DTensors.
     Everything else is as on this rank, including parameters that users added to a layer.
+
+    Parameters that all ranks hold are compared first. Each is read once, and one all-gather for
+    each group carries two integers for each parameter.
 
     Raises:
         NotImplementedError: the weight or bias of a layer is computed from other tensors, or

@@ -281,6 +281,11 @@ def _by_own_kernel(
     """Return the layer's output by the weight's own kernels, redistributed by DTensor as PyTorch's
     styles do. ``wanted``: the layout of the input that the weight's cut needs."""
     style, mesh = layer.style, layer.mesh
+    output = style.output_layouts[0]
+    if layer.cut == 0 and isinstance(_layout(x, style.input_layouts, mesh), Shard):
+        layer.stays("all-gather")
+    elif layer.cut == 1 and output != Partial():
+        layer.stays("reduce-scatter" if isinstance(output, Shard) else "all-reduce")
     x = _redistributed(x, style.input_layouts, mesh, wanted)
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, [wanted], run_check=False)

@@ -175,7 +175,8 @@ class AttentionCall(Invocation):
         if source is not None and chosen.pull:
             agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
         read_in_place = None if "publish" in plan.buffer else source
-        return new_kind(workspace, plan, options, agreed, cap is not None, read_in_place)
+        single = cap is not None
+        return new_kind(workspace, plan, options, decision, agreed, single, read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         if self.of is None:

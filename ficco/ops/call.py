@@ -225,7 +225,7 @@ class ProductCall(Invocation):
         if purpose:
             agreed.append(purpose)
         read_in_place = None if "publish" in plan.buffer else source
-        return new_kind(workspace, plan, options, agreed, fit.single, read_in_place)
+        return new_kind(workspace, plan, options, decision, agreed, fit.single, read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         a, out, buffers, self.cached = self.a, self.out, cached.plan.buffer, cached

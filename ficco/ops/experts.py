@@ -257,8 +257,9 @@ class RoundCall(Invocation):
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single, agreed = options.workspace_bytes is not None, [known.text, str(layer.room)]
-        return new_kind(workspace, plan, options, [*agreed, self.purpose], single, kind=ExpertKind)
+        single = options.workspace_bytes is not None
+        agreed = known.text, str(layer.room), self.purpose
+        return new_kind(workspace, plan, options, decision, agreed, single, kind=ExpertKind)
 
     def allocate(self, cached: CachedCall) -> Call:
         assert isinstance(cached, ExpertKind)

@@ -37,6 +37,7 @@ from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, 
 from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
 from ficco.ops.record import differentiable
 from ficco.options import current_text
+from ficco.runtime.counters import stays
 from ficco.schedules import Schedule
 
 
@@ -649,6 +650,7 @@ def _gathering(stock: Any) -> Any:
         return_A: bool = True,
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         if gather_dim % A.dim() == A.dim() - 1 or not Bs or not A.numel():
+            _stays("all-gather", A, group_name)
             results: tuple[torch.Tensor, list[torch.Tensor]]
             results = stock(A, Bs, gather_dim, group_name, return_A=return_A)
             return results
@@ -669,12 +671,20 @@ def _gathering(stock: Any) -> Any:
     return fused_all_gather_matmul
 
 
+def _stays(collective: str, A: torch.Tensor, group_name: Any) -> None:
+    """Count a call that PyTorch serves, or refuse it within :func:`ficco.expect`."""
+    if A.numel():
+        name = _resolve_process_group(group_name).group_name
+        stays(name, collective, "a fused operator of PyTorch's in a form that ficco does not serve")
+
+
 def _scattering(stock: Any) -> Any:
     def fused_matmul_reduce_scatter(
         A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: Any
     ) -> torch.Tensor:
         in_rows = scatter_dim % A.dim() < A.dim() - 1
         if not in_rows or reduce_op not in ("sum", "avg") or not A.numel():
+            _stays("reduce-scatter", A, group_name)
             out: torch.Tensor = stock(A, B, reduce_op, scatter_dim, group_name)
             return out
         x, group = A.movedim(scatter_dim, 0), _resolve_process_group(group_name)

@@ -202,7 +202,8 @@ class HeadsCall(Invocation):
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        return new_kind(workspace, plan, options, agreed, options.workspace_bytes is not None)
+        single = options.workspace_bytes is not None
+        return new_kind(workspace, plan, options, decision, agreed, single)
 
     def allocate(self, cached: CachedCall) -> Call:
         tensors = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
-from ficco.passes.rewrite import Report, named, replace
+from ficco.passes.rewrite import Entry, Report, named, replace
+from ficco.runtime import counters
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
 #: before all passes of Inductor's own that look for collectives.
@@ -27,23 +29,38 @@ class Backend:
         self.report = Report()
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        left: list[Entry] = []  # of the forward and the backward, which may be compiled later
         if self.inner == "inductor":
-            return self._inductor(module, inputs, **kwargs)
-        if kwargs:
+            compiled = self._inductor(module, inputs, left, **kwargs)
+        elif kwargs:
             raise ValueError(
                 f"required mode and options only with inner='inductor', got {sorted(kwargs)}; "
                 "leave them out"
             )
-        return self._aot(module, inputs)
+        else:
+            compiled = self._aot(module, inputs, left)
 
-    def replace(self, graph: GraphModule | Graph) -> None:
-        """Run the pass on a graph."""
-        self.report.add(replace(graph, group=self.group, schedule=self.schedule))
+        @wraps(compiled)
+        def call(*args: Any) -> Any:
+            if counters.blocks:
+                _refuse(left)
+            return compiled(*args)
+
+        return call
+
+    def replace(self, graph: GraphModule | Graph, left: list[Entry]) -> None:
+        """Run the pass on a graph. Collectives that stay are counted, and added to ``left``."""
+        report = replace(graph, group=self.group, schedule=self.schedule)
+        self.report.add(report)
+        for entry in report.left:
+            counters.count_collective(entry.group, entry.collective)
+        left += report.left
 
     def _inductor(
         self,
         module: GraphModule,
         inputs: Sequence[Any],
+        left: list[Entry],
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Any:
@@ -52,10 +69,11 @@ class Backend:
         from torch._inductor.compile_fx import compile_fx
 
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-        patches[HOOK] = _pass_class()(self.replace, patches.get(HOOK, getattr(config, HOOK)))
+        run = partial(self.replace, left=left)
+        patches[HOOK] = _pass_class()(run, patches.get(HOOK, getattr(config, HOOK)))
         return compile_fx(module, inputs, config_patches=patches)
 
-    def _aot(self, module: GraphModule, inputs: Sequence[Any]) -> Any:
+    def _aot(self, module: GraphModule, inputs: Sequence[Any], left: list[Entry]) -> Any:
         from functorch.compile import (  # type: ignore[import-untyped]
             make_boxed_func,
             min_cut_rematerialization_partition,
@@ -63,7 +81,7 @@ class Backend:
         from torch._dynamo.backends.common import aot_autograd
 
         def compile(graph: GraphModule, examples: Sequence[Any]) -> Any:
-            self.replace(graph)
+            self.replace(graph, left)
             if callable(self.inner):
                 return make_boxed_func(self.inner(graph, examples))
             return make_boxed_func(graph.forward)
@@ -127,8 +145,21 @@ def inductor_pass(
     """
     _hook()
     passes = Backend("inductor", named(group, schedule), schedule)
-    hook: Callable[[Graph], None] = _pass_class()(passes.replace, report=passes.report)
+
+    def run(graph: Graph) -> None:
+        left: list[Entry] = []
+        passes.replace(graph, left)
+        _refuse(left)
+
+    hook: Callable[[Graph], None] = _pass_class()(run, report=passes.report)
     return hook
+
+
+def _refuse(left: Sequence[Entry]) -> None:
+    """Raise ``NotOverlapped`` for collectives that stay, within :func:`ficco.expect`."""
+    for entry in left:
+        at = entry.where and f" at {entry.where}"
+        counters.refuse_collective(entry.group, f"{entry.collective}{at}", entry.reason)
 
 
 def _hook() -> None:

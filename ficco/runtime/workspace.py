@@ -41,10 +41,11 @@ from ficco.errors import (
     carry_out,
     reason_of,
 )
+from ficco.heuristics import Decision
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.runtime import ranges
+from ficco.runtime import counters, ranges
 from ficco.runtime.board import REFUSED, Board, published
 from ficco.runtime.program import compile
 from ficco.runtime.watchdog import Watchdog
@@ -82,6 +83,7 @@ class CachedCall:
         columns: columns of b in each of several calls, where one call would need more memory than
             ``workspace_bytes``; 0 if one call suffices.
         latest: number of the latest call of this kind.
+        count: what a call adds to the counters; of several calls by columns, each adds its own.
     """
 
     plan: Plan
@@ -91,6 +93,7 @@ class CachedCall:
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
+    count: counters.Count = field(default_factory=lambda: counters.Count(counters.Counter()))
 
     @cached_property
     def out(self) -> tuple[int, int]:
@@ -655,6 +658,7 @@ def new_kind(
     workspace: Workspace,
     plan: Plan,
     options: Options,
+    decision: Decision | None,
     agreed: Iterable[str] = (),
     single: bool = False,
     source: tuple[Symmetric, int] | None = None,
@@ -664,11 +668,13 @@ def new_kind(
 
     The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
     ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
+    ``decision``: of the schedule, None if there was no choice.
     """
     texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
     if options.workspace_bytes is not None:
         texts.append(f"workspace_bytes={options.workspace_bytes}")
-    return kind(plan, workspace.board.describe(", ".join(texts)), single, source)
+    count = counters.count_of(workspace.group.group_name, plan, decision)
+    return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
 
 
 class Repetition(Invocation):
@@ -705,9 +711,13 @@ def begin(
     if cached is None:
         key = invocation.key(workspace, options)
         cached = workspace.programs.get(key) or invocation.plan(workspace, options)
+    if counters.blocks and cached.count.exposed:
+        counters.refuse(workspace.group.group_name, cached.count.exposed)
     call = invocation.allocate(cached)
-    new, number = not cached.latest, workspace.calls
+    new, number, count = not cached.latest, workspace.calls, cached.count
     cached.latest = number
+    count.counter.calls += 1
+    count.counter.hidden_s += count.hidden_s
     if not cached.columns:
         board.post(number, cached.digest)
         if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten

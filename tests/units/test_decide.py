@@ -85,15 +85,20 @@ def test_what_goes_before_all_figures() -> None:
 def test_what_was_measured_goes_before_the_model() -> None:
     other = replace(TUNED, k=2 * TUNED.k, queued="serial", idle="serial")
     machine = replace(MACHINE, tuned=(other, TUNED))
-    for mode, taken, figures in (
-        ("queued", "growing:tail=8", "2 ms, 2.00 times"),
-        ("idle", "shrinking:pieces=3", "3 ms, 1.33 times"),
-        ("eager", "shrinking:pieces=3", "3 ms, 1.33 times"),
+    for mode, taken, figures, hidden_s in (
+        ("queued", "growing:tail=8", "2 ms, 2.00 times", 2e-3),
+        ("idle", "shrinking:pieces=3", "3 ms, 1.33 times", 1e-3),
+        ("eager", "shrinking:pieces=3", "3 ms, 1.33 times", 1e-3),
     ):
         decision = decide(PROBLEM, machine=machine, mode=mode)
         assert (str(decision.schedule), decision.source) == (taken, "tuned")
         assert decision.reason == f"measured on toy: {figures} as fast as serial"
-        assert decide(replace(PROBLEM, n=512), machine=machine, mode=mode).source == "model"
+        assert decision.hidden_s == pytest.approx(hidden_s)
+        model = decide(replace(PROBLEM, n=512), machine=machine, mode=mode)
+        times = {one.schedule: getattr(one, mode, one.queued) for one in model.candidates}
+        hidden = [times[name] - times[str(model.schedule)] for name in SERIALS]
+        assert model.source == "model" and model.hidden_s in hidden
+        assert decide(PROBLEM, "growing", machine=machine, mode=mode).hidden_s is None
 
 
 def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
