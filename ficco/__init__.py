@@ -1,9 +1,39 @@
 """ficco hides communication behind the matrix product that depends on it.
 
-In a program that has imported PyTorch, ``import ficco`` loads every public name, and declares the
-operators to ``torch.ops``. Before PyTorch is imported, a name is loaded on first use, so that
-``ficco --help`` does not wait for PyTorch.
+Start: replace a collective and the product next to it by one call. ``group`` is any process group;
+on CPUs, one of gloo. Every rank calls with its own shard::
+
+    y = ficco.all_gather_matmul(x_shard, weight, group=group)  # gather(x) @ weight
+    z = ficco.matmul_reduce_scatter(h, weight, group=group)  # reduce_scatter(h @ weight)
+    ficco.close(group)
+
+Operators, each differentiable:
+    all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, all_to_all_matmul,
+    matmul_all_to_all, and for gradients of weights all_gather_transposed_matmul,
+    all_to_all_transposed_matmul
+    all_gather_attention, ulysses_attention, with ulysses_project and ulysses_output
+    experts, with route and Routing
+    arriving and Arriving, for products of a kernel of your own
+Modules and compiled models:
+    ficco.nn has the layers. torch.compile(model, backend="ficco") and ficco.passes replace
+    collectives in a graph. behind_symm_mem and behind_sdpa replace PyTorch's own operators.
+Choice of the schedule:
+    explain returns the Decision for a Problem: which Schedule a call takes, and why.
+    schedule="auto" is the default.
+    options and set_options hold settings of calls, such as timeout_s, and Options lists them.
+    ficco.machine, heuristics, schedules, plan and simulate need no GPU and no group.
+Memory and the end:
+    empty allocates shards that need no copy; memory, addresses, synchronize, close
+Errors:
+    FiccoError, and its kinds PeerFailed, RankMismatch, SignalTimeout, BackendError, ConfigError
+
+Read on: ``help(ficco.all_gather_matmul)``; ``ficco --help``, for ``demo``, ``doctor`` and
+``tune``; docs/start.md and docs/limits.md. ``dir(ficco)`` lists all public names.
 """
+
+# In a program that has imported PyTorch, ``import ficco`` loads every public name, and declares the
+# operators to ``torch.ops``. Before PyTorch is imported, a name is loaded on first use, so that
+# ``ficco --help`` does not wait for PyTorch.
 
 import importlib
 import sys

@@ -431,6 +431,8 @@ def left(says: str, run: Callable[..., Any], *shapes: tuple[int, ...], **more: A
 
 LEFT = [
     left("mul.Tensor is no product", lambda x, w, g: gather(x, 0, g) * 2),
+    left("compile the parent module", lambda x, w, g: gather(x, 0, g)),
+    left("an input of the graph (compile", lambda x, w, g: scatter(x, 0, g)),
     left("slice", lambda x, w, g: gather(x, 0, g)[1:] @ w),
     left("right operand", lambda x, w, g: w @ gather(x, 0, g), (4, 8), (5, 8)),
     left("or over columns", lambda x, w, g: gather(x, 1, g) @ w, (6, 4), (8, 4)),

@@ -348,7 +348,8 @@ def _called(node: Any) -> str:
     if not isinstance(node, Node):
         return repr(node)
     if node.op in ("output", "placeholder"):
-        return {"output": "the output", "placeholder": "an input"}[node.op] + " of the graph"
+        edge = "the output" if node.op == "output" else "an input"
+        return f"{edge} of the graph (compile the parent module if the product is outside)"
     return str(node.target) if is_op(node) else f"{node.op} {node.name}"
 
 

@@ -38,7 +38,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "schedules": (4935, 2895),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
-    "__init__.py": (160, 50),
+    "__init__.py": (180, 50),
     "__main__.py": (10, 10),
     "accelerator.py": (10, 10),
     "api.py": (270, 95),
@@ -453,6 +453,14 @@ def test_public_names_are_documented() -> None:
         or getattr(ficco, name).__doc__.startswith(f"{name}(")  # made up by dataclass
     ]
     assert bare == []
+
+
+def test_the_tour_has_every_public_name_and_dir_no_other() -> None:
+    tour = ficco.__doc__ or ""
+    assert [name for name in ficco.__all__ if not re.search(rf"\b{name}\b", tour)] == []
+    assert tour.count("\n") <= 35
+    others = set(dir(ficco)) - {*ficco.__all__, "__version__"}
+    assert others == {*ficco._MODULES} and not any(name.startswith("_") for name in others)
 
 
 # Circles and names.
