@@ -22,33 +22,33 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3495, 1840),
-    "dma": (7215, 4025),
+    "compute": (3490, 1830),
+    "dma": (7210, 4020),
     "heuristics": (1600, 720),
     "hip_kernels": (1250, 610),
-    "integrations": (850, 420),
-    "machine": (1450, 640),
+    "integrations": (845, 415),
+    "machine": (1445, 635),
     "nn": (2150, 1020),
-    "ops": (5970, 2765),
-    "passes": (1950, 1160),
-    "plan": (1005, 490),
-    "problems": (2430, 1100),
-    "proof": (1790, 1235),
-    "runtime": (1885, 1080),
-    "schedules": (4935, 2895),
+    "ops": (5985, 2775),
+    "passes": (1955, 1160),
+    "plan": (995, 480),
+    "problems": (2430, 1095),
+    "proof": (1775, 1230),
+    "runtime": (1935, 1100),
+    "schedules": (4935, 2830),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
-    "__init__.py": (180, 50),
-    "__main__.py": (10, 10),
-    "accelerator.py": (10, 10),
+    "__init__.py": (190, 50),
+    "__main__.py": (10, 5),
+    "accelerator.py": (10, 5),
     "api.py": (270, 95),
-    "errors.py": (270, 90),
-    "options.py": (230, 100),
-    "tile.py": (100, 20),
-    "version.py": (30, 20),
-    "warn.py": (40, 20),
+    "errors.py": (270, 85),
+    "options.py": (220, 100),
+    "tile.py": (95, 20),
+    "version.py": (25, 15),
+    "warn.py": (35, 20),
     # Of the package.
-    "files": 176,
+    "files": 165,
     "loose files": 9,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_310
+LINES_OF_TESTS = 41_395
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
