@@ -22,6 +22,8 @@ Choice of the schedule:
     schedule="auto" is the default.
     options and set_options hold settings of calls, such as timeout_s, and Options lists them.
     ficco.machine, heuristics, schedules, plan and simulate need no GPU and no group.
+    expect(overlapped=True) raises NotOverlapped where a call hides nothing, and counters returns
+    the CallCounts of each group and operator.
 Memory and the end:
     empty allocates shards that need no copy; memory, addresses, synchronize, close
 Errors:
