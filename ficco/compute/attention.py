@@ -506,10 +506,8 @@ def apply_op(program: Program, one: Applied) -> Op:
     rows_of = {row.matrix: row.of for row in applies.inputs + applies.outs}
     places = buffers_of(program)
     views = dict(zip(rows_of, map(places.view, one.inputs + one.outs), strict=True))
-    function, calls = (
-        _heads_backward if "dq" in rows_of else _heads_forward,
-        LibraryCalls(applies.rectangles),
-    )
+    function = _heads_backward if "dq" in rows_of else _heads_forward
+    calls = LibraryCalls(applies.rectangles)
     begin = {name: rows(rank, one.first, one.last)[0] for name, rows in rows_of.items()}
     runs = [
         {

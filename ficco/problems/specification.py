@@ -329,10 +329,12 @@ class AnyProblem:
         def world(self) -> int: ...
 
         @property
-        def hosts(self) -> int: ...
-
-        @property
         def specification(self) -> Specification: ...
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts: 1 if the problem has no such field."""
+        return 1
 
     def _check(self, dtype: str, least: int, sizes: Iterable[tuple[str, int]]) -> None:
         """Raise on an unsupported dtype, a size below ``least``, or impossible ranks or hosts."""

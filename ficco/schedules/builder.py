@@ -148,26 +148,25 @@ class World:
 
 
 class Builder:
-    """The Plan of one rank, to which stages add their steps.
-
-    Attributes:
-        me: the rank.
-        peers: the other ranks of its host, whose memory it can access.
-        lane_of: by peer, the lane of copies from or to the peer.
-        steps: the steps so far.
-    """
+    """The Plan of one rank, ``me``, to which stages add their steps. Its ``peers`` are the other
+    ranks of its host, whose memory it can access."""
 
     def __init__(self, problem: AnyProblem, rank: int) -> None:
         self.problem, self.me = problem, rank
         host = problem.ranks_of(problem.host(rank))
         self.peers = [peer for peer in host if peer != rank]
-        self.lane_of: dict[int, str] = {}
+        self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []
 
     def add(self, step: Step) -> int:
         """Append a step, and return its index."""
         self.steps.append(step)
         return len(self.steps) - 1
+
+    def assign_lanes(self, peers: list[int], lanes: int) -> None:
+        """Assign peers to copy lanes in turns, unless an earlier stage has assigned them."""
+        turns = {peer: f"copy{i % lanes}" for i, peer in enumerate(peers)}
+        self.lane_of = self.lane_of or turns
 
     def copy_lanes(self) -> Iterable[tuple[str, list[int]]]:
         """Copy lanes, each with its peers."""
@@ -183,15 +182,8 @@ class Builder:
     def acquire(
         self, tell: Mapping[int, tuple[Signal, ...]], after: tuple[int, ...] = ()
     ) -> dict[int, int]:
-        """Take over the slots of all peers, with one step on each copy lane.
-
-        Args:
-            tell: signals to post to a peer in the same step, by peer.
-            after: steps before.
-
-        Returns:
-            By peer, the step that takes over its slot.
-        """
+        """Take over the slots of all peers, with one step on each copy lane. The step also posts
+        the signals of ``tell``, which are by peer. Returns the step by peer."""
         acquired: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
@@ -212,10 +204,8 @@ class Builder:
         """Add a step that casts a region of A to float8 and writes its factors, and return its
         index. No factor of the region may belong to other parts of A, too."""
         assert problem.scaling is not None
-        share, wide = (
-            problem.scaling.rules.a,
-            a._replace(buffer=problem.specification.operands[0].name),
-        )
+        share = problem.scaling.rules.a
+        wide = a._replace(buffer=problem.specification.operands[0].name)
         spans = factors_of(a[2:4], share[0]), factors_of(a[4:], share[1])
         factors = Region("scale_a", a.rank, *spans[0], *spans[1])
         move = Transfer(wide, a, function=CAST, factors=factors)
@@ -257,11 +247,8 @@ def _written(work: Payload) -> Iterable[Region | None]:
 
 
 def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:
-    """A product of scaled operands with the regions of their factors.
-
-    ``factors``: region of the factors of a; by default in the caller's operand. The bias is added
-    by the first of several products that add up.
-    """
+    """A product of scaled operands with the regions of their factors. ``factors``: those of a, by
+    default in the caller's operand. The first of products that add up adds the bias."""
     scaling, (a, b, out) = problem.scaling, product[:3]
     assert scaling is not None
 
@@ -280,10 +267,9 @@ class Stage:
 
     Attributes:
         problem, schedule: problem and schedule of the stage.
-        builder, steps, add: the Plan to which the stage adds steps.
+        builder, steps, add: of the Plan.
         me, peers: the rank, and the other ranks of its host.
         a, b: names of the operands.
-        casts: regions of A that the call has cast, each with its step.
         silent: function that returns the signals of peers without data for this rank.
         stage_count: number of stages of a capped staging; 0 without a cap.
     """
@@ -297,7 +283,7 @@ class Stage:
         self.builder, self.steps, self.add = builder, builder.steps, builder.add
         self.me, self.peers = builder.me, builder.peers
         self.a, self.b = world.a.name, world.b.name
-        self.casts: list[tuple[Region, int]] = []
+        self.casts: list[tuple[Region, int]] = []  # regions of A that are cast, with their steps
 
     def run(self) -> None:
         """Add all steps except the last one, which hands over the slot."""
@@ -310,12 +296,6 @@ class Stage:
             self.builder.retire(self.silent())
         buffers, words = self.world.buffers, self.world.words
         return self.builder.plan(str(self.schedule), buffers, words, self.stage_count)
-
-    def assign_lanes(self, peers: list[int]) -> None:
-        """Assign a copy lane to each peer, unless an earlier stage has assigned lanes."""
-        lanes = self.schedule.copy
-        turns = {peer: f"copy{i % lanes}" for i, peer in enumerate(peers)}
-        self.builder.lane_of = self.builder.lane_of or turns
 
     @property
     def lane_of(self) -> dict[int, str]:
@@ -341,11 +321,8 @@ class Stage:
         return scaled(self.problem, product, factors) if self.problem.scaling else product
 
     def _cast(self, wanted: Region, lane: str) -> tuple[int, ...]:
-        """Cast the parts of a region of A that are not cast yet, if the call casts A.
-
-        Rows with a single factor are cast as a whole. Returns the steps on lanes other than
-        ``lane`` that cast parts of the region.
-        """
+        """Cast the remaining parts of a region of A, if the call casts A. Rows with a single factor
+        are cast as a whole. Returns the steps on other lanes that cast parts of the region."""
         if self.problem.given is self.problem:
             return ()
         assert self.problem.scaling is not None
@@ -446,10 +423,8 @@ def contiguous(products: Iterable[Product]) -> tuple[Product, ...]:
 
 def _to(first: Product, last: Product) -> Product:
     """The product of all rows from those of ``first`` to those of ``last``."""
-    a, out = (
-        first.a._replace(row_stop=last.a.row_stop),
-        first.out._replace(row_stop=last.out.row_stop),
-    )
+    a = first.a._replace(row_stop=last.a.row_stop)
+    out = first.out._replace(row_stop=last.out.row_stop)
     ends = zip(first.factors[:1], last.factors, strict=False)
     of_a = [one._replace(row_stop=two.row_stop) for one, two in ends]
     return first._replace(a=a, out=out, factors=(*of_a, *first.factors[1:]))

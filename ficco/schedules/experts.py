@@ -22,7 +22,7 @@ from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Tran
 from ficco.problems.experts import ExpertLayer
 from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
 from ficco.schedules.exchange import Parcel, Route, Traffic
-from ficco.schedules.groups import cut, far_legs, peer_sets, peers_in_order, targets_in_order
+from ficco.schedules.groups import cut, far_legs, near_targets, peer_sets, sources_of
 from ficco.schedules.space import Schedule
 
 
@@ -95,7 +95,7 @@ class ExpertWorld:
     def sets(self, rank: int) -> list[list[int]]:
         """Sets of sources whose rows a rank multiplies together, in order. The rank itself is in a
         set only if the schedule is uniform."""
-        order = peers_in_order(rank, self.layer.world, self.layer.hosts)
+        order = sources_of(self.layer, rank)
         sets = [sources for sources in peer_sets(self.schedule, rank, order) if sources]
         if self.schedule.uniform:
             return [[rank, *order]] if self.schedule.grouping == "fused" else [[rank], *sets]
@@ -213,9 +213,6 @@ class ExpertStage:
     """Steps of one rank.
 
     Attributes:
-        out, back: traffic of tokens to experts, and of results to tokens.
-        legs: (target, source) on other hosts.
-        turn: number of turns so far.
         brought: by target and piece, the step that copies tokens to the buffer from which they
             leave.
         placed: the step that copies own rows next to rows of other ranks, if any.
@@ -228,10 +225,8 @@ class ExpertStage:
         self.world, self.layer, self.schedule = world, world.layer, world.schedule
         self.builder = Builder(world.layer, rank)
         self.me, self.peers, self.add = rank, self.builder.peers, self.builder.add
-        ranks = rank, world.layer.world, world.layer.hosts
-        targets, lanes = targets_in_order(*ranks)[: len(self.peers)], self.schedule.copy
-        self.builder.lane_of = {peer: f"copy{i % lanes}" for i, peer in enumerate(targets)}
-        self.legs, self.turn = list(far_legs(*ranks)), 0
+        self.builder.assign_lanes(near_targets(self.layer, rank), self.schedule.copy)
+        self.legs, self.turn = list(far_legs(self.layer, rank)), 0
         self.out = Traffic(self.builder, self.schedule, world.out)
         self.back = Traffic(self.builder, self.schedule, world.back)
         self.brought: dict[tuple[int, int], int] = {}

@@ -39,7 +39,7 @@ from ficco.schedules.exchange import (
     Route,
     Traffic,
 )
-from ficco.schedules.groups import Arrivals, Unit, legs, names, targets_in_order, via
+from ficco.schedules.groups import Arrivals, Unit, legs, names, near_targets, via
 from ficco.schedules.space import Schedule
 
 #: The group of the rank's own rows if they have a separate product.
@@ -321,19 +321,7 @@ class GatherWorld(World, Route):
 
 
 class GatherStage(Stage):
-    """Steps of one rank.
-
-    In methods, ``group`` is the number of a group of units or ``OWN``, the rank's own rows.
-
-    Attributes:
-        mine: the rank's arrivals.
-        own_in_group: the rank's own units, by group in which units of peers are, too.
-        senders: ranks whose units arrive, in order.
-        regions: by rank, regions of its units when they are multiplied.
-        last_use: by group, the step after which its stage is free.
-        acquired: by peer, the step that takes over its slot.
-        after_casts: compute lanes that run after all casts, if the call casts A.
-    """
+    """Steps of one rank. ``group`` is the number of a group of units, or ``OWN``."""
 
     world: GatherWorld
 
@@ -345,18 +333,20 @@ class GatherStage(Stage):
         self.groups, self.product = self.mine.by_group, world.product.name
         self.stages = world.stages[self.me] if world.stages else None
         self.stage_count = self.stages.count if self.stages else 0
+        #: The rank's own units, by group that also has units of peers.
         self.own_in_group: dict[int, list[Unit]] = {}
         self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
+        #: By rank, the regions of its units when they are multiplied.
         self.regions = {peer: world.landings(peer, self.me) for peer in self.senders}
         if self.me in self.mine.set_of:
             self._add_own()
-        self.last_use: dict[int, int] = {}
-        self.acquired: dict[int, int] = {}
-        self.after_casts = {"compute0"}
+        self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
+        self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
+        self.after_casts = {"compute0"}  # lanes that run after all casts of A
         lanes = min(self.schedule.compute, len(self.groups) + 1)
         self.compute_lanes = [f"compute{i}" for i in range(lanes)]
         in_turn = sorted(self.peers, key=self._turn)
-        self.assign_lanes(in_turn)
+        builder.assign_lanes(in_turn, self.schedule.copy)
         # Copies by a kernel go on the lane of the product if it waits for all of them and there is
         # no other work meanwhile.
         schedule = self.schedule
@@ -449,8 +439,8 @@ class GatherStage(Stage):
         ways, direct = list(legs(self.problem, self.me)), self.problem.kind.blocks
         self.traffic.cross(ways, self._cast_before, direct)
         if not direct:
-            targets = targets_in_order(self.me, self.problem.world, self.problem.hosts)
-            self.traffic.relay((source for _, source in ways), targets[: len(self.peers)])
+            targets = near_targets(self.problem, self.me)
+            self.traffic.relay((source for _, source in ways), targets)
 
     # Opening a call.
 
@@ -644,16 +634,8 @@ Spans = list[tuple[int, int]]
 
 
 class InnerGatherStage(GatherStage):
-    """Steps of one rank for products that sum over the rows that travel.
-
-    Products that add to the same rows stay on one lane in a fixed order, so that results are equal
-    to the last bit in every call.
-
-    Attributes:
-        made: the products of each group.
-        adds: whether some product adds to an earlier one.
-        last: by group, the rows of the result that it completes.
-    """
+    """Steps of one rank for products that sum over the rows that travel. Products that add to the
+    same rows stay on one lane in a fixed order, so that results repeat to the last bit."""
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)

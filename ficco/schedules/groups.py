@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region, new
 from ficco.problems.products import Problem
+from ficco.problems.specification import AnyProblem
 from ficco.schedules.builder import remembered
 from ficco.schedules.space import Schedule
 
@@ -127,11 +128,8 @@ def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
 
 
 def via(problem: Problem, rank: int, other: int) -> int:
-    """The rank of ``rank``'s host through which it exchanges pieces with ``other``.
-
-    On the same host that is ``other``. Otherwise it is the rank on the rail of ``other`` or, for
-    operators whose blocks cross hosts directly, ``rank``.
-    """
+    """The rank of ``rank``'s host that exchanges pieces with ``other``: on the same host ``other``
+    itself, else the rank on the rail of ``other``, or ``rank`` if blocks cross hosts directly."""
     if problem.host(other) == problem.host(rank):
         return other
     return rank if problem.kind.blocks else problem.on_host(problem.host(rank), other)
@@ -140,24 +138,30 @@ def via(problem: Problem, rank: int, other: int) -> int:
 def legs(problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
     """Pairs (target, source) of ranks on other hosts that a rank exchanges pieces with, in order.
     At each position of the order every rank sends to one rank and receives from one."""
-    return far_legs(
-        rank, problem.world, problem.hosts, 1 if problem.kind.blocks else problem.local_world
-    )
+    return far_legs(problem, rank, 1 if problem.kind.blocks else problem.local_world)
 
 
-def far_legs(rank: int, world: int, hosts: int, apart: int = 1) -> Iterator[tuple[int, int]]:
+def far_legs(problem: AnyProblem, rank: int, apart: int = 1) -> Iterator[tuple[int, int]]:
     """Pairs (target, source) as in :func:`legs`: every ``apart``-th rank of the other hosts."""
-    far = slice(world // hosts - 1, None, apart)
-    targets, sources = (order(rank, world, hosts) for order in (targets_in_order, peers_in_order))
+    far, where = slice(problem.local_world - 1, None, apart), (problem.world, problem.hosts)
+    targets, sources = (order(rank, *where) for order in (targets_in_order, peers_in_order))
     return zip(targets[far], sources[far], strict=True)
 
 
-def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
-    """Blocks that arrive at a rank, as (sender, owner), if each host sums before it crosses.
+def sources_of(problem: AnyProblem, rank: int) -> list[int]:
+    """All peers in the order in which a rank receives from them: :func:`peers_in_order`."""
+    return peers_in_order(rank, problem.world, problem.hosts)
 
-    First come blocks that the rank owns, from its host and from its rail, in the order of ranks.
-    Then come blocks of owners on its rail, which the rank sums, from its host.
-    """
+
+def near_targets(problem: AnyProblem, rank: int) -> list[int]:
+    """The peers of a rank's host in the order in which it sends: :func:`targets_in_order`."""
+    return targets_in_order(rank, problem.world, problem.hosts)[: problem.local_world - 1]
+
+
+def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
+    """Blocks that arrive at a rank if hosts sum before they cross, as (sender, owner): own blocks
+    from its host and from its rail, in the order of ranks, then blocks of owners on its rail, which
+    the rank sums, from its host."""
     near = [one for one in problem.ranks_of(problem.host(rank)) if one != rank]
     ways = list(legs(problem, rank))
     own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
@@ -295,7 +299,7 @@ class Arrivals(Groups):
     """Shards of A in the order in which one rank receives and multiplies them."""
 
     def __init__(self, problem: Problem, schedule: Schedule, rank: int) -> None:
-        order = peers_in_order(rank, problem.world, problem.hosts)
+        order = sources_of(problem, rank)
         if problem.masked and problem.hosts == 1:
             order = peers_from_halfway(rank, problem.world)
         sets = peer_sets(schedule, rank, order)
@@ -353,11 +357,9 @@ class Departures(Groups):
 
     @cached_property
     def sums(self) -> list[Unit]:
-        """The parts in which the own block is summed and, in an all-reduce, sent back.
-
-        They are the units of :attr:`own`. Over several hosts these are cut into about as many parts
-        as a block has pieces, so that only the last part waits for the last arrival.
-        """
+        """The parts in which the own block is summed and, in an all-reduce, sent back: the units of
+        :attr:`own`. Over several hosts these are cut into about as many parts as a block has
+        pieces, so that only the last part waits for the last arrival."""
         if self.schedule.uniform or self.problem.hosts == 1 or not self.problem.kind.sums:
             return self.own
         parts = -(-self.rounds // max(len(self.own), 1)) or 1

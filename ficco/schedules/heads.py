@@ -17,7 +17,7 @@ from ficco.problems.mask import Span
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import REDUCE_LANE, Builder, WordAllocator, remembered
 from ficco.schedules.exchange import LOOKAHEAD, After, Item, Parcel, Route, Traffic
-from ficco.schedules.groups import cut, far_legs, peers_in_order, targets_in_order
+from ficco.schedules.groups import cut, far_legs, near_targets, sources_of
 from ficco.schedules.space import NAMED, Schedule
 
 
@@ -34,11 +34,9 @@ def heads_refusal(schedule: Schedule) -> str:
 
 
 def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span]:
-    """Range of query heads of each piece of a rank.
-
-    Query heads that share a head of keys are in one piece if the rank has at least as many heads of
-    keys as pieces. In a gradient, which sums over them, they always are.
-    """
+    """Range of query heads of each piece of a rank. Query heads that share a head of keys are in
+    one piece if the rank has at least as many heads of keys as pieces, and always in a gradient,
+    which sums over them."""
     first, last = problem.keys(rank)
     pieces = schedule.pieces or problem.world
     count = pieces if isinstance(pieces, int) else len(pieces)
@@ -175,28 +173,17 @@ class _HeadsRoute(Route):
 
 
 class _HeadsStage:
-    """Steps of one rank.
-
-    Attributes:
-        pieces: range of query heads of each piece of the rank.
-        here: by piece, a step of its compute lane after which its rows have arrived.
-        applied: by piece, the step that applies the function.
-        order, targets: peers in the order of arrival, and peers of this host in the order of
-            sending.
-        legs: (target, source) on other hosts.
-    """
+    """Steps of one rank."""
 
     def __init__(self, world: _HeadsWorld, builder: Builder) -> None:
         self.world, self.problem, self.builder = world, world.problem, builder
         self.me, self.pieces = builder.me, world.pieces[builder.me]
-        self.here: list[int] = []
-        self.applied: list[int] = []
-        ranks = self.me, self.problem.world, self.problem.hosts
-        self.order, self.legs = peers_in_order(*ranks), list(far_legs(*ranks))
-        self.targets = targets_in_order(*ranks)[: len(builder.peers)]
-        builder.lane_of = {
-            peer: f"copy{turn % world.schedule.copy}" for turn, peer in enumerate(self.targets)
-        }
+        self.here: list[int] = []  # by piece, the step of its lane after which it has arrived
+        self.applied: list[int] = []  # by piece, the step that applies the function
+        self.order = sources_of(self.problem, self.me)
+        self.legs = list(far_legs(self.problem, self.me))
+        self.targets = near_targets(self.problem, self.me)
+        builder.assign_lanes(self.targets, world.schedule.copy)
         self.out = Traffic(builder, world.schedule, world.out)
         self.back = Traffic(builder, world.schedule, world.back)
 

@@ -78,21 +78,16 @@ class OneShotWorld(World):
 
 
 class OneShotStage(Stage):
-    """Steps of one rank.
-
-    Attributes:
-        products: by piece, the step of its product.
-        acquired: the step that takes over the slots of the peers.
-        separate_sums: sums run on a separate lane. On one lane, steps need no ``after``.
-    """
+    """Steps of one rank."""
 
     world: OneShotWorld
 
     def __init__(self, world: OneShotWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.world = world
-        self.products: list[int] = []
-        self.acquired = 0
+        self.products: list[int] = []  # by piece, the step of its product
+        self.acquired = 0  # the step that takes over the slots of the peers
+        #: Whether sums run on a separate lane. On one lane, steps need no ``after``.
         self.separate_sums = world.rounds > 1
 
     def run(self) -> None:

@@ -30,7 +30,7 @@ from ficco.schedules.builder import (
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
-from ficco.schedules.groups import Departures, Unit, legs, names, peers_in_order, returning, via
+from ficco.schedules.groups import Departures, Unit, legs, names, returning, sources_of, via
 from ficco.schedules.space import Schedule
 
 
@@ -245,11 +245,8 @@ class SumRoute(Route):
 
     @remembered
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
-        problem, departures, poster = (
-            self.problem,
-            self.world.departures[owner],
-            via(self.problem, dst, owner),
-        )
+        problem, departures = self.problem, self.world.departures[owner]
+        poster = via(problem, dst, owner)
         apart = problem.hosts_ahead(poster, owner) * (self.data.per_poster // problem.hosts)
         spans = departures.spans(problem.lands(poster, owner), departures.sums)
         return [
@@ -259,20 +256,7 @@ class SumRoute(Route):
 
 
 class ScatterStage(Stage):
-    """Steps of one rank.
-
-    Attributes:
-        mine: the rank's departures.
-        back: traffic of sums that return to all ranks.
-        ways: (target, source) on other hosts.
-        own_is_separate: the own rows have a separate product.
-        single: one peer sends the sum of all others, as in a ring.
-        acquired: steps that take over the slots of the peers.
-        made_by: by unit, the step of its product or of its sum.
-        announced: by unit, the signal that its rows are multiplied.
-        meeting: by own unit and number of a peer's units, the numbers of those that overlap it.
-        posting: compute lanes that have posted to peers that fetch.
-    """
+    """Steps of one rank."""
 
     world: ScatterWorld
 
@@ -284,17 +268,19 @@ class ScatterStage(Stage):
         self.back = Traffic(builder, self.schedule, world.back)
         self.ways = list(legs(self.problem, self.me))
         self.sums = self.problem.kind.sums
-        self.own_is_separate = not self.schedule.uniform
-        self.single = world.ring or len(self.peers) == 1
-        self.acquired: After = ()
-        self.made_by: dict[Unit, int] = {}
-        self.announced: dict[Unit, Signal] = {}
+        self.own_is_separate = not self.schedule.uniform  # the own rows have a separate product
+        self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
+        self.acquired: After = ()  # the steps that take over the slots of the peers
+        self.made_by: dict[Unit, int] = {}  # unit -> the step of its product or of its sum
+        self.announced: dict[Unit, Signal] = {}  # unit -> the signal that its rows are multiplied
+        #: By own unit and number of a peer's units, the numbers of those that overlap it.
         self.meeting: dict[tuple[Unit, int], list[int]] = {}
-        self.posting: set[str] = set()
+        self.posting: set[str] = set()  # compute lanes that have posted to peers that fetch
         groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
         self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
         order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
-        self.assign_lanes([peer for peer in order if peer in self.peers])
+        in_order = [peer for peer in order if peer in self.peers]
+        builder.assign_lanes(in_order, self.schedule.copy)
 
     def run(self) -> None:
         fetches = self._open()
@@ -432,11 +418,8 @@ class ScatterStage(Stage):
                     self.back.send(peer, part.ordinal, (self.made_by[part],))
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
-        """Add a step that sums the products of a unit, and return its index.
-
-        ``own`` is the step of this rank's product. If it is None, only the products of the other
-        ranks are summed.
-        """
+        """Add a step that sums the products of a unit, and return its index. ``own`` is the step of
+        this rank's product; None: only the products of the other ranks are summed."""
         problem, me, owner = self.problem, self.me, unit.peer
         terms_of = {rank: 1 << rank for rank in (*self.peers, me)}
         if owner == me:
@@ -458,10 +441,8 @@ class ScatterStage(Stage):
             terms.append(terms_of[rank])
         out, label = self.results[unit.ordinal] if owner == me else None, f"sum {unit.ordinal}"
         if out is None:
-            out, label = (
-                self.traffic.of(me, owner)[unit.ordinal].moves[0].src,
-                f"{label} for {owner}",
-            )
+            out = self.traffic.of(me, owner)[unit.ordinal].moves[0].src
+            label = f"{label} for {owner}"
         reduction = Reduction(tuple(parts), tuple(terms), out)
         once = tuple(dict.fromkeys(after))
         step = Step(reduction, REDUCE_LANE, label, tuple(waits), after=once)
@@ -485,7 +466,7 @@ class ScatterStage(Stage):
                 self._matmul(self._own_lane(turn), [unit])
             elif src != dst:
                 self._place(REDUCE_LANE, src, dst, (self.made_by[unit],), terms=1 << self.me)
-        order = peers_in_order(self.me, self.problem.world, self.problem.hosts)
+        order = sources_of(self.problem, self.me)
         order = list(self.lane_of) if self.schedule.pull else order
         self._home(self.traffic, order, self.problem.block(self.me, self.me), 0)
 
@@ -495,7 +476,7 @@ class ScatterStage(Stage):
         if self.ways:
             self.back.cross(self.ways, lambda _, number: (self.made_by[sums[number]],), False)
             self.back.relay((source for _, source in self.ways), list(self.lane_of))
-        others = peers_in_order(me, problem.world, problem.hosts)[problem.local_world - 1 :]
+        others = sources_of(problem, me)[problem.local_world - 1 :]
         self._home(self.back, [*self.lane_of, *others], problem.rows[me], self.world.rows(me))
 
     def _home(self, traffic: Traffic, sources: list[int], own: int, before: int) -> None:

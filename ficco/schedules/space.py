@@ -29,7 +29,6 @@ ORDERS = ("piece", "peer")
 #: Movers of the bytes; the first is the default.
 MOVERS = ("dma", "kernel", "collective")
 
-
 NO_SIZE = "pieces: required a positive number or positive relative sizes such as 4+2+1, got {}"
 
 
@@ -121,8 +120,17 @@ class Schedule:
                 "one-shot: required uniform=True, dims=1, pull=True and mover='kernel', since a "
                 "kernel reads rows at the peers and sums them"
             )
-        if self.grouping == "tiled":
-            self._check_tiled()
+        once = not self.uniform and self.dims == self.compute == 1 and not self.beta
+        if self.grouping == "tiled" and not once:
+            raise ValueError(
+                "tiled: required uniform=False, dims=1, compute=1 and beta=False, since one "
+                "product makes all rows, each of them once"
+            )
+        if self.grouping == "tiled" and self.mover != "dma":
+            raise ValueError(
+                "tiled: required mover='dma', since a copy kernel may find no processor beside a "
+                "product that waits for it"
+            )
         if (self.grouping == "own") != bool(self.own) or (
             self.own and replace(self, grouping="fused", own="") != NAMED["serial"]
         ):
@@ -148,18 +156,6 @@ class Schedule:
         for name in ("tail", "copy", "compute"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: required at least 1, got {getattr(self, name)}")
-
-    def _check_tiled(self) -> None:
-        if self.uniform or self.dims == 2 or self.compute > 1 or self.beta:
-            raise ValueError(
-                "tiled: required uniform=False, dims=1, compute=1 and beta=False, since one "
-                "product makes all rows, each of them once"
-            )
-        if self.mover != "dma":
-            raise ValueError(
-                "tiled: required mover='dma', since a copy kernel may find no processor beside a "
-                "product that waits for it"
-            )
 
     @classmethod
     def parse(cls, name: str) -> Schedule:

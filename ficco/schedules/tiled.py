@@ -60,12 +60,7 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """Steps of one rank.
-
-    Attributes:
-        callers: whether the step whose rows wait is the caller's own work.
-        label: label of this step.
-    """
+    """Steps of one rank. The step whose rows wait is the caller's work if ``callers``."""
 
     callers, label = False, "all"
 
@@ -95,11 +90,8 @@ class TiledGatherStage(GatherStage):
 
 
 class TiledScatterWorld(ScatterWorld):
-    """The route of a tiled scatter.
-
-    Attributes:
-        multiplied: words of the signals by which a product announces pieces to its own rank.
-    """
+    """The route of a tiled scatter. By the words ``multiplied`` a product announces pieces to its
+    own rank."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -149,10 +141,8 @@ class TiledScatterStage(ScatterStage):
 
     def _multiplied(self, unit: Unit) -> Signal:
         """The signal that the product of a piece is complete."""
-        word, out = (
-            self.world.multiplied.first(unit.peer) + unit.ordinal,
-            self._product_of(unit).out,
-        )
+        out = self._product_of(unit).out
+        word = self.world.multiplied.first(unit.peer) + unit.ordinal
         return Signal("made", self.me, self.me, unit.ordinal, word, out.row, out.row_stop)
 
 
@@ -175,7 +165,7 @@ class Gathering(AnyProblem):
     dtype: str
     symmetric: bool = False
 
-    operator, hosts = "arriving", 1
+    operator = "arriving"
 
     @cached_property
     def world(self) -> int:

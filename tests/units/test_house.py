@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1935, 1100),
-    "schedules": (4935, 2830),
+    "schedules": (4935, 2835),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
     "__init__.py": (190, 50),
@@ -53,10 +53,10 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
-    "files that name hosts": 37,
+    "files that name hosts": 34,
     "files that name attention": 24,
     "files that name experts": 11,
-    "files that name tiled": 19,
+    "files that name tiled": 18,
     # Places in the same files of what a redesign is to leave once.
     "calls of begin": 3,
     "autograd functions": 2,
