@@ -102,12 +102,12 @@ gpu-bench:
 	$(PYTHON) -m ficco bench --device cuda --mode queued,idle --seconds 340 --rounds 100 \
 	  --operator matmul_reduce_scatter matmul_all_reduce all_to_all_matmul all_to_all_transposed_matmul --schedules candidates auto \
 	  --out $(RESULTS) --name family
-	$(PYTHON) -m ficco bench --device cuda --layers --seconds 90 --out $(RESULTS) --name layers
+	$(PYTHON) -m ficco bench layers --device cuda --seconds 90 --out $(RESULTS) --name layers
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
-	  --without ficco-rccl pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
+	  --without pytorch-pieces pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
 
 gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
-	$(PYTHON) -m ficco bench --device cuda --replay 4 --machine h200-4 --products \
+	$(PYTHON) -m ficco replay --world 4 --machine h200-4 --products \
 	  --set waiting --operator all_gather_matmul matmul_all_to_all --mode queued,idle --seconds 150 --rounds 15 \
 	  --schedules candidates=3 tiled tiled:pieces=2 tiled:pieces=4 auto --out $(RESULTS) --name replay
 

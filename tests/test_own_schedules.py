@@ -157,6 +157,10 @@ def test_auto_compares_those_that_ask_for_it() -> None:
         decision = decide(PROBLEM, machine=machine)
         assert (schedule in decision.others) == asked
         assert ("two-halves" in [one.schedule for one in decision.candidates]) == asked
+    page = ficco.explain("all_gather_matmul", m=8192, n=3584, k=4096, machine=machine)
+    queued = {one.schedule: f"{one.queued * 1e6:.0f}" for one in page.candidates}
+    compared = [queued[name] for name in ("two-halves", "serial", "growing")]
+    assert compared == ["389", "494", "355"]  # docs/own-schedules.md
     summed = Problem("matmul_all_reduce", (64,) * 4, 32, 64, "bfloat16")
     assert schedule not in candidates(summed, machine, ("two-halves",))  # it does not serve these
 

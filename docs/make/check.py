@@ -15,27 +15,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from docs.make import hosts_layers, machine_fields, paper, readme, regret, reproduced, rule_table
+from ficco.errors import ConfigError
 from ficco.machine import Machine, configs, find
 from ficco.machine.text import parse
 from ficco.tools import cli
 from ficco.tools.bench import report
 from ficco.tools.bench.cases import scenarios
-from ficco.tools.bench.frames import (
-    ATTENTION,
-    BENCH,
-    EXPERTS,
-    LAYERS,
-    LOSSES,
-    REPLAY,
-    Schema,
-    append,
-    read_description,
-)
+from ficco.tools.bench.frames import BENCH, REPLAY, Schema, append, read_description, schema_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, DOCS, RESULTS = ROOT / "ficco", ROOT / "docs", ROOT / "docs" / "results"
@@ -71,8 +63,6 @@ USER_LINES = 120
 LIMITS = {RESULTS: 6_000_000, ROOT: 12_000_000}
 #: A path of the machine that wrote a report.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/[\w./-]+/(?:ficco|configs|docs|tests)/")
-#: Kinds of result files, each of which is written again byte for byte.
-SCHEMAS = (BENCH, REPLAY, LAYERS, EXPERTS, ATTENTION, LOSSES)
 #: Benches whose reports have text of an author, or compare files.
 BY_HAND = ("serial-by-kernel-before-h200-4", "timeline-h200-2")
 
@@ -375,12 +365,8 @@ def header(path: Path) -> list[str]:
 def result_files() -> Iterator[tuple[Path, Schema]]:
     """Result files of the bench, each with its kind."""
     for path in sorted(RESULTS.glob("*.csv")):
-        columns = {*header(path)}
-        for schema in SCHEMAS:
-            required = schema.columns.keys() - schema.optional.keys()
-            if required <= columns <= schema.columns.keys():
-                yield path, schema
-                break
+        with suppress(ConfigError):
+            yield path, schema_of(path)
 
 
 def results() -> Iterator[str]:

@@ -3,7 +3,7 @@
     python -m docs.make.trim
 
 A table of a bench loses its quartiles, and columns in which no row has a value of its own. A
-picture gets a palette. A bench keeps its picture of shares; `ficco bench --plot FILE.csv` draws
+picture gets a palette. A bench keeps its picture of shares; `ficco plot FILE.csv` draws
 its picture of speed-ups from the table. Rows, digits and the figures of pages stay.
 """
 

@@ -40,7 +40,7 @@ from ficco.heuristics.model import (
     shortlist,
 )
 from ficco.machine import COLLECTIVES, Fingerprint, Machine, find, nearest, tuned_key
-from ficco.plan.render import bytes_text, seconds_text
+from ficco.plan.render import BYTES, SECONDS, bytes_text, column, seconds_text
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
@@ -357,30 +357,27 @@ def table(
         for first, *rest in zip(*columns.values(), strict=True)
     ]
     if dropped:
-        lines.append(f"left out in {width} columns: {', '.join(reversed(dropped))}")
+        lines.append(f"left out: {', '.join(reversed(dropped))}")
     return "\n".join(lines)
 
 
 def _columns(
     candidates: Sequence[Candidate], chosen: str, measured: Measured
 ) -> Iterable[tuple[str, list[str]]]:
-    def times(values: Iterable[float | None]) -> list[str]:
-        return ["" if seconds is None else seconds_text(seconds) for seconds in values]
-
     names = [candidate.schedule for candidate in candidates]
     yield "  schedule", [f"{'*' if name == chosen else ' '} {name}" for name in names]
-    yield "queued", times(candidate.queued for candidate in candidates)
-    yield "idle", times(candidate.idle for candidate in candidates)
+    yield "queued", column([candidate.queued for candidate in candidates], SECONDS)
+    yield "idle", column([candidate.idle for candidate in candidates], SECONDS)
     for mode in MODES["eager"]:
         seconds = [measured.get(name, {}).get(mode) for name in names]
         if any(seconds):
-            yield f"measured {mode}", times(seconds)
+            yield f"measured {mode}", column(seconds, SECONDS)
     yield "of ideal", [f"{candidate.share:.2f}" for candidate in candidates]
     if losses := [candidate.losses for candidate in candidates if candidate.losses]:
         yield "DIL gemm", [f"{loss.gemm:.2f}" for loss in losses]
         yield "DIL copies", [f"{loss.copies:.2f}" for loss in losses]
         yield "CIL", [f"{loss.contention:.2f}" for loss in losses]
-    yield "memory", [bytes_text(candidate.extra_bytes) for candidate in candidates]
+    yield "memory", column([candidate.extra_bytes for candidate in candidates], BYTES)
 
 
 _KNOWN = "with --machine or FICCO_MACHINE"

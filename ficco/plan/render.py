@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from ficco.plan.model import OPS, Plan, unknown
 from ficco.plan.parts import in_parts
+
+Units = tuple[tuple[float, str], ...]
+SECONDS: Units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+BYTES: Units = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 
 def seconds_text(seconds: float) -> str:
@@ -12,7 +19,7 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(0.00123456), seconds_text(4.2e-5), seconds_text(0.9999), seconds_text(1234.5)
     ('1.23 ms', '42 us', '1 s', '1234 s')
     """
-    return _text(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
+    return _text(seconds, SECONDS)
 
 
 def bytes_text(nbytes: float) -> str:
@@ -21,12 +28,28 @@ def bytes_text(nbytes: float) -> str:
     >>> bytes_text(100), bytes_text(1 << 20), bytes_text(5 << 29)
     ('100 B', '1 MiB', '2.5 GiB')
     """
-    return _text(nbytes, ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")))
+    return _text(nbytes, BYTES)
 
 
-def _text(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Three digits, in the largest unit in which the rounded value is at least 1."""
-    size, unit = next((one for one in units if value >= 0.9995 * one[0]), units[-1])
+def column(values: Collection[float | None], units: Units) -> list[str]:
+    """Values as text in one unit, with as many decimals as the smallest has in three digits.
+
+    >>> column((0.0042, None, 0.00123456, 0.01, 0), SECONDS)
+    ['4.20 ms', '', '1.23 ms', '10.00 ms', '0.00 ms']
+    """
+    least = min((value for value in values if value), default=0.0)
+    size, unit = _unit(least, units)
+    decimals = 2 - math.floor(math.log10(max(1.0, min(least / size, 100.0))))
+    return ["" if value is None else f"{value / size:.{decimals}f} {unit}" for value in values]
+
+
+def _unit(value: float, units: Units) -> tuple[float, str]:
+    """The largest unit in which the rounded value is at least 1."""
+    return next((one for one in units if value >= 0.9995 * one[0]), units[-1])
+
+
+def _text(value: float, units: Units) -> str:
+    size, unit = _unit(value, units)
     number = value / size
     return f"{number:.0f} {unit}" if number >= 999.5 else f"{number:.3g} {unit}"
 

@@ -54,7 +54,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
     assert report.over(None, times).isna().all()
     seconds = {
-        "gemm": 1.0, "collective": 0.5, "copies": 0.4, "serial-collective": 1.5, "serial": 1.4,
+        "gemm": 1.0, "collective": 0.5, "copies": 0.4, "pytorch-serial": 1.5, "serial": 1.4,
         "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
     }  # fmt: skip
     found = report.summarise(
@@ -80,10 +80,10 @@ def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
     assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
     assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None
     # Overlap efficiency is that of Flux.
-    times = {"gemm": [10.0], "serial-collective": [14.0], "a": [11.0], "b": [18.0]}
+    times = {"gemm": [10.0], "pytorch-serial": [14.0], "a": [11.0], "b": [18.0]}
     found = report.overlap_efficiency(pd.DataFrame(times))
-    assert found.to_dict() == {"serial-collective": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
-    times["serial-collective"] = times["gemm"]
+    assert found.to_dict() == {"pytorch-serial": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
+    times["pytorch-serial"] = times["gemm"]
     assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
     del times["gemm"]
     assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
@@ -154,15 +154,16 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
         == len(table.REFERENCES) + len(table.SCHEDULES)
     )
     found = {one.name for one in of_problem(every, problem)}
-    assert {"gemm", "collective", "copies", "serial-collective", "growing", "auto"} <= found
+    assert {"gemm", "collective", "copies", "pytorch-serial", "growing", "auto"} <= found
     fused, first = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
     assert ("pytorch-fused" in found) == fused
-    assert ("ficco-rccl" in found) == ("pytorch-native" in found) == first
+    assert ("pytorch-pieces" in found) == ("pytorch-native" in found) == first
     assert ("ring" in found) == ("shard-overlap:beta" in found) == problem.kind.sums
     assert any("@stages" in name for name in found) != problem.kind.scatters
-    chosen = choose(["candidates"], without=["ficco-rccl", "pytorch-native"])
+    chosen = choose(["candidates"], without=["pytorch-pieces", "pytorch-native"])
     compared = of_problem(chosen, problem)
-    assert COMPARED in chosen and not {"ficco-rccl", "pytorch-native"} & {o.name for o in compared}
+    names = {one.name for one in compared}
+    assert COMPARED in chosen and not {"pytorch-pieces", "pytorch-native"} & names
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
     assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
     assert "beta" in table.refused(parse("growing:beta"), problem) or problem.kind.sums
@@ -559,12 +560,12 @@ def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Pat
     assert wrong == {("matmul_reduce_scatter", n): "wrong result on ranks [1]" for n in names}
     assert {key[1] for key, row in found.items() if row.status == "skipped"} == {"pytorch-fused"}
     for operator in set(OPERATORS) - {OPERATOR, "matmul_reduce_scatter"}:
-        for name in ("gemm", "collective", "copies", "serial-collective", "serial", "auto"):
+        for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "auto"):
             assert found[operator, name].ms > 0, (operator, name)
         assert found[operator, "ideal"].share == 1.0
         scatters, sums = OPERATORS[operator].scatters, OPERATORS[operator].sums
         assert ((operator, "growing:pull@symmetric") in found) != scatters
-        errors = [found[operator, name].error for name in ("serial-collective", "serial", "auto")]
+        errors = [found[operator, name].error for name in ("pytorch-serial", "serial", "auto")]
         assert all(0 < error < 1e-6 for error in errors) if sums else all(map(math.isnan, errors))
         assert math.isnan(found[operator, "gemm"].error)
     sizes = found["matmul_all_reduce", "gemm"]
@@ -574,7 +575,7 @@ def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Pat
 
 def _layered(at: ranks.Rank, folder: Path) -> list[Any]:
     """A short bench of layers by all ways, and of one layer with each of its steps spoilt."""
-    few = {name: layers.WAYS[name] for name in ("collectives", "ficco")}
+    few = {name: layers.WAYS[name] for name in ("pytorch-serial", "auto")}
     settings = BenchSettings(
         subject=layers.SUBJECT, cases=layers.SHAPES["cpu"], modes=("idle",), device="cpu",
         rounds=2, seconds=600.0, csv=folder / "layers.csv",
@@ -601,12 +602,12 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
             assert row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
     assert (rows["speedup"][rows["way"].isin(layers.COLLECTIVES)] == 1.0).sum() >= 2
     text = harness.report(layers.SUBJECT, LAYERS.read(tmp_path / "layers.csv"), {}, "name")
-    assert "| mlp: 256 tokens, 128, 512, 256 | ficco |" in text
+    assert "| mlp: 256 tokens, 128, 512, 256 | auto |" in text
     assert "- pytorch-async-tp of attention: skipped" in text
     for rows in spoilt:
         by_way = rows.set_index("way")
-        assert by_way["status"].to_dict() == {"collectives": "ok", "ficco": "wrong"}
-        assert by_way["note"]["ficco"] != ""
+        assert by_way["status"].to_dict() == {"pytorch-serial": "ok", "auto": "wrong"}
+        assert by_way["note"]["auto"] != ""
 
 
 WAYS = (
@@ -641,7 +642,9 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("which", range(len(WAYS)))
-def test_ways_are_proven_and_timed_and_wrong_ones_are_not(tmp_path: Path, which: int) -> None:
+def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
+    tmp_path: Path, which: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     room, _, operator, note = WAYS[which]
     spoilt = ("experts",) if which == 0 else ("all_gather_attention", "ulysses_attention")
     (rows, late, wrong), none = ranks.run(2, _ways, tmp_path, which, spoilt, timeout=300.0)
@@ -655,10 +658,17 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(tmp_path: Path, which:
         assert len(parts) == 2 and by_way["ms"]["ideal"] >= parts["ms"].max()
         whole = by_way.drop([*parts.index, "ideal"])
         assert (whole["share"] < whole["in_turn"]).all() and (whole["speedup"] == 1.0).any()
-        assert by_way["took"]["ficco"] and sum(by_way["took"] != "") == 1
+        assert by_way["took"]["auto"] and sum(by_way["took"] != "") == 1
     rows = room.SUBJECT.schema.read(tmp_path / "ways.csv")
     text = harness.report(room.SUBJECT, rows, {}, "name")
     assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
+    assert f"| auto ({ok['took'][ok['way'] == 'auto'].iloc[0]}) |" in text
+    harness.show_ways(room.SUBJECT, rows)
+    table = capsys.readouterr().out
+    assert "│ auto (" in table and "│ serial " in table and "---" not in table
+    assert cli.run(["plot", str(tmp_path / "ways.csv"), "--report"]) == 0
+    assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in text
+    assert (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
     assert "of odd: skipped" in text and ("skew 0.5 |" in text) == (which == 0)
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
     assert (tmp_path / "ways_timelines.png").exists() and len(timelines) > 6
@@ -676,7 +686,7 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(tmp_path: Path, which:
         assert spent[1] > 0 and 0.5 < spent[0] / spent[1] < 1.6, pair[0].title
 
     missed = wrong[wrong["status"] == "wrong"]
-    ours = ["ficco", "ficco, exact rows", "ficco, serial"]
+    ours = ["auto", "auto, exact rows", "serial"]
     for _, mine in missed.groupby("operator" if which else "case"):
         assert sorted(mine["way"]) == [way for way in ours if which == 0 or "rows" not in way]
     assert set(missed["note"]) == {"wrong result on ranks [1]"} and (wrong["status"] == "ok").any()
@@ -777,7 +787,7 @@ def test_bench_writes_rows_report_and_pictures(
     pd.testing.assert_frame_equal(rows, BENCH.frame(filled), rtol=1e-5)
     found = {row.candidate: row for row in rows[rows["case"] == "a"].itertuples()}
     assert set(rows["status"][rows["case"] == "odd"]) == {"skipped"}
-    for name in ("gemm", "collective", "copies", "serial-collective", "serial", "ficco-rccl"):
+    for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "pytorch-pieces"):
         assert found[name].status == "ok" and found[name].ms > 0 and found[name].rounds == 3, name
     assert found["ideal"].share == 1.0
     again = found["shrinking"]  # with one peer, the same plan
@@ -790,6 +800,8 @@ def test_bench_writes_rows_report_and_pictures(
     assert about["ranks"] == 2 and about["versions"]["torch"] == torch.__version__
     events = json.loads((out / "tiny_trace.json").read_text())["traceEvents"]
     assert {"matmul", "copy"} <= {event.get("cat") for event in events}
+    assert cli.run(["plot", str(out / "tiny.csv"), "--out", str(out / "again.svg")]) == 0
+    assert {path.name for path in out.glob("again*")} == {"again_share.svg", "again_speedup.svg"}
 
 
 @pytest.mark.parametrize(("seconds", "most", "done"), [(11.9, 100, 5), (10.0, 4, 4), (1.0, 100, 3)])

@@ -29,6 +29,7 @@ from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import CAST_KINDS, SCALED, operands_of
+from ficco.problems.sizes import ASKABLE
 from ficco.schedules import NAMED
 from ficco.simulate.timeline import loads
 from ficco.tools import cli, doctor
@@ -37,7 +38,7 @@ from ficco.tools.bench.candidates import BenchCandidate, parse
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.demo import verdict
 from ficco.tools.bench.draw import draw
-from ficco.tools.bench.frames import BENCH
+from ficco.tools.bench.frames import BENCH, SIMULATED, append
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Runner, Stopwatch
 from ficco.tools.cli import measure as commands
@@ -63,8 +64,7 @@ def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_ranks")
 def test_no_more_seconds_than_can_be_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    kinds = ([], ["--layers"], ["--experts"], ["--attention"])
-    benches = [["bench", *kind, "--device", "cpu"] for kind in kinds]
+    benches = [["bench", *kind, "--device", "cpu"] for kind in ([], ["layers"], ["experts"])]
     for command in (*benches, ["explain", *SIZES, "--measure"]):
         for seconds in ("0", "nan", "inf", "604801"):
             assert cli.run([*command, "--seconds", seconds]) == 2
@@ -194,26 +194,14 @@ OF_BENCH = (
     ("--device cpu --mode queued", "--mode: required one of idle on cpu"),
     ("--device cpu --ranks 0", "--ranks: required at least 1"),
     ("--rounds 0 --device cpu", "--rounds"),
-    ("--plot nowhere.csv", "nowhere.csv"),
-    ("--report nowhere.csv --plot nowhere.csv", "nowhere.csv"),
-    ("--plot x.csv --json", "--json: required without --plot, which measures"),
-    ("--report x.csv --rank 1", "--rank: required without --rep"),
-    ("--replay 4 --device cpu", "--replay: required a GPU"),
-    ("--replay 1 --device cuda", "at least 2 ranks, got 0 of 1"),
-    ("--replay 4 --rank 4 --device cuda", "got 4 of 4"),
-    ("--replay 4 --ranks 2", "--replay: required without --ranks"),
-    ("--replay 4 --device cuda --mode graph", "queued or idle"),
-    ("--rank 1 --device cpu", "--rank: required with --replay"),
-    ("--products --device cpu", "--products: required with --replay"),
+    ("--rank 1", "ficco bench: error: unknown argument --rank; `ficco bench --help` lists all"),
     ("--set cpu --shapes x.csv --device cpu", "got both"),
     ("--set experts --only g1", "required some of g13, g14, g15, g16, got"),
-    ("--attention --experts", "--experts: required without --attention"),
-    ("--attention --set cpu", "--attention: required without --set"),
-    ("--attention --only 1k --device cpu", "some of 256, got '1k'"),
-    ("--attention --schedules slowing", "slowing"),
-    ("--operator ulysses_attention", "is required with --attention"),
-    ("--attention --operator all_gather_matmul", "required without --attention"),
-    ("--experts --operator ulysses_attention", "required with --attention"),
+    ("attention experts", "required one family, got attention and experts"),
+    ("attention --set cpu", "--set: required none for attention"),
+    ("layers --schedules auto", "--schedules: required none for layers"),
+    ("attention --only 1k --device cpu", "some of 256, got '1k'"),
+    ("attention --schedules slowing", "slowing"),
     *(
         (f"--device cpu --ranks 2 --schedules {name}", f"schedule {name}: {kind} is for")
         for kind, name in (("ring", "ring"), ("ring", "ring:pieces=3"), ("one-shot", "one-shot"))
@@ -226,6 +214,12 @@ TOO_MANY = "--device cpu --ranks 4096"
     ("arguments", "said"),
     [
         *((f"bench {options}", said) for options, said in OF_BENCH),
+        ("replay", "ficco replay: error: required --world, got none"),
+        ("replay --world 4", "required a GPU, whose copy engines"),
+        ("replay --world 1", "--world: required at least 2 ranks, got 1"),
+        ("replay --world 4 --rank 4", "--rank: required 0 to 3, got 4"),
+        ("replay --world 4 --mode graph", "queued or idle"),
+        ("replay layers --world 4", "required one of a call, got layers"),
         ("demo --ranks 0", "--ranks: required at least 1, got 0"),
         *(
             (f"{command} {TOO_MANY}", "got 4096; --oversubscribe starts")
@@ -234,9 +228,20 @@ TOO_MANY = "--device cpu --ranks 4096"
         ("doctor --ranks 0", "--ranks: required at least 1, got 0"),
         ("simulate --m 8 --k 8", "--n: required, since all_gather_matmul needs m, n, k"),
         ("explain", "--m: required, since all_gather_matmul needs m, n, k; got none"),
-        (f"plot {__file__} --out x.png", "by `ficco bench --plot`"),
-        ("nothing", "nothing"),
-        ("", "command"),
+        (f"plot {__file__} --out x.png", "or a .csv ("),
+        ("plot nowhere.csv", "nowhere.csv: file: cannot be read: No such file or directory"),
+        ("plot nowhere.json", "nowhere.json: file: cannot be read: No such file or directory"),
+        ("plot a.csv b.json", "got both"),
+        ("plot a.csv b.csv --out x.png", "--out: required one CSV file, got 2"),
+        ("plot a.csv --only x", "--only: required timelines"),
+        ("plot a.json --report", "--report: required the CSV of a bench"),
+        ("plan --m x", "ficco plan: error: --m: required a whole number, got 'x'"),
+        ("explain --seconds x", "ficco explain: error: --seconds: required a number, got 'x'"),
+        ("bench --device x", "ficco bench: error: --device: required one of cpu, cuda, got 'x'"),
+        ("plan --m", "ficco plan: error: --m: required one argument, got none"),
+        ("plan", "ficco plan: error: required schedule, got none"),
+        ("nothing", "ficco: error: command: required one of demo, explain, plan, "),
+        ("", "ficco: error: required command, got none"),
     ],
 )
 def test_other_commands_refuse_bad_input_too(
@@ -244,7 +249,8 @@ def test_other_commands_refuse_bad_input_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments.split()) == 2
-    assert said in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert said in text and "usage" not in text and text.count("error:") == 1
 
 
 def test_an_error_names_an_option_by_its_type_not_by_its_text(
@@ -264,6 +270,22 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
                 patch.setattr(f"ficco.{path}", refuse)
                 assert cli.run(["explain", *SIZES]) == 2
             assert f"{said}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", cli.FAMILIES)
+def test_the_help_lists_the_sizes_of_a_family(
+    family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for words in ([family], ["--operator", family]):
+        assert cli.run(["explain", *words, "--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and f"sizes of {family}:" in texts[0]
+    own = ASKABLE[cli.FAMILIES[family][0]]
+    for name in (name for one in ASKABLE.values() for name in one.sizes):
+        listed = f"  --{name.replace('_', '-')} " in texts[0].replace(",", "").split("\nsizes")[1]
+        assert listed == (name in own.sizes), name
+    assert ("--rows" in texts[0]) == (family == "products")
 
 
 @pytest.mark.parametrize("command", ["plan", "explain", "simulate"])
@@ -291,6 +313,24 @@ def test_the_help_has_every_option_and_its_default() -> None:
                     assert f"default: {action.default}" in action.help, f"{name} {action.dest}"
 
 
+def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(__file__).parents[2] / "docs" / "results"
+    for name in ("layers-h200-4", "losses-h200-2", "simulated/mi300x-8"):
+        picture = tmp_path / f"{Path(name).name}.png"
+        assert cli.run(["plot", str(results / f"{name}.csv"), "--out", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert capsys.readouterr().err == f"wrote {picture}\n"
+    failed = tmp_path / "failed.csv"
+    row = {"case": "x", "candidate": "serial", "world": 2, "hosts": 1, "m": 0, "n": 0, "k": 0}
+    append(failed, SIMULATED.frame([row]))
+    assert cli.run(["plot", str(failed)]) == 2
+    assert "required a row with a figure, got none" in capsys.readouterr().err
+    assert cli.run(["plot", str(failed), "--report"]) == 2
+    failed.write_text("a,b\n1,2\n")
+    assert cli.run(["plot", str(failed)]) == 2
+    assert "required the columns of a CSV of bench, replay or simulate" in capsys.readouterr().err
+
+
 # Operators other than products.
 
 OTHERS = {
@@ -305,7 +345,7 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def said(*command: str, on: tuple[str, ...] = ("--machine", "h200-4")) -> str:
-        assert cli.run([*command, "--operator", operator, *OTHERS[operator], *on]) == 0
+        assert cli.run([command[0], operator, *command[1:], *OTHERS[operator], *on]) == 0
         return capsys.readouterr().out
 
     picture, lines = tmp_path / "picture.svg", tmp_path / "lines.json"
@@ -380,21 +420,20 @@ def test_sizes_that_others_cannot_have_are_refused(
         assert said in capsys.readouterr().err
 
 
-def test_what_a_bench_of_attention_and_experts_is_told() -> None:
-    def told(words: str) -> Any:
-        arguments = cli._parser().parse_args(["bench", *words.split()])
-        commands._check_replay(arguments)
-        what = "experts" if arguments.experts else "attention"
-        return commands._others(arguments, "cuda", what)
+def test_cases_of_a_bench_of_attention_and_experts() -> None:
+    def settings(*words: str) -> dict[str, Any]:
+        arguments = cli._parser().parse_args(words)
+        return commands._others(arguments, "cuda", commands.kind_of(arguments))[1]
 
-    what, more = told("--attention --operator ulysses_attention --only 64k")
-    assert what == "attention" and [case.sequence for case in more["cases"]] == [64 << 10]
-    assert more["modes"] == ("queued", "idle") and "replayed" not in more
-    played = "--replay 8 --rank 3 --machine h200-4 --device cuda"
-    what, more = told(f"--experts {played} --schedules growing auto")
-    assert what == "experts" and len(more["cases"]) == 7
-    assert more["schedules"] == ("growing", "auto") and more["subject"] is experts.SUBJECT
-    replayed = more["replayed"]
+    attention = settings("bench", "--operator", "attention", "--only", "64k")
+    operators = [case.operator for case in attention["cases"]]
+    assert operators == ["all_gather_attention", "ulysses_attention"]
+    assert attention["modes"] == ("queued", "idle") and "replayed" not in attention
+    played = "--world 8 --rank 3 --machine h200-4 --schedules growing auto --operator experts"
+    replay = settings("replay", *played.split())
+    assert len(replay["cases"]) == 7 and replay["subject"] is experts.SUBJECT
+    assert replay["schedules"] == ("growing", "auto")
+    replayed = replay["replayed"]
     assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
 
 

@@ -87,7 +87,7 @@ def test_a_bench_over_hosts(tmp_path: Path) -> None:
     run(2, _benched, tmp_path / "a.csv")
     rows = BENCH.read(tmp_path / "a.csv")
     timed = set(rows["candidate"][rows["status"] == "ok"])
-    assert timed >= {"gemm", "collective", "copies", "serial-collective", "serial", "auto"}
+    assert timed >= {"gemm", "collective", "copies", "pytorch-serial", "serial", "auto"}
     assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
     others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
     assert set(others["note"]) == {"it copies through memory that ranks of one host share"}

@@ -374,6 +374,17 @@ def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> Non
         assert not list(tmp_path.iterdir())
 
 
+def test_tune_says_for_which_shapes_auto_takes_another_schedule(tmp_path: Path) -> None:
+    machine, settings = load(configs() / "h200-4.yaml"), tuning.TuneSettings(tmp_path, "cuda")
+    lines = [*calls.rechosen(Machine("m", "NVIDIA H200", 4), machine, 4, settings)]
+    count = re.match(r"schedule='auto' changed for (\d+) of 8 shapes \(set measured\)", lines[0])
+    assert count and len(lines) == 1 + int(count[1]) > 1
+    assert all("): serial:collective -> " in line for line in lines[1:])
+    (line,) = calls.rechosen(machine, machine, 4, settings)
+    assert "changed for 0 of 8" in line
+    assert [tuning._change("-", "2 s"), tuning._change("1 s", "2 s")] == ["2 s (new)", "1 s -> 2 s"]
+
+
 def test_figures_are_rounded_and_shown_old_against_new() -> None:
     old = Machine("m", "cpu", 2, memory=Memory(1e10, 1e10, SOURCE))
     new = replace(old, memory=Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"])
@@ -549,6 +560,8 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     assert outcome.machine == other.machine
     machine = load(path)
     assert machine == outcome.machine
+    assert outcome.skipped.keys() == {"kernel_copies", "tiled"}
+    assert outcome.skipped["kernel_copies"] == "no kernel copies on this device"
     # On a CPU both movers are the same, and a product whose rows wait is several of the library.
     none = {"kernel_copies", "tiled", "network"}
     assert not any(getattr(machine, step) for step in none)

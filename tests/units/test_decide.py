@@ -255,7 +255,7 @@ def test_explain_shows_what_was_compared() -> None:
     assert chosen.extra_bytes == 3 * 2**23
     assert serial.share == pytest.approx(4 / 7)
     (line,) = (line for line in decision.table().splitlines() if line.startswith("*"))
-    assert line.split()[:4] == ["*", "shard-overlap:compute=2", "4", "ms"]
+    assert line.split()[:4] == ["*", "shard-overlap:compute=2", "4.00", "ms"]
 
 
 def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path) -> None:
@@ -441,9 +441,16 @@ def test_a_narrow_table_leaves_out_columns_and_no_names(
     for width in (60, 120):
         monkeypatch.setenv("COLUMNS", str(width))
         assert cli.run(["explain", *SIZES]) == 0
-        text = capsys.readouterr().out
+        text, legend = capsys.readouterr().out.split("\n\n")
         lines = text.splitlines()[3:]
-        assert all(len(line) <= width for line in lines), lines
+        assert all(len(line) <= width for line in [*lines, *legend.splitlines()]), lines
+        heads = ["queued", "idle", *["of ideal", "DIL", "CIL", "memory"] * (width == 120)]
+        entries = [line for line in legend.splitlines() if line[0] != " "]
+        assert [line[:10].strip() for line in entries] == heads
+        figures = [re.findall(r"\d(\.\d+)? ([um]s)", line) for line in lines if " us" in line]
+        assert {len(line) for line in figures} == {2}  # one unit, and as many decimals
+        for column in zip(*figures, strict=True):
+            assert len({(len(decimals), unit) for decimals, unit in column}) == 1
         (chosen,) = (line for line in lines if line.startswith("* "))
         assert chosen.split()[1] == str(decision.schedule)
         names = [line[2:].split()[0] for line in lines[1 : 1 + len(decision.candidates)]]

@@ -31,13 +31,13 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "nn": (2150, 1020),
     "ops": (5985, 2775),
     "passes": (1955, 1160),
-    "plan": (995, 480),
+    "plan": (1020, 490),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1935, 1100),
     "schedules": (4935, 2835),
     "simulate": (1250, 815),
-    "tools": (13210, 7190),
+    "tools": (13410, 7290),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_395
+LINES_OF_TESTS = 41_470
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -535,7 +535,7 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("command", "said"),
     [
         (["simulate", "slowing", *SIZES], "shard-overlap"),
-        (["simulate", "--mode", "graph"], "'queued'"),
+        (["simulate", "--mode", "graph"], "required one of queued, idle, got 'graph'"),
         (["simulate", "--set", "nothing"], "measured"),
         (["simulate", "--machine", "abacus"], "abacus"),
         (["simulate", "--world", "0"], "--world"),

@@ -310,9 +310,9 @@ class AttentionData(Workload):
         alone = {"attention": Variant(self._alone(), COMPUTED)}
         if self.case.operator == BY_HEADS:
             return {**alone, **self._by_heads(), **ours}
-        if self.watch.on_gpu and "ficco" in ours:
-            call = ours["ficco"].call
-            ours |= {"ficco, nothing merged": Variant(call, "unmerged", context=nothing_merged)}
+        if self.watch.on_gpu and "auto" in ours:
+            call = ours["auto"].call
+            ours |= {"auto, nothing merged": Variant(call, "unmerged", context=nothing_merged)}
         return {**alone, **self._gathered(), **ours}
 
     def _gathered(self) -> dict[str, Variant]:
@@ -340,7 +340,7 @@ class AttentionData(Workload):
         moved = Variant(lambda: gather(base, self.operands, group), MOVED, meets=True)
         return {
             "all-gather": moved,
-            "all-gather, attention": Variant(by_collective, baseline=True, meets=True),
+            "pytorch-serial": Variant(by_collective, baseline=True, meets=True),
             **pytorch,
         }
 
@@ -366,9 +366,7 @@ class AttentionData(Workload):
             base.kv_heads % base.world) else ""  # fmt: skip
         return {
             "all-to-alls": Variant(exchanges, MOVED, meets=True, lacks=lacks),
-            "all-to-alls, attention": Variant(
-                by_collectives, baseline=True, meets=True, lacks=lacks
-            ),
+            "pytorch-serial": Variant(by_collectives, baseline=True, meets=True, lacks=lacks),
         }
 
     @property
@@ -423,13 +421,14 @@ def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 ABOUT = (
-    "Forward passes. Keys and values that are gathered are views of one matrix, as those of one "
-    "projection are, so that nobody has to pack them. `attention` is the library's kernels alone, "
-    "for keys that are all there; `all-gather` and `all-to-alls` are the collectives alone, and "
-    "with attention the baseline: one after the other, by the same kernels as ficco's, and by its "
-    "kernel that merges. `context_parallel` is PyTorch's, by each of its kernels, with keys "
-    "gathered after the first step or sent from rank to rank. `ficco, nothing merged` is `ficco` "
-    "without the kernel that merges: the difference is the time that merging adds."
+    "Forward passes. Gathered keys and values are views of one matrix, as those of one projection "
+    "are, so that no way has to pack them. `attention` is the library's kernels alone, with all "
+    "keys local; `all-gather` and `all-to-alls` are the collectives alone. `pytorch-serial`, the "
+    "baseline, is both one after the other, by the same kernels as ficco's, and by its kernel that "
+    "merges. `context_parallel` is PyTorch's, by each of its kernels, with keys gathered after the "
+    "first step or sent from rank to rank. Ways of ficco have the names of their schedules. "
+    "`auto, nothing merged` is `auto` without the kernel that merges: the difference is the time "
+    "that merging adds."
 )
 
 SUBJECT = Subject("attention", ATTENTION, AttentionData, heads, ABOUT)

@@ -23,7 +23,7 @@ MEMORY_SHARE = 0.9
 OPERATOR = "all_gather_matmul"
 
 #: Baselines that can be left out: no figure of the others needs them.
-OPTIONAL = ("ficco-rccl", "pytorch-fused", "pytorch-native", "quack")
+OPTIONAL = ("pytorch-pieces", "pytorch-fused", "pytorch-native", "quack")
 
 #: The operator that gives the gradient of its B.
 WEIGHT_GRADIENT = "all_gather_transposed_matmul"

@@ -208,7 +208,7 @@ def _table(work: Workload, rounds: int, tick: Tick = lambda action: None) -> pd.
 def _row(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, Any]:
     """The row of an operator, from the results of the baseline, and of ``auto``, of ficco's variant
     or of the schedule that ``auto`` takes."""
-    (row,) = results[results["schedule"].isin([schedule, "auto", "ficco"])].to_dict("records")
+    (row,) = results[results["schedule"].isin([schedule, "auto"])].to_dict("records")
     times = {"ms": row["ms"], "torch ms": results["ms"].iloc[0]}
     return {"operator": operator, "schedule": schedule, **times, "exact": row["exact"]}
 
@@ -229,7 +229,7 @@ def _other(operator: str, watch: Stopwatch, tick: Tick) -> dict[str, Any]:
         work = attention.AttentionData(case, watch, ("auto",))
     variants = work.variants()
     baseline = next(name for name, one in variants.items() if one.baseline and not one.lacks)
-    work.offered = {name: variants[name] for name in (baseline, "ficco")}
+    work.offered = {name: variants[name] for name in (baseline, "auto")}
     results = _table(work, ROUNDS, tick)
     return _row(operator, taken_by_auto(work.problem, watch), results)
 

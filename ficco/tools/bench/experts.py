@@ -142,7 +142,7 @@ class ExpertData(Workload):
             "all-to-alls": Variant(partial(exchanges, self), MOVED, meets=True),
         }
         exact = Variant(partial(by_ficco, self, "auto", exact=True), meets=True)
-        return {**parts, **collectives, **ours, "ficco, exact rows": exact}
+        return {**parts, **collectives, **ours, "auto, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
         """The left operand of the second product."""
@@ -237,8 +237,8 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
 
 #: The baselines. The first is the reference of the others.
 COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
-    "collectives, blocks": by_blocks,
-    "collectives, exact rows": by_rows,
+    "pytorch-serial, blocks": by_blocks,
+    "pytorch-serial, exact rows": by_rows,
 }
 
 
@@ -256,12 +256,12 @@ def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
 ABOUT = (
     "Forward passes of a layer of experts with gates, tokens spread evenly; with a *skew* s tokens "
     "choose the i-th most popular expert with a weight of 1 / i**s. The baseline is the faster of "
-    "two by collectives: all-to-all, products and all-to-all in turn, with the same blocks (`bmm`) "
-    "or with exactly the rows that there are (`grouped_mm`), for which the host waits; in a replay "
-    "it is ficco's `serial`. `ficco, exact rows` is `auto` with such rows. `products` is the first "
-    "without exchanges, `all-to-alls` are the exchanges alone. What stands around the products "
-    "there is PyTorch's: tokens that go to their rows, the function and the sums. Ficco does it in "
-    "fewer passes over memory, so that shares of this ideal can be above 1."
+    "two `pytorch-serial`: all-to-all, products and all-to-all in turn, with the same blocks "
+    "(`bmm`) or with exact row counts (`grouped_mm`), for which the host waits; in a replay it is "
+    "ficco's `serial`. Ways of ficco have the names of their schedules. `products` is the first "
+    "baseline without exchanges, `all-to-alls` are the exchanges alone. The other operations of "
+    "both are PyTorch's: moves of tokens to their rows, the activation and the sums. Ficco does "
+    "them in fewer passes over memory, so that shares of this ideal can be above 1."
 )
 
 SUBJECT = Subject("experts", EXPERTS, ExpertData, heads, ABOUT)

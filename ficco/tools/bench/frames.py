@@ -43,10 +43,16 @@ class Schema:
     Attributes:
         columns: their types, in the order of the file.
         optional: values of columns that a file may lack, since it is older or trimmed.
+        case: column with the name of a case.
+        ways: columns that name what was measured of a case.
+        figure: column of the figure that pictures show.
     """
 
     columns: Mapping[str, type]
     optional: Mapping[str, Any] = field(default_factory=dict)
+    case: str = "case"
+    ways: tuple[str, ...] = ("way",)
+    figure: str = "ms"
 
     def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         """A frame of rows. Columns that a row does not have get their default.
@@ -170,11 +176,14 @@ BENCH = Schema(
     | _columns(float, "speedup share efficiency vs_pytorch vs_queued host_us extra_bytes error"),
     {"operator": "all_gather_matmul", "label": ""}  # older files have one operator
     | dict.fromkeys(("ms_low", "ms_high", "vs_queued", "error"), math.nan),
+    ways=("candidate",),
 )
 
 #: Columns of a replay. off_us: largest deviation in microseconds of a peer's signal from its
 #: planned time; median over the rounds.
-REPLAY = Schema(BENCH.columns | {"off_us": float}, {**BENCH.optional, "off_us": math.nan})
+REPLAY = Schema(
+    BENCH.columns | {"off_us": float}, {**BENCH.optional, "off_us": math.nan}, ways=BENCH.ways
+)
 
 #: One way of one layer in one mode; sizes as in :class:`ficco.tools.bench.layers.Layer`.
 #:
@@ -185,7 +194,8 @@ LAYERS = Schema(
     | _columns(str, "mode way")
     | _STATUS
     | _SPREAD
-    | _columns(float, "speedup vs_pytorch error extra_bytes")
+    | _columns(float, "speedup vs_pytorch error extra_bytes"),
+    case="layer",
 )
 
 #: One variant of a workload (:mod:`ficco.tools.bench.harness`).
@@ -228,7 +238,9 @@ LOSSES = Schema(
     | _PRODUCT
     | {"nbytes": int, "cut": str, "parts": int, "mover": str, "rounds": int}
     | _columns(float, "alone_ms ms ratio")
-    | _columns(str, "alone_us us status note")
+    | _columns(str, "alone_us us status note"),
+    ways=("loss", "cut", "parts", "mover"),
+    figure="ratio",
 )
 
 #: One candidate on one shape, simulated: a schedule, or one of
@@ -241,7 +253,25 @@ SIMULATED = Schema(
     | _columns(str, "machine mode candidate")
     | _columns(float, "ms speedup share"),
     {"hosts": 1},
+    ways=("candidate",),
 )
+
+#: Every kind of file.
+SCHEMAS = (BENCH, REPLAY, LAYERS, EXPERTS, ATTENTION, LOSSES, SIMULATED)
+
+
+def schema_of(path: Path) -> Schema:
+    """The kind of a CSV file, by its header.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of no kind.
+    """
+    columns = {*read_text(path)}
+    for schema in SCHEMAS:
+        if schema.columns.keys() - schema.optional.keys() <= columns <= schema.columns.keys():
+            return schema
+    why = "required the columns of a CSV of bench, replay or simulate, got "
+    raise ConfigError(str(path), "header", why + ", ".join(columns))
 
 
 def record(

@@ -41,7 +41,7 @@ from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import Schema, bar, cells, markdown, record
+from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
 from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
@@ -157,9 +157,9 @@ class Workload:
     def by_ficco(
         self, call: Callable[[str], torch.Tensor], usual: Sequence[str]
     ) -> dict[str, Variant]:
-        """Variants by ficco, one for each schedule of the bench, or of ``usual`` without any."""
+        """Variants by ficco, by schedule: the schedules of the bench, or ``usual`` without any."""
         return {
-            "ficco" if name == "auto" else f"ficco, {name}": Variant(
+            name: Variant(
                 partial(call, name),
                 schedule=name,
                 baseline=name == "serial" and not self.watch.meets,
@@ -309,11 +309,10 @@ class Subject:
         name: of the files.
         schema: columns of the rows.
         work: the workload of a case, on the ranks of a stopwatch, with some schedules.
-        heads: columns of :func:`report` that describe a case, from the columns of the schema as
-            text; None if the kind has a report of its own.
+        heads: columns of :func:`tables` that describe a case, from the columns of the schema as
+            text; None if the kind has tables of its own.
         about, how: text of the report about the variants, and about the protocol.
         shown: columns of the report.
-        case: column with the name of a case.
         gradients: calls record gradients.
         show: prints the rows of a case.
     """
@@ -325,7 +324,6 @@ class Subject:
     about: str = ""
     how: str = HOW
     shown: Shown = OF_WAYS
-    case: str = "case"
     gradients: bool = False
     show: Callable[[pd.DataFrame], None] | None = None
 
@@ -375,7 +373,7 @@ class _Bench:
     def _shape(self, case: Any) -> dict[str, Any]:
         columns = self.subject.schema.columns
         sizes = {name: value for name, value in vars(case).items() if name in columns}
-        return {self.subject.case: case.name, "world": self.watch.world, **sizes}
+        return {self.subject.schema.case: case.name, "world": self.watch.world, **sizes}
 
     def _case(self, case: Any, number: int) -> list[dict[str, Any]]:
         watch, settings, began = self.watch, self.settings, time.monotonic()
@@ -473,25 +471,41 @@ class _Bench:
         return rows
 
 
-def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
-    """The rows as Markdown."""
+def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """The figures of each mode as text."""
     assert subject.heads is not None
-    parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
     for mode, timed in rows[rows["status"] == "ok"].groupby("mode", sort=False):
         text = timed.astype(str)
         way = text["way"]
         if "took" in text:
-            way = way.where(text["took"] == "", way + ": " + text["took"])
+            way = way.where(text["took"] == "", way + " (" + text["took"] + ")")
         figures = {
             heading: cells(timed[column] * factor, form)
             for heading, column, factor, form in subject.shown
         }
         table = pd.DataFrame({**subject.heads(text), "way": way, **figures})
-        table = table.loc[:, (table != "").any()]
+        yield str(mode), table.loc[:, (table != "").any()]
+
+
+def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
+    """Print a table for each mode; a case is named on its first line."""
+    for mode, table in tables(subject, rows):
+        words = list(table).index("way") + 1
+        again = (cases := table.iloc[:, : words - 1]).eq(cases.shift()).all(axis=1)
+        table.iloc[again.to_numpy(), : words - 1] = ""
+        ends = [number - 1 for number, same in enumerate(again) if not same]
+        title = f"{subject.name}, {mode}: {MODE_WORDS[mode]}"
+        show(title, table, left=range(words), sections=ends, width=140)
+
+
+def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
+    """The rows as Markdown."""
+    parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
+    for mode, table in tables(subject, rows):
         parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
     missing = rows[rows["note"] != ""]
     if len(missing):
-        texts = missing[["way", subject.case, "status", "note"]].itertuples(index=False)
+        texts = missing[["way", subject.schema.case, "status", "note"]].itertuples(index=False)
         lines = [
             f"- {way or 'all ways'} of {case}: {status}: {note}"
             for way, case, status, note in texts

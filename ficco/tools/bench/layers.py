@@ -211,25 +211,25 @@ class LayerWay:
 
 #: Ways to compute a step. The first is the reference of the others.
 WAYS = {
-    "collectives": LayerWay(partial(_by_collectives, again=False)),
-    "collectives, gathered again": LayerWay(partial(_by_collectives, again=True)),
-    "collectives, compiled": LayerWay(_traceable, compiler={}),
+    "pytorch-serial": LayerWay(partial(_by_collectives, again=False)),
+    "pytorch-serial, gathered again": LayerWay(partial(_by_collectives, again=True)),
+    "pytorch-serial, compiled": LayerWay(_traceable, compiler={}),
     "pytorch-async-tp": LayerWay(
         _traceable,
         compiler={"_micro_pipeline_tp": True},
         calls=("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
         kept_bytes=pytorch_workspace_bytes,
     ),
-    "ficco": LayerWay(_by_ficco, kept_bytes=ficco.memory),
-    "ficco, gathered A saved": LayerWay(
+    "auto": LayerWay(_by_ficco, kept_bytes=ficco.memory),
+    "auto, gathered A saved": LayerWay(
         _by_ficco, partial(ficco.options, save_gathered=True), kept_bytes=ficco.memory
     ),
-    "ficco, compiled": LayerWay(
+    "auto, compiled": LayerWay(
         *(_by_ficco, nullcontext, {}, ("ficco::all_gather_matmul", "ficco::matmul_reduce_scatter")),
         kept_bytes=ficco.memory,
     ),
 }
-COLLECTIVES = tuple(way for way in WAYS if way.startswith("collectives"))
+COLLECTIVES = tuple(way for way in WAYS if way.startswith("pytorch-serial"))
 ASYNC_TP = "pytorch-async-tp"
 
 # Steps, and their times.
@@ -356,15 +356,13 @@ HOW = (
     "A step is forward and backward of a column-parallel and a row-parallel product with sharded "
     "sequences between layers (hidden width, columns of the first product and of what the second "
     "multiplies, on all ranks together). All ways run in shuffled order in every round; a round's "
-    "time is that of its slowest rank, ratios are medians over the rounds. collectives: those of "
-    "the vendor's library through autograd, with the gathered activation kept, gathered again "
+    "time is that of its slowest rank, ratios are medians over the rounds. pytorch-serial: the "
+    "library's collectives through autograd, with the gathered activation kept, gathered again "
     "beside products in backward, or under `torch.compile`, which fuses what stands between the "
-    "products, as it does for Async TP and for `ficco, compiled`; ratios are against the fastest "
+    "products, as it does for Async TP and for `auto, compiled`; ratios are against the fastest "
     "of the three. Before it is timed every way must agree with the first in result and "
     "gradients, within what rounding explains, and must be seen to call the fused operators that "
     "it is named after."
 )
 
-SUBJECT = Subject(
-    "layers", LAYERS, LayerData, heads, HOW, how="", shown=SHOWN, case="layer", gradients=True
-)
+SUBJECT = Subject("layers", LAYERS, LayerData, heads, HOW, how="", shown=SHOWN, gradients=True)

@@ -20,11 +20,14 @@ from ficco.schedules import Schedule
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
-from ficco.tools.bench.frames import cells, markdown, place, read_description, show
+from ficco.tools.bench.frames import Schema, cells, markdown, place, show
 
 #: Baselines: the serial compositions, and PyTorch's fused op.
-SERIALS = ("serial-collective", "serial")
+SERIALS = ("pytorch-serial", "serial")
 PYTORCH = ("pytorch-fused", "pytorch-native")
+
+#: Kind of the first serial composition, whose name was ``serial-collective`` in older files.
+SERIAL = "serial-collective"
 
 #: Candidates that are one part of the operator, and their bound.
 PARTS = ("gemm", "collective", "copies")
@@ -177,7 +180,7 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
     roles = {
         "shape": name == name,
         **{part: name == part for part in (*PARTS, IDEAL, "auto")},
-        "serial": name.isin(SERIALS),
+        "serial": (timed["kind"] == SERIAL) | (name == "serial"),
         "pytorch": name.isin(PYTORCH),
         "best": ours,
         "library": named & ~tiled,
@@ -185,7 +188,7 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
         "overlap": name == "shard-overlap",
         "best_1d": cut == 1,
         "best_2d": cut == 2,
-        "pieces": name == "ficco-rccl",
+        "pieces": timed["kind"] == "pieces",
         "quack": name == "quack",
     }
     chosen = {role: timed[mask].sort_values("ms", kind="stable") for role, mask in roles.items()}
@@ -438,10 +441,15 @@ def _costs(rows: pd.DataFrame) -> str:
 
 #: Candidates that need an explanation.
 NAMES = {
-    "serial-collective": "the library's collective and the product one after the other, without "
-    "ficco",
+    **dict.fromkeys(
+        ("pytorch-serial", "serial-collective"),
+        "the library's collective and the product one after the other, without ficco",
+    ),
     "serial:collective": "the same as a schedule of ficco's",
-    "ficco-rccl": "the paper's name for pieces that the library's collectives carry, without ficco",
+    **dict.fromkeys(
+        ("pytorch-pieces", "ficco-rccl"),
+        "the paper's name for pieces that the library's collectives carry, without ficco",
+    ),
 }
 
 
@@ -457,7 +465,7 @@ def _accuracy(rows: pd.DataFrame) -> str:
     timed = timed.dropna(subset="error").drop_duplicates(["case", "candidate"], keep="last")
     errors = timed.pivot(index="case", columns="candidate", values="error")
     ours = errors[timed["candidate"][timed["kind"] == "ficco"].unique()].dropna(how="all")
-    serial = timed[timed["candidate"] == SERIALS[0]].set_index("case", drop=False)
+    serial = timed[timed["kind"] == SERIAL].set_index("case", drop=False)
     serial = serial[serial.index.isin(ours.index)]
     if serial.empty:
         return ""
@@ -566,28 +574,43 @@ MEANS = ("ideal", "overlap", "best_1d", "best_2d", "pieces", "pytorch")
 MOST_SHAPES = 10
 
 
-def draw_next_to(csv: Path, rows: pd.DataFrame) -> list[Path]:
-    """Draw the rows of a CSV file, to files whose names begin with its name; returns their
-    paths."""
-    about = read_description(csv)
-    title = f"{csv.stem}: {place(about)}"
-    return draw(rows, csv.with_suffix(""), title)
-
-
-def draw(rows: pd.DataFrame, stem: Path, title: str) -> list[Path]:
-    """Draw the pictures of each operator, to files whose names begin with ``stem``; returns their
-    paths."""
+def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Path]:
+    """Draw the rows of a file; returns the paths of the pictures. Products have two pictures for
+    each operator, whose names begin with that of ``path``."""
     drawn = []
+    if "kind" not in rows:
+        timed = rows.dropna(subset=schema.figure)
+        return [] if timed.empty else [bars(schema, timed, path, title)]
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
         if not (timed_modes := modes(mine)):
             continue
-        start = f"{stem.name}_{operator}" if several else stem.name
-        share, speedup = (stem.with_name(f"{start}_{name}.png") for name in ("share", "speedup"))
-        shares(mine, timed_modes, share, f"{title}, {operator}" if several else title)
-        speedups(mine, timed_modes, speedup, f"{title}, {operator}" if several else title)
-        drawn += [share, speedup]
+        start = f"{path.stem}_{operator}" if several else path.stem
+        for name, function in (("share", shares), ("speedup", speedups)):
+            drawn.append(path.with_name(f"{start}_{name}{path.suffix}"))
+            function(mine, timed_modes, drawn[-1], f"{title}, {operator}" if several else title)
     return drawn
+
+
+def bars(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> Path:
+    """A bar for each way, and a panel for each case and mode."""
+    columns = [name for name in ("operator", schema.case, "mode") if name in rows]
+    panels = [
+        (", ".join(map(str, names)), mine) for names, mine in rows.groupby(columns, sort=False)
+    ]
+    heights = [len(mine) + 2 for _, mine in panels]
+    with picture(path, 7, 0.17 * sum(heights) + 0.4, title) as figure:
+        split = {"height_ratios": heights}
+        axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=split)[:, 0]
+        for panel, (name, mine) in zip(axes, panels, strict=True):
+            ways = mine[[*schema.ways]].astype(str).agg(" ".join, axis=1)
+            drawn = panel.barh(range(len(ways)), mine[schema.figure], color=BLUE)
+            panel.bar_label(drawn, fmt="%.3g", padding=2)
+            panel.set_yticks(range(len(ways)), ways)
+            panel.invert_yaxis()
+            panel.margins(x=0.12)
+            panel.set_title(f"{name}: {schema.figure}", loc="left")
+    return path
 
 
 def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:

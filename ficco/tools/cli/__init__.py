@@ -13,18 +13,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import select
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
+from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import CAST_KINDS
 from ficco.problems.sizes import ASKABLE, Size, problem_of
 from ficco.tools import launch
@@ -41,39 +45,117 @@ if TYPE_CHECKING:
 PROGRAM = "ficco"
 
 #: Commands that need the extra ``bench`` whatever they are asked for; others need it for pictures.
-WITH_EXTRA = ("demo", "bench", "simulate", "plot", "tune")
+WITH_EXTRA = ("demo", "bench", "replay", "simulate", "plot", "tune")
 
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
-#: The commands in the order of the help: the module of this package that has the command, and its
-#: help. Module ``m`` has ``add_NAME``, which adds the options of a command to a parser, and
-#: ``run_NAME``, which takes the parsed options and returns the exit code.
+#: The operator that is asked about unless another is named.
+GATHERS = "all_gather_matmul"
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        module: module of this package. It has ``add_NAME``, which adds the options of the command
+            to a parser, and ``run_NAME``, which takes the parsed options and returns the exit code.
+        help: what the command does.
+        words: its words before the options. ``[OPERATOR]`` stands for ``--operator``.
+    """
+
+    module: str
+    help: str
+    words: str = ""
+
+
+#: The commands in the order of the help.
 COMMANDS = {
-    "demo": (
+    "demo": Command(
         "measure",
         "run every schedule and operator here, compare them with the plain product, draw them",
     ),
-    "bench": (
-        "measure",
-        "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
-    ),
-    "explain": (
+    "explain": Command(
         "plan",
         "say which schedule a call would take, why, and what is predicted of the others",
+        "[OPERATOR]",
     ),
-    "plan": ("plan", "print or draw what a schedule does for given sizes; needs no GPU"),
-    "simulate": ("plan", "predict schedules on a described machine; needs no GPU"),
-    "plot": ("plan", "draw timelines, simulated and measured, side by side"),
-    "tune": (
+    "plan": Command(
+        "plan",
+        "print or draw what a schedule does for given sizes; needs no GPU",
+        "[OPERATOR] SCHEDULE",
+    ),
+    "simulate": Command(
+        "plan",
+        "predict schedules on a described machine; needs no GPU",
+        "[OPERATOR] [SCHEDULE ...]",
+    ),
+    "bench": Command(
+        "measure",
+        "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+        "[OPERATOR ...]",
+    ),
+    "replay": Command(
+        "measure",
+        "time operators on one GPU, where rows of peers arrive when a link would bring them",
+        "[OPERATOR ...]",
+    ),
+    "plot": Command("plan", "draw timelines, or the CSV of any command", "FILE [FILE ...]"),
+    "tune": Command(
         "measure",
         "measure this machine, and which schedules are fastest on it, for schedule='auto'",
     ),
-    "doctor": (
+    "doctor": Command(
         "measure",
         "print versions, devices, links, engines, and what would be used and why",
     ),
 }
+
+#: Families of operators that share their sizes, and their operators.
+FAMILIES = {
+    one.whose: tuple(name for name, other in ASKABLE.items() if other.whose == one.whose)
+    for one in ASKABLE.values()
+}
+
+#: Steps of layers, which bench takes like an operator; names that may follow a command.
+LAYERS = "layers"
+OPERATOR_NAMES = tuple(dict.fromkeys((*ASKABLE, *FAMILIES, LAYERS)))
+
+
+def _bare(names: str) -> str:
+    """Names without their quotes, which argparse prints before Python 3.12."""
+    return names.replace("'", "")
+
+
+#: Errors of argparse, and the same in the words of other errors.
+WORDING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"argument (\S+): invalid int value: (.*)", r"\1: required a whole number, got \2"),
+    (r"argument (\S+): invalid float value: (.*)", r"\1: required a number, got \2"),
+    (
+        r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)",
+        lambda error: f"{error[1]}: required one of {_bare(error[3])}, got {error[2]}",
+    ),
+    (r"argument (\S+): expected (.*)", r"\1: required \2, got none"),
+    (r"the following arguments are required: (.*)", r"required \1, got none"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line. It takes no abbreviated options.
+
+    Attributes:
+        operator: the operator whose sizes the help lists.
+    """
+
+    operator = GATHERS
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        for pattern, text in WORDING:
+            message = re.sub(pattern, text, message)
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def main() -> int:
@@ -97,10 +179,15 @@ def main() -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code. Errors become one line on the standard error."""
+    arguments = _named(arguments)
     try:
-        parsed = _parser(arguments).parse_args(arguments)
+        parsed, unknown = _parser(arguments).parse_known_args(arguments)
     except SystemExit as end:  # argparse has printed the error or the help
         return int(end.code or 0)
+    program = f"{PROGRAM} {parsed.command}"
+    _fail = partial(_report, program)
+    if unknown:
+        return _fail(f"unknown argument {unknown[0]}; `{program} --help` lists all", 2)
 
     try:
         if parsed.command in WITH_EXTRA:
@@ -137,39 +224,48 @@ def _reader_left() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _fail(error: object, code: int) -> int:
-    print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+def _report(program: str, error: object, code: int) -> int:
+    print(f"{program}: error: {error}", file=sys.stderr)
     return code
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """Arguments whose operators are options: of ``plan experts``, ``plan --operator experts``."""
+    command, *rest = arguments or [""]
+    takes_operator = command in COMMANDS and "[OPERATOR" in COMMANDS[command].words
+    if takes_operator and rest and rest[0] in OPERATOR_NAMES:
+        rest.insert(0, "--operator")
+    return [command, *rest] if arguments else []
 
 
 def _function(verb: str, command: str) -> Callable[[Any], Any]:
     """``add_COMMAND`` or ``run_COMMAND``, from the module that has the command."""
-    module = import_module(f"{__name__}.{COMMANDS[command][0]}")
+    module = import_module(f"{__name__}.{COMMANDS[command].module}")
     function: Callable[[Any], Any] = getattr(module, f"{verb}_{command}")
     return function
 
 
-def _parser(names: Container[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Knows all commands, and the options of the commands in ``names``."""
-    parser = argparse.ArgumentParser(
+def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
+    """Knows all commands, and the options of the commands in ``arguments``."""
+    parser = Parser(
         prog=PROGRAM, description="Hide communication behind the matrix product that depends on it."
     )
     parser.add_argument(
         "--version", action="version", version=f"{PROGRAM} {version()}", help="print the version"
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
-    for name, (_, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        if name in names:
+    named = [after for one, after in pairwise(arguments) if one == "--operator"]
+    for name, one in COMMANDS.items():
+        usage = " ".join(["%(prog)s", *one.words.split(), "[options]"])
+        command = commands.add_parser(name, help=one.help, description=one.help, usage=usage)
+        command.operator = operator_of(named[0]) if named else GATHERS
+        if name in arguments:
             _function("add", name)(command)
     return parser
 
 
 # Options, shapes, the machine and files of several commands.
 
-
-#: The operator that is asked about unless another is named.
-GATHERS = "all_gather_matmul"
 
 DTYPE_TEXT = (
     f"{', '.join((*DTYPES, *CAST_KINDS))}; of -cast, the call casts A from bfloat16 "
@@ -227,7 +323,7 @@ def site(
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
     """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
-    parser.add_argument("--ranks", type=int, help=ranks)
+    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -238,13 +334,6 @@ def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or
         **FLAG,
         help=f"start more than {launch.RANKS_PER_CORE} CPU ranks per core",
     )
-
-
-def add_dtypes(parser: Any) -> None:
-    """Add ``--dtype``, the dtypes of shapes."""
-    text = "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
-    text += ", ".join(DTYPES)
-    parser.add_argument("--dtype", **NAMES, choices=DTYPES, help=text)
 
 
 def add_fields(parser: Any, settings: Any, *names: str) -> None:
@@ -275,26 +364,32 @@ def add_files(parser: Any, folder: str, subject: str) -> None:
     parser.add_argument("--name", help=f"name of the files (default: {subject}, machine and date)")
 
 
-def add_sizes(parser: Any) -> None:
-    """Add ``--operator`` and the sizes of every operator."""
-    text = f"one of {', '.join(ASKABLE)} (default: {GATHERS})"
-    parser.add_argument("--operator", metavar="NAME", help=text)
-    options: dict[str, dict[str, Size]] = {}  # by name, whose
-    for askable in ASKABLE.values():
-        for name, size in askable.sizes.items():
-            options.setdefault(name, {}).setdefault(askable.whose, size)
-    groups: dict[str, Any] = {}
-    for name, sizes in options.items():
-        (whose, size), *others = sizes.items()
-        text = "; ".join([size.text, *(f"of {other}: {one.text}" for other, one in others)])
-        text += f": {' or '.join(size.names)} (default: {size.default})" * bool(size.names)
+def operator_of(name: str) -> str:
+    """An operator by its name, or the first of a family."""
+    return FAMILIES.get(name, (name,))[0]
+
+
+def add_sizes(parser: Parser) -> None:
+    """Add ``--operator`` and the sizes of every operator. The help lists those of the parser's."""
+    text = f"one of {', '.join(ASKABLE)}, or a family: {', '.join(FAMILIES)} (default: {GATHERS})"
+    parser.add_argument("--operator", metavar="NAME", type=operator_of, help=text)
+    mine = ASKABLE.get(parser.operator, ASKABLE[GATHERS])
+    others = ", ".join(name for name in FAMILIES if name != mine.whose)
+    text = f"`{parser.prog} FAMILY --help` lists the sizes of other families: {others}"
+    group = parser.add_argument_group(f"sizes of {mine.whose}", text)
+    options: dict[str, Size] = {
+        k: v for one in (mine, *ASKABLE.values(), mine) for k, v in one.sizes.items()
+    }
+    for name, size in options.items():
+        text = size.text + f": {' or '.join(size.names)} (default: {size.default})" * bool(
+            size.names
+        )
         kind: dict[str, Any] = {"type": size.kind, "metavar": "NAME" if size.names else "N"}
         if size.kind is bool:
             kind = {"action": argparse.BooleanOptionalAction}
-        if whose not in groups:
-            groups[whose] = parser.add_argument_group(f"sizes of {whose}")
+        text = text if name in mine.sizes else argparse.SUPPRESS
         option = f"--{name.replace('_', '-')}"
-        groups[whose].add_argument(option, **kind, dest=name, default=None, help=text)
+        group.add_argument(option, **kind, dest=name, default=None, help=text)
     parser.add_argument("--dtype", metavar="NAME", default="bfloat16", help=DTYPE_TEXT)
 
 
@@ -308,18 +403,25 @@ def sizes(arguments: Any) -> dict[str, Any]:
 def add_world(parser: Any) -> None:
     """Add ``--world`` and ``--hosts``."""
     parser.add_argument(
-        "--world", type=int, help="number of ranks (default: the machine's on each host)"
+        "--world",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: the machine's on each host)",
     )
-    parser.add_argument("--hosts", type=int, default=1, help="hosts of the ranks (default: 1)")
+    parser.add_argument(
+        "--hosts", type=int, metavar="N", default=1, help="hosts of the ranks (default: 1)"
+    )
 
 
-def add_ranks_of_rows(parser: Any) -> None:
+def add_ranks_of_rows(parser: Parser) -> None:
     """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
     parser.add_argument(
         "--rows",
         help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
-        "sender: 3,4;5,6",
+        "sender: 3,4;5,6"
+        if parser.operator in OPERATORS
+        else argparse.SUPPRESS,
     )
 
 
@@ -354,23 +456,6 @@ def problem(arguments: Any, local_world: int) -> AnyProblem:
     world, hosts = local_world * arguments.hosts, arguments.hosts
     request = arguments.operator or GATHERS, world, arguments.dtype, sizes(arguments)
     return problem_of(*request, rows=rows, hosts=hosts)
-
-
-def refuse_others(
-    arguments: argparse.Namespace, options: Callable[[Any], object], *allowed: str
-) -> None:
-    """Refuse options other than ``allowed``; one of those is present.
-
-    Raises:
-        ValueError: another of the command's options is given, too.
-    """
-    parser = argparse.ArgumentParser()
-    options(parser)
-    used = next(name for name in allowed if getattr(arguments, name))
-    for name, default in vars(parser.parse_args([])).items():
-        if name not in allowed and getattr(arguments, name) != default:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option}: required without --{used}, which measures nothing")
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:

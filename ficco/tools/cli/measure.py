@@ -1,4 +1,4 @@
-"""Commands that run on this host: ``bench``, ``demo``, ``tune`` and ``doctor``."""
+"""Commands that run on this host: ``bench``, ``replay``, ``demo``, ``tune`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import SCALED
+from ficco.problems.sizes import ASKABLE
 from ficco.tools import launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli import (
     CSV,
+    FAMILIES,
     FILE,
     FLAG,
     GATHERS,
+    LAYERS,
     NAMES,
-    add_dtypes,
+    OPERATOR_NAMES,
     add_fields,
     add_files,
     add_ranks,
     command,
     field_values,
-    refuse_others,
     shapes,
     writable,
 )
 from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ficco.tools.bench.candidates import BenchCandidate
 
 
@@ -50,168 +51,170 @@ if TYPE_CHECKING:
 #: Seconds that starting the ranks, drawing and one shape's verification may take on top.
 BENCH_START_S = 180.0
 
-#: Operators of ``--attention``.
-OF_ATTENTION = ("all_gather_attention", "ulysses_attention")
-
-#: Options of a replay.
-PLAYED = ("rank", "machine", "products")
+#: Options of products. :data:`KINDS` are the other kinds: modules of ``ficco.tools.bench``.
+OF_PRODUCTS = ("set", "shapes", "dtype", "without")
+KINDS = ("attention", "experts", LAYERS)
 
 
-def add_bench(parser: Any) -> None:
+def _add_measured(parser: Any) -> Any:
+    """Add the options of what is measured; returns their group."""
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
         "--operator",
         **NAMES,
-        choices=[*OPERATORS, *OF_ATTENTION],
-        help=f"operators, each on all shapes: {', '.join(OPERATORS)} (default: {cases.OPERATOR}, "
-        f"or those of the set); with --attention {' or '.join(OF_ATTENTION)} (default: both)",
+        choices=OPERATOR_NAMES,
+        help=f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
+        f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; {LAYERS} for "
+        "forward and backward of two layers of Llama 3 70B, with their weights sharded (default: "
+        f"{cases.OPERATOR}, or those of the set)",
     )
     measured.add_argument(
         "--set",
         **NAMES,
         choices=list(cases.SETS),
-        help=f"shapes: {', '.join(cases.SETS)}; scattering operators take them with n and k "
-        "exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+        help=f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
+        "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
+        "experts)",
     )
-    measured.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k; optionally op")
-    add_dtypes(measured)
+    text = "shapes of products: columns name, m, n, k; optionally op"
+    measured.add_argument("--shapes", **CSV, help=text)
+    measured.add_argument(
+        "--dtype",
+        **NAMES,
+        choices=cases.DTYPES,
+        help="dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
+        + ", ".join(cases.DTYPES),
+    )
     measured.add_argument("--only", **NAMES, help="only the shapes with these names")
     measured.add_argument(
         "--schedules",
         **NAMES,
-        help="ficco schedules, such as shard-overlap:tail=4; the suffix @symmetric puts the shard "
-        "in symmetric memory, @stages=2 leaves memory for two steps; candidates stands for those "
-        "that auto compares, candidates=3 for the three of library products that are predicted to "
-        "be fastest (default: a list)",
-    )
-    measured.add_argument(
-        "--without",
-        nargs="+",
-        choices=OPTIONAL,
-        default=[],
-        help="baselines to leave out; PyTorch's native path has been seen to hang",
-    )
-    measured.add_argument(
-        "--layers",
-        **FLAG,
-        help="instead of products: forward and backward of two layers of Llama 3 70B, with their "
-        "weights sharded",
-    )
-    measured.add_argument(
-        "--experts",
-        **FLAG,
-        help="instead of products: layers of experts, with some of their experts on every rank",
-    )
-    measured.add_argument(
-        "--attention",
-        **FLAG,
-        help="instead of products: attention over a sequence that the ranks share, keys gathered "
-        "and by heads",
+        help="ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, the "
+        "suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
+        "steps; candidates stands for those that auto compares, candidates=3 for the three of "
+        "library products that are predicted to be fastest",
     )
     measured.add_argument(
         "--mode",
-        help="modes, separated by commas: queued, idle, graph; CPU ranks have only idle (default: "
-        "all that the ranks have)",
+        help="modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
+        "only idle (default: all that the ranks have)",
     )
-    played = parser.add_argument_group(
-        "on one GPU, where rows of peers arrive when a link would bring them"
+    return measured
+
+
+def _add_output(parser: Any) -> Any:
+    """Add the limits and the files of a bench; returns the group of files."""
+    add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
+    output = parser.add_argument_group("output")
+    add_files(output, "ficco-bench", "set")
+    output.add_argument("--json", **FLAG, help="print the rows as JSON")
+    return output
+
+
+def add_bench(parser: Any) -> None:
+    measured = _add_measured(parser)
+    measured.add_argument(
+        "--without",
+        **NAMES,
+        choices=OPTIONAL,
+        default=[],
+        help=f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang",
     )
-    played.add_argument(
-        "--replay", type=int, metavar="W", help="be one rank of W, whose peers are not there"
-    )
-    add_fields(played, Replayed, "rank", "machine")
-    played.add_argument(
-        "--products",
-        **FLAG,
-        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
-        "peers send",
-    )
-    how = parser.add_argument_group("how")
-    add_ranks(how)
-    add_fields(how, BenchSettings, "rounds", "seconds", "seed")
-    result = parser.add_argument_group("output")
-    add_files(result, "ficco-bench", "set")
-    add_fields(result, BenchSettings, "timelines")
-    result.add_argument("--json", **FLAG, help="print the rows as JSON")
-    later = parser.add_argument_group("from a CSV of an earlier bench, measuring nothing")
-    later.add_argument("--plot", **CSV, help="draw its pictures")
-    later.add_argument("--report", **CSV, help="write its report next to it")
+    add_ranks(parser)
+    add_fields(_add_output(parser), BenchSettings, "timelines")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    if arguments.plot or arguments.report:
-        refuse_others(arguments, add_bench, "plot", "report")
-        for path in _pictures(arguments.plot) if arguments.plot else ():
-            print(f"wrote {path}")
-        if arguments.report:
-            print(f"wrote {_report(arguments.report)}")
-        return 0
-    from ficco.tools.bench.frames import read_description, records
-    from ficco.tools.bench.harness import bench, report
+    from ficco.tools.bench.frames import records
+    from ficco.tools.bench.harness import bench, show_ways
     from ficco.tools.bench.report import show_best
 
-    _check_replay(arguments)
     device, ranks = place(arguments)
-    others = [name for name in ("layers", "experts", "attention") if getattr(arguments, name)]
-    if len(others) > 1:
-        raise ValueError(f"--{others[0]}: required without --{others[1]}; ask for one of them")
-    for name in arguments.operator or ():
-        if (name in OF_ATTENTION) != (others == ["attention"]):
-            how = "with" if name in OF_ATTENTION else "without"
-            raise ValueError(f"--operator: {name} is required {how} --attention")
-    subject, kind = (
-        _others(arguments, device, others[0]) if others else _products(arguments, device)
+    kind = kind_of(arguments)
+    subject, settings_of_kind = (
+        _others(arguments, device, kind) if kind in KINDS else _products(arguments, device)
     )
-    subject = subject if arguments.replay is None else f"replay-{arguments.replay}-{subject}"
+    if "world" in arguments:
+        subject = f"replay-{arguments.world}-{subject}"
     settings = BenchSettings(
-        **kind,
+        **settings_of_kind,
         **field_values(arguments, BenchSettings),
         device=device,
         quiet=arguments.json,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
         command=command(),
     )
+    how: Any = {"device": device, "timeout_s": arguments.seconds + BENCH_START_S}
+    rows = launch.launch(bench, arguments.ranks, settings, **how)
+    if rows is None:  # under torchrun, a rank other than 0
+        return 0
+    if arguments.json:
+        print(json.dumps(records(rows)))
+    elif kind in KINDS:
+        show_ways(settings.subject, rows)
+    else:
+        show_best(rows)
+    for path in (settings.csv, *drawn(settings.csv), reported(settings.csv)):
+        print(f"wrote {path}", file=sys.stderr)
+    bad = []
+    for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
+        names = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
+        bad.append(f"{row['status']}: {' on '.join(names)}: {row['note']}")
+    for line in dict.fromkeys(bad):  # once, not in every mode
+        print(line, file=sys.stderr)
+    return 1 if bad else 0
 
-    def finish(rows: pd.DataFrame) -> list[Path]:
-        if settings.subject.heads is not None:
-            about = read_description(settings.csv)
-            text = report(settings.subject, rows, about, settings.csv.stem)
-            print(json.dumps(records(rows)) if arguments.json else text)
-            path = settings.csv.with_suffix(".md")
-            path.write_text(text)
-            return [path]
-        if arguments.json:
-            print(json.dumps(records(rows)))
-        else:
-            show_best(rows)
-        return [*_pictures(settings.csv), _report(settings.csv)]
 
-    return measured(bench, arguments, settings, arguments.seconds + BENCH_START_S, finish)
+def add_replay(parser: Any) -> None:
+    _add_measured(parser)
+    parser.add_argument("--world", type=int, metavar="N", required=True, help="ranks of the group")
+    add_fields(parser, Replayed, "rank", "machine")
+    parser.add_argument(
+        "--products",
+        **FLAG,
+        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
+        "peers send",
+    )
+    _add_output(parser)
 
 
-def _check_replay(arguments: argparse.Namespace) -> None:
-    """Refuse options that a replay cannot have, and options of a replay without ``--replay``."""
-    world, rank = arguments.replay, arguments.rank
-    if world is None:
-        for name in PLAYED:
-            if getattr(arguments, name):
-                raise ValueError(f"--{name}: required with --replay")
-        return
-    for name in ("ranks", "layers", "timelines"):
-        if getattr(arguments, name):
-            raise ValueError(f"--replay: required without --{name}, which is for ranks that meet")
-    if (arguments.device or launch.default_device()) != "cuda":
-        raise ValueError("--replay: required a GPU, whose copy engines are its clock")
-    if not 0 <= rank < world or world < 2:
-        raise ValueError(f"--replay: required one of at least 2 ranks, got {rank} of {world}")
+def run_replay(arguments: argparse.Namespace) -> int:
+    world, rank = arguments.world, arguments.rank
+    if world < 2:
+        raise ValueError(f"--world: required at least 2 ranks, got {world}")
+    if not 0 <= rank < world:
+        raise ValueError(f"--rank: required 0 to {world - 1}, got {rank}")
     if "graph" in (arguments.mode or ""):
-        raise ValueError("--mode: required queued or idle for --replay, got graph")
-    arguments.ranks = 1
+        raise ValueError("--mode: required queued or idle, got graph")
+    if LAYERS in (arguments.operator or ()):
+        raise ValueError(f"--operator: required one of a call, got {LAYERS}; `ficco bench` has it")
+    if launch.default_device() != "cuda":
+        raise ValueError("required a GPU, whose copy engines are the clock of a replay")
     # All hardware queues: in a shared queue, the courier's stream would block a lane.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    vars(arguments).update(ranks=1, device="cuda")
+    return run_bench(arguments)
 
 
-# Every measurement.
+def kind_of(arguments: argparse.Namespace) -> str:
+    """The family of the operators, or layers. Names of families are replaced by their operators.
+
+    Raises:
+        ValueError: the operators have different kinds, or an option is not for their kind.
+    """
+    named = arguments.operator or (GATHERS,)
+    names = [name for one in named for name in FAMILIES.get(one, (one,))]
+    arguments.operator = names if arguments.operator else None
+    kind, *others = dict.fromkeys(
+        ASKABLE[name].whose if name in ASKABLE else name for name in names
+    )
+    if others:
+        raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
+    refused = (*OF_PRODUCTS, *("schedules", "timelines") * (kind == LAYERS))
+    for name in refused if kind in KINDS else ():
+        if getattr(arguments, name, None):
+            raise ValueError(f"--{name}: required none for {kind}")
+    return kind
 
 
 def place(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -250,30 +253,6 @@ def fresh(folder: Path, name: str) -> Path:
     return path
 
 
-def measured(
-    measure: Callable[[Any], pd.DataFrame | None],
-    arguments: argparse.Namespace,
-    settings: Any,
-    timeout_s: float,
-    finish: Callable[[pd.DataFrame], Iterable[Path]],
-) -> int:
-    """Measure on ranks, and print wrong and failed variants; returns the exit code. ``finish``
-    writes reports of the rows, and returns their paths."""
-    how: Any = {"device": settings.device, "timeout_s": timeout_s}
-    rows = launch.launch(measure, arguments.ranks, settings, **how)
-    if rows is None:  # under torchrun, a rank other than 0
-        return 0
-    for path in (settings.csv, *finish(rows)):
-        print(f"wrote {path}", file=sys.stderr)
-    bad = []
-    for row in rows[rows["status"].isin(("wrong", "failed"))].to_dict("records"):
-        names = [row[name] for name in ("candidate", "way", "case", "layer") if row.get(name)]
-        bad.append(f"{row['status']}: {' on '.join(names)}: {row['note']}")
-    for line in dict.fromkeys(bad):  # once, not in every mode
-        print(line, file=sys.stderr)
-    return 1 if bad else 0
-
-
 # Kinds of measurements.
 
 
@@ -288,12 +267,12 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
     from ficco.tools.bench.candidates import choose
 
     shapes, subject = chosen(arguments, device)
-    candidates = choose(arguments.schedules, arguments.without, device)
+    candidates = choose(arguments.schedules, getattr(arguments, "without", ()), device)
     if arguments.schedules:
         _servable(candidates, shapes)
     settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(shapes)}
     settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
-    if arguments.replay is not None:
+    if "world" in arguments:
         recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
         settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
         settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
@@ -304,30 +283,20 @@ def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[s
     """The rank that is replayed; ``blocks``: of products besides plain products."""
     from ficco.tools.tune.products import refitted
 
-    if arguments.replay is None:
+    if "world" not in arguments:
         return {}
     measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
     values = field_values(arguments, Replayed)
-    return {"replayed": Replayed(world=arguments.replay, products=measure, **values)}
+    return {"replayed": Replayed(world=arguments.world, products=measure, **values)}
 
 
 def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
     """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
-    from ficco.tools.bench import attention, experts, layers
 
-    room: Any = {"layers": layers, "experts": experts, "attention": attention}[kind]
-    refused = {
-        "layers": ("only", "operator", "schedules", "timelines", "json"),
-        "experts": ("operator",),
-    }
-    for name in ("set", "shapes", "dtype", *refused.get(kind, ())):
-        if getattr(arguments, name):
-            raise ValueError(f"--{kind}: required without --{name}, which is for products")
+    room: Any = import_module(f"ficco.tools.bench.{kind}")
     shapes_of_kind = [
-        one
-        for one in room.SHAPES[device]
-        if not arguments.operator or one.operator in arguments.operator
+        one for one in room.SHAPES[device] if getattr(one, "operator", kind) in arguments.operator
     ]
     names = arguments.schedules or ()
     return kind, {
@@ -335,7 +304,7 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
         "cases": tuple(_only(arguments, shapes_of_kind)),
         "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
         "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
-        **_played(arguments, ("experts",) if arguments.experts else ()),
+        **_played(arguments, ("experts",) if kind == "experts" else ()),
     }
 
 
@@ -344,7 +313,7 @@ def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
     from ficco.tools.bench.measure import modes_of
 
     modes = modes_of(device, arguments.mode)
-    return tuple(mode for mode in modes if mode != "graph" or arguments.replay is None)
+    return tuple(mode for mode in modes if mode != "graph" or "world" not in arguments)
 
 
 def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
@@ -388,20 +357,37 @@ def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> N
             raise ValueError(f"--schedules: {reasons[0]}")
 
 
-def _pictures(csv: Path) -> list[Path]:
-    from ficco.tools.bench.frames import REPLAY  # its columns include those of all benches
-    from ficco.tools.bench.report import draw_next_to
+def drawn(csv: Path, out: Path | None = None) -> list[Path]:
+    """Draw the rows of a CSV file, to files whose names begin with its name, or as ``out``."""
+    from ficco.tools.bench.frames import place, read_description, schema_of
+    from ficco.tools.bench.report import draw
 
-    return draw_next_to(csv, REPLAY.read(csv))
+    schema = schema_of(csv)
+    title = f"{csv.stem}: {place(about)}" if (about := read_description(csv)) else csv.stem
+    return draw(schema, schema.read(csv), out or csv.with_suffix(".png"), title)
 
 
-def _report(csv: Path) -> Path:
-    from ficco.tools.bench.frames import REPLAY, read_description
-    from ficco.tools.bench.report import report
+def reported(csv: Path) -> Path:
+    """Write the report of a CSV file of a bench next to it.
 
-    pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
-    path = csv.with_suffix(".md")
-    path.write_text(report(REPLAY.read(csv), read_description(csv), csv.stem, pictures))
+    Raises:
+        ValueError: the file is of another command.
+    """
+    from ficco.tools.bench import frames, harness, report
+
+    schema, about = frames.schema_of(csv), frames.read_description(csv)
+    rows, path = schema.read(csv), csv.with_suffix(".md")
+    if "kind" in rows:
+        rows = frames.REPLAY.read(csv)  # its columns include those of all benches of products
+        pictures = sorted(csv.parent.glob(f"{csv.stem}_*.png"))
+        text = report.report(rows, about, csv.stem, pictures)
+    else:
+        rooms = (import_module(f"ficco.tools.bench.{kind}") for kind in KINDS)
+        subjects = [room.SUBJECT for room in rooms if room.SUBJECT.schema is schema]
+        if not subjects:
+            raise ValueError(f"--report: required the CSV of a bench, got {csv}")
+        text = harness.report(subjects[0], rows, about, csv.stem)
+    path.write_text(text)
     return path
 
 

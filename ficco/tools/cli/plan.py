@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.errors import ConfigError
-from ficco.plan.render import seconds_text
+from ficco.plan.render import SECONDS, column, seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
 from ficco.tools import launch
@@ -36,7 +37,7 @@ from ficco.tools.cli import (
     site,
     sizes,
 )
-from ficco.tools.cli.measure import BENCH_START_S
+from ficco.tools.cli.measure import BENCH_START_S, drawn, reported
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -191,7 +192,7 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     text = pd.DataFrame(
         {
             heading: rows["candidate"],
-            "time": (rows["ms"] * 1e-3).map(seconds_text),
+            "time": column(rows["ms"] * 1e-3, SECONDS),
             "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
             "of ideal": cells(rows["share"].where(~bound)),
         }
@@ -218,10 +219,13 @@ def add_plan(parser: Any) -> None:
     parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
     add_sizes(parser)
     add_ranks_of_rows(parser)
-    parser.add_argument("--rank", type=int, default=0, help="the rank to print (default: 0)")
+    parser.add_argument(
+        "--rank", type=int, metavar="N", default=0, help="the rank to print (default: 0)"
+    )
     parser.add_argument(
         "--workspace-bytes",
         type=int,
+        metavar="N",
         help="cap on staging (gathering operators); pieces then share it as a ring",
     )
     parser.add_argument(
@@ -357,7 +361,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.measure and wanted.operator not in OPERATORS:
         raise ValueError(
             f"--measure: required an operator of products, got {wanted.operator}; "
-            "`ficco bench --attention` and `ficco bench --experts` time the others"
+            f"`ficco bench {wanted.operator}` times it"
         )
     decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
     measured, bad = _measure(arguments, decision) if arguments.measure else ({}, False)
@@ -484,6 +488,19 @@ def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, A
     }
 
 
+#: Meaning of the columns of the table.
+LEGEND = {
+    "queued": "the host runs ahead of the GPU, as in training",
+    "idle": "the GPU waits for its host, as in decoding",
+    "of ideal": "the longer of the whole GEMM and the whole communication, over the queued time",
+    "DIL": "decomposition loss: time of the pieces one after the other, over that of the whole",
+    "CIL": "contention loss: time of the call, over its time if copies and GEMMs did not slow each "
+    "other down",
+    "memory": "of a rank, besides operands and result",
+}
+INDENTED: Any = {"subsequent_indent": 10 * " "}
+
+
 def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> None:
     import shutil
 
@@ -497,7 +514,12 @@ def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> Non
                 print(f"  {why}")
     if decision.candidates:
         on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-        print(decision.table(measured, shutil.get_terminal_size().columns if on_terminal else None))
+        width = shutil.get_terminal_size().columns if on_terminal else None
+        table = decision.table(measured, width)
+        print(f"{table}\n")
+        for head, text in LEGEND.items():
+            if f"  {head}" in table:
+                print(textwrap.fill(text, width or 120, initial_indent=f"{head:10}", **INDENTED))
     else:  # measured only
         for mode, seconds in measured.get(str(decision.schedule), {}).items():
             print(f"measured {mode}: {seconds_text(seconds)}")
@@ -506,34 +528,50 @@ def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> Non
 # Plot.
 
 
+#: Options of ``plot`` for timelines.
+OF_TIMELINES = ("trace", "only", "ranks")
+
+
 def add_plot(parser: Any) -> None:
-    parser.add_argument(
-        "files",
-        nargs="+",
-        type=Path,
-        help="of ficco simulate --timelines and ficco bench --timelines",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("timelines.png"),
-        help="png or svg (default: timelines.png)",
-    )
+    text = "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files of "
+    text += "bench, replay or simulate, each drawn next to it"
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
+    text = "png or svg; of a CSV of products the start of the names of two pictures (default: "
+    parser.add_argument("--out", **FILE, help=text + "timelines.png, or the CSV's name)")
     parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
     parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
-    parser.add_argument("--ranks", default="0", help="ranks to show: 0, 0,3 or all (default: 0)")
+    parser.add_argument("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")
+    parser.add_argument("--report", **FLAG, help="also write the report of the CSV of a bench anew")
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.draw import draw, trace
 
     picture(arguments.out, "--out")
+    tables = [path for path in arguments.files if path.suffix == ".csv"]
+    if tables and len(tables) < len(arguments.files):
+        raise ValueError("FILE: required timelines, or CSV files, got both")
+    for name in OF_TIMELINES if tables else ("report",):
+        if getattr(arguments, name):
+            raise ValueError(
+                f"--{name}: required {'timelines' if tables else 'the CSV of a bench'}"
+            )
+    if len(tables) > 1 and arguments.out:
+        raise ValueError(f"--out: required one CSV file, got {len(tables)}")
+    for path in tables:
+        if not (paths := drawn(path, arguments.out)):
+            raise ValueError(f"{path}: required a row with a figure, got none")
+        for written in [*paths, reported(path)] if arguments.report else paths:
+            print(f"wrote {written}", file=sys.stderr)
+    if tables:
+        return 0
     chosen = [one for path in arguments.files for one in _read(path, arguments.only)]
     if not chosen:
         raise ValueError(f"--only: required part of a title, got {arguments.only!r}")
     timelines, columns = _arrange(chosen)
-    ranks = _ranks(arguments.ranks, timelines)
-    print(f"wrote {draw(timelines, arguments.out, columns=columns, ranks=ranks)}", file=sys.stderr)
+    ranks = _ranks(arguments.ranks or "0", timelines)
+    out = arguments.out or Path("timelines.png")
+    print(f"wrote {draw(timelines, out, columns=columns, ranks=ranks)}", file=sys.stderr)
     if arguments.trace:
         print(f"wrote {trace(timelines, arguments.trace)}", file=sys.stderr)
     return 0
@@ -545,15 +583,16 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "file", f"cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(str(path), "file", f"cannot be read: {why}") from None
     try:
         timelines = loads(text, str(path))
     except ConfigError as error:
         raise ConfigError(
             str(path),
             error.key,
-            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`; the CSV "
-            f"of a bench is drawn by `ficco bench --plot` ({error.expected})",
+            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`, or a "
+            f".csv ({error.expected})",
         ) from None
     return [one for one in timelines if only is None or only in one.title]
 

@@ -3,11 +3,12 @@ problems."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from ficco.heuristics import decide
 from ficco.heuristics.candidates import SERIALS, candidates
 from ficco.heuristics.families import RULE_ROWS, Observation, fit_thresholds
 from ficco.machine import Host, Machine, Thresholds, Tuned, tuned_key
@@ -16,11 +17,12 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
-from ficco.tools.bench.cases import MEMORY_SHARE, Case
+from ficco.tools.bench.cases import MEMORY_SHARE, OPERATOR, SETS, Case, default_sets
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Times
 from ficco.tools.bench.products import Verifier
 from ficco.tools.tune import fits
+from ficco.tools.tune.effort import TuneSettings
 from ficco.tools.tune.site import Site
 
 #: Schedules with different numbers of products, copies and signals.
@@ -173,6 +175,22 @@ def with_entry(machine: Machine, new: Tuned) -> Machine:
     """The machine with an entry, in place of an older one of the same problem."""
     others = [one for one in machine.tuned if tuned_key(one) != tuned_key(new)]
     return replace(machine, tuned=(*others, new))
+
+
+def rechosen(before: Machine, after: Machine, world: int, settings: TuneSettings) -> Iterator[str]:
+    """Lines that say for which shapes ``auto`` takes another schedule than before: the shapes of
+    the default bench, and the problems of a run."""
+    (name,) = default_sets(OPERATOR, settings.device)
+    problems = (*from_cases(SETS[name](), world, settings.device), *settings.problems)
+    mode, changed = "eager" if settings.device == "cuda" else "idle", []
+    for problem in dict.fromkeys(problems):
+        old, new = (
+            str(decide(problem, machine=one, mode=mode).schedule) for one in (before, after)
+        )
+        if old != new:
+            changed.append(f"  {problem}: {old} -> {new}")
+    yield f"schedule='auto' changed for {len(changed)} of {len(set(problems))} shapes (set {name})"
+    yield from changed
 
 
 def from_cases(

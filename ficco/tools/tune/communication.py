@@ -52,11 +52,10 @@ def copies(site: Site) -> Copies:
     return _copies(site, "copies", "dma", engines)
 
 
-def kernel_copies(site: Site) -> Copies | None:
-    """Copies by the kernel, with at most a queue per peer; None if no kernel copies, as on a
-    CPU."""
+def kernel_copies(site: Site) -> Copies | str:
+    """Copies by the kernel, with at most a queue per peer, or the reason to skip them."""
     if not copies_by_kernel(site):
-        return None
+        return "no kernel copies on this device"
     queues, share = max(site.world - 1, 1), 1.0 - IN_FRONT_SHARE
     block = _copies(site, "kernel_copies", "kernel", queues, share)
     return replace(block, in_front=in_front(site, block))
@@ -199,12 +198,12 @@ EXCHANGES: dict[str, tuple[Callable[[MeasuredCalls, int], Call], str]] = {
 }
 
 
-def network(site: Site) -> Network | None:
+def network(site: Site) -> Network | str:
     """The network between hosts, from rows of messages between ranks with equal local ranks: of one
-    local rank, and of all at once. None for one host."""
+    local rank, and of all at once; or the reason to skip it."""
     watch, hosts = site.watch, site.watch.hosts
     if hosts.count == 1:
-        return None
+        return "all ranks are on one host"
     each = hosts.near.size()
     rails = [list(range(place, watch.world, each)) for place in range(each)]
     groups = [dist.new_group(ranks) for ranks in rails]

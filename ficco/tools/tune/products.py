@@ -66,29 +66,28 @@ def gemm(site: Site) -> Gemm:
     return fitted(site, measured, heat, note, peak=peak, known=known)
 
 
-def scaled(site: Site, recipe: str) -> Gemm | None:
-    """The library's products of float8 operands by a recipe; None without them, or without seconds
-    for them."""
+def scaled(site: Site, recipe: str) -> Gemm | str:
+    """The library's products of float8 operands by a recipe, or the reason to skip them."""
     own = scaled_site(site, recipe)
-    if own is None:
-        return None
+    if isinstance(own, str):
+        return own
     gemm = site.machine.gemm
     heat = fits.heat_of(gemm) if gemm else fits.COLD
     measured = samples(own, own.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
     return fitted(own, measured, heat, "burst and sustained as of gemm")
 
 
-def scaled_site(site: Site, recipe: str) -> Site | None:
-    """The site with float8 operands by a recipe, and the products that the recipe allows; None
-    without such products in the library, or without seconds for them."""
+def scaled_site(site: Site, recipe: str) -> Site | str:
+    """The site with float8 operands by a recipe, and the products that the recipe allows, or the
+    reason not to measure them."""
     if not site.effort.seconds[SCALED_PRODUCTS[recipe]]:
-        return None
+        return "no rate on CPUs, which emulate float8"
     engine = workspace_of(site.watch.group, site.watch.device).engine
     of_problem = partial(problem_of_sizes, GATHERS, 512, 512, 512, world=site.world)
     names = [name for name in SCALED if name.endswith(f"-{recipe}")]
     served = [one for one in names if not engine.refuses(of_problem(dtype=one), SERIAL)]
     if not served:
-        return None
+        return "the library has no such products on this device"
     rules = SCALED[served[0]][1].rules
     shapes = tuple(
         shape
@@ -99,12 +98,12 @@ def scaled_site(site: Site, recipe: str) -> Site | None:
     return replace(site, effort=replace(site.effort, dtype=served[0], gemms=shapes))
 
 
-def tiled(site: Site) -> Gemm | None:
-    """The tiled product, without waits; None without it."""
+def tiled(site: Site) -> Gemm | str:
+    """The tiled product, without waits, or the reason to skip it."""
     engine = workspace_of(site.watch.group, site.watch.device).engine
     gemm = site.machine.gemm
     if not engine.capabilities().tiles or gemm is None:
-        return None
+        return "no kernel waits for tiles on this device" if gemm else "gemm was not measured"
 
     def row(parts: MeasuredCalls, shape: Shape, count: int) -> Callable[[], Any]:
         return repeated(engine.tiled_product(*parts.operands(*shape[:3])), count)

@@ -128,6 +128,11 @@ def changes(old: Machine, new: Machine, block: str) -> list[tuple[str, str, str]
     return [(name, before.get(name, "-"), after.get(name, "-")) for name in names]
 
 
+def _change(old: str, new: str) -> str:
+    """A figure after a step, and before it unless it is new."""
+    return f"{new} (new)" if old == "-" else f"{old} -> {new}"
+
+
 def _figures(machine: Machine, block: str) -> dict[str, str]:
     """The figures of a block by name, as a file would hold them, rounded; empty without it."""
     value = getattr(machine, block)
@@ -200,7 +205,8 @@ class Journal:
 #: Seconds that a call may wait for its peers while tuning.
 TIMEOUT_S = 30.0
 
-#: The function that measures each step's block; a result of None leaves the block unchanged.
+#: The function that measures each step's block. A text, the reason to skip the step, leaves the
+#: block unchanged.
 MEASURES: dict[str, Callable[[Site], Any]] = {
     "gemm": products.gemm,
     **products.MORE,
@@ -225,13 +231,14 @@ class Outcome:
     Attributes:
         machine: with all that was measured.
         done: steps of this run, in order; ``earlier`` those of the one that it continued.
-        failures: steps that failed, with the reason.
+        skipped, failures: steps that were skipped and that failed, with the reason.
         error: why the run could not begin, or could not save; empty otherwise.
     """
 
     machine: Machine | None = None
     done: list[str] = field(default_factory=list)
     earlier: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     error: str = ""
 
@@ -294,7 +301,7 @@ class _TuningRun:
                 outcome.failures[name] = why
                 self._say(f"{title}: failed after {spent:.1f} s: {why}")
                 continue
-            before, machine = machine, measured
+            before, (machine, skipped) = machine, measured
             journal = journal.with_done(name)
             error, _ = self._on_rank_0(partial(self._keep, machine, journal))
             if error:
@@ -302,9 +309,13 @@ class _TuningRun:
                 break
             outcome.machine = machine
             outcome.done.append(name)
+            outcome.skipped |= {name: skipped} if skipped else {}
             left = f"about {forecast.left:.0f} s left" if forecast.rest else "done"
-            self._say(f"{title}: {spent:.1f} s; {left}")
+            self._say(f"{title}: {f'skipped: {skipped}' if skipped else f'{spent:.1f} s'}; {left}")
             self._show(name, before, machine)
+        if self.rank == 0 and outcome.done and self.hosts.count == 1:
+            for line in calls.rechosen(begun[0], machine, self.world, settings):
+                self._say(line, Console())
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
             Journal.remove(settings.path)
@@ -317,14 +328,14 @@ class _TuningRun:
         """The figures of a step, old against new."""
         if name in STEPS:
             lines = [
-                f"{name}.{figure}: {old} -> {new}"
+                f"{name}.{figure}: {_change(old, new)}"
                 for figure, old, new in changes(before, after, name)
             ]
         else:
             entry = after.tuned[-1]
             old = next((one for one in before.tuned if tuned_key(one) == tuned_key(entry)), None)
             lines = [
-                f"{name}, {mode}: {getattr(old, mode, '-')} -> {getattr(entry, mode)}, "
+                f"{name}, {mode}: {_change(getattr(old, mode, '-'), getattr(entry, mode))}, "
                 f"{seconds * 1e3:.3f} ms, {serial / seconds:.2f} times as fast as serial"
                 for mode, seconds, serial in zip(
                     ("queued", "idle"), entry.seconds, entry.serial, strict=True
@@ -358,21 +369,21 @@ class _TuningRun:
         dist.broadcast_object_list(outcome, group_src=0, group=self.group)
         return outcome[0], outcome[1]
 
-    def _measure(self, name: str, site: Site) -> Machine:
-        """The machine with the block of a step."""
+    def _measure(self, name: str, site: Site) -> tuple[Machine, str]:
+        """The machine with the block of a step, and the reason if the step was skipped."""
         if name in MEASURES:
             measured = MEASURES[name](site)
-            if measured is None:
-                return site.machine
+            if isinstance(measured, str):
+                return site.machine, measured
             block = {name: rounded(measured)}
             single = Machine("block", self.here.accelerator, self.here.ranks, **block)
             loads(dumps(single), str(self.settings.path))  # raises for a wrong block
-            return replace(site.machine, **block)
+            return replace(site.machine, **block), ""
         problem = next(p for p in self.settings.problems if name_of(p) == name)
         entry, left_out = calls.best(site, problem)
         for other, why in left_out.items():
             self._say(f"  {other} was not measured: {why}")
-        return calls.with_entry(site.machine, rounded(entry))
+        return calls.with_entry(site.machine, rounded(entry)), ""
 
     def _after(self, watch: Stopwatch, failed: bool) -> tuple[Stopwatch, str]:
         """Free the memory of a step. After a failure, ranks begin with a new barrier."""
@@ -490,7 +501,7 @@ def _scaled(site: Site) -> Iterator[Point]:
     """Products of float8 operands, by each recipe in the file."""
     for recipe, block in SCALED_PRODUCTS.items():
         model, scaled = getattr(site.machine, block), products.scaled_site(site, recipe)
-        if model is not None and scaled is not None:
+        if model is not None and not isinstance(scaled, str):
             yield from _products(scaled, block, model, _plain(scaled))
 
 
