@@ -34,14 +34,14 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "plan": (995, 480),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1935, 1100),
+    "runtime": (1950, 1110),
     "schedules": (4935, 2830),
     "simulate": (1250, 815),
     "tools": (13210, 7190),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
-    "api.py": (270, 95),
+    "api.py": (355, 120),
     "errors.py": (270, 85),
     "options.py": (220, 100),
     "tile.py": (95, 20),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_395
+LINES_OF_TESTS = 41_495
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
