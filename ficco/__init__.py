@@ -26,6 +26,7 @@ Choice of the schedule:
     the CallCounts of each group and operator.
 Memory and the end:
     empty allocates shards that need no copy; memory, addresses, synchronize, close
+    prepare makes the kinds of calls of a server warm before its first request.
 Errors:
     FiccoError, and its kinds PeerFailed, RankMismatch, SignalTimeout, BackendError, ConfigError
 
@@ -53,7 +54,7 @@ if typing.TYPE_CHECKING:
     from ficco import schedules as schedules
     from ficco import simulate as simulate
     from ficco import tile as tile
-    from ficco.api import addresses, close, empty, expect, explain, memory, synchronize
+    from ficco.api import addresses, close, empty, expect, explain, memory, prepare, synchronize
     from ficco.errors import (
         BackendError,
         ConfigError,
@@ -118,6 +119,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "memory",
     "options",
+    "prepare",
     "route",
     "set_options",
     "synchronize",
@@ -130,7 +132,7 @@ __version__: str
 
 #: The names that a module gives.
 _NAMES = {
-    "ficco.api": "addresses close empty expect explain memory synchronize",
+    "ficco.api": "addresses close empty expect explain memory prepare synchronize",
     "ficco.errors": "BackendError ConfigError FiccoError NotOverlapped PeerFailed RankMismatch "
     "SignalTimeout",
     "ficco.heuristics": "Decision",

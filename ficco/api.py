@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from os import PathLike
 from typing import Any
@@ -18,13 +19,15 @@ from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import Decision, decide, where
 from ficco.machine import Machine
+from ficco.ops import operators
 from ficco.ops.entry import tells_refusals
 from ficco.ops.operands import process_group
+from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, problem_of
 from ficco.problems.specification import MOST
 from ficco.runtime.counters import Expectation, blocks, open_block
+from ficco.runtime.workspace import SLOTS, workspace_of, workspaces
 from ficco.runtime.workspace import close as close_workspaces
-from ficco.runtime.workspace import workspace_of, workspaces
 from ficco.schedules import Schedule
 
 
@@ -54,10 +57,8 @@ def empty(
             allocate.
     """
     group = process_group(group)
-    if device is None:
-        device = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
     # Before the checks: the workspace reports refusals to the peers.
-    workspace = workspace_of(group, _device(device), "empty")
+    workspace = workspace_of(group, _device_of(group, device), "empty")
     workspace.raise_error()
     if not isinstance(shape, Sequence) or any(not _is_size(size) for size in shape):
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
@@ -198,6 +199,82 @@ def expect(
         blocks.remove(block)
 
 
+#: Passes of :func:`prepare` over each slot, and rounds of calls in a pass. Slots grow in the first
+#: pass, which frees the programs of smaller kinds. A slot makes a program in the first round, and
+#: records the call in the second, whose operands are at the same addresses.
+PASSES, ROUNDS = 2, 2
+
+
+@tells_refusals
+def prepare(
+    calls: Callable[[], object] | Sequence[tuple[str, Sequence[int], Sequence[int]]],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+) -> None:
+    """Prepare kinds of calls, so that later calls of these kinds take no longer than others.
+
+    The first call of a group connects its ranks, and the first calls of a kind decide its schedule,
+    allocate memory, compile kernels and record graphs. A server does this before its first request.
+    The calls run several times without gradients. Collective: all ranks of the group call this
+    function at the same point of the order of their calls.
+
+    Args:
+        calls: a function that makes the calls, such as ``lambda: model(sample)``; or a list of
+            products, each with an operator's name, the shape of its left operand on this rank, and
+            the shape of ``b``.
+        dtype: of the operands of a list; default: PyTorch's default.
+        device: of the calls; default: the current GPU for a group with NCCL, else cpu.
+        group: the ranks of the calls; default WORLD. Prepare calls of several groups separately.
+
+    Raises:
+        ValueError: an argument is wrong.
+        SignalTimeout, PeerFailed: a rank does not call this function in time, or has failed.
+        RankMismatch: a rank prepares another list, or makes another call.
+
+    Example::
+
+        ficco.prepare(lambda: model(torch.zeros_like(tokens)))
+        ficco.prepare([("all_gather_matmul", (1024, 8192), (8192, 1792))], dtype=torch.bfloat16)
+    """
+    group = process_group(group)
+    workspace = workspace_of(group, _device_of(group, device), "prepare")
+    workspace.raise_error()
+    run: Callable[[], object]
+    if callable(calls):
+        request, run = "prepare()", calls
+    else:
+        listed = [(name, tuple(a), tuple(b)) for name, a, b in calls]
+        for name, a, b in listed:
+            if name not in OPERATORS or len(b) != 2:
+                raise ValueError(
+                    f"calls: required one of {', '.join(OPERATORS)}, a shape, and a shape of two "
+                    f"dimensions, got {(name, a, b)!r}"
+                )
+        request = f"prepare({listed}, dtype={dtype})"
+        run = partial(_multiply, listed, group, dtype, workspace.engine.device)
+    for _ in range(PASSES * SLOTS):
+        workspace.meet("prepare", request)  # counts as a call, so that each kind gets every slot
+        with torch.no_grad():
+            for _ in range(ROUNDS):
+                run()
+    synchronize(group)
+
+
+def _multiply(
+    listed: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]],
+    group: ProcessGroup,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Call operators of products, named with the shapes of their operands."""
+    for name, shape, (k, n) in listed:
+        a = torch.zeros(shape, dtype=dtype, device=device)
+        b = torch.zeros(n, k, dtype=dtype, device=device).t()
+        getattr(operators, name)(a, b, group=group)
+
+
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
     """Return the bytes of symmetric memory that calls hold for a group (default: for all groups).
 
@@ -251,6 +328,12 @@ def close(group: ProcessGroup | DeviceMesh | None = None) -> None:
 def _group_or_all(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
     """Return the group of an argument. None stands for all groups here, not for WORLD."""
     return None if group is None else process_group(group)
+
+
+def _device_of(group: ProcessGroup, name: torch.device | str | None) -> torch.device:
+    """Return a device as :func:`_device` does; by default that of a group's backend."""
+    on_gpu = name is None and "nccl" in torch.distributed.get_backend_config(group)
+    return _device(("cuda" if on_gpu else "cpu") if name is None else name)
 
 
 def _device(name: torch.device | str) -> torch.device:

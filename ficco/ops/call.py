@@ -176,7 +176,7 @@ class ProductCall(Invocation):
             place = self.source and (self.source[0].serial, self.source[1])
         self.a, self.b = a, b
         if engine.asynchronous:
-            self.mode = "queued" if schedule == "auto" and engine.in_capture() else "eager"
+            self.mode = "queued" if schedule == "auto" and engine.capturing() else "eager"
         return (
             *(self.operator, a.shape, a.dtype, a.device, a.layout),
             *(b.shape, b.dtype, b.device, b.layout, schedule, self.mode, self.rows),

@@ -244,6 +244,21 @@ class Workspace:
         if not self._overrides.isdisjoint(torch.library._impls):
             refuse_overrides(self._overrides)
 
+    def meet(self, operator: str, request: str) -> None:
+        """Wait until all ranks have made this request, which counts as a call. Collective.
+
+        Raises:
+            SignalTimeout, PeerFailed, RankMismatch: a rank is absent, or requests something else.
+        """
+        try:
+            self.begin(operator, current())
+            self.board.post(self.calls, self.board.describe(request))
+            self.board.agree(self.calls, self.engine.timeout_s, operator, UNSCHEDULED)
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.thread = 0
+
     def end(self, error: BaseException) -> None:
         """Publish that this rank's latest call ended with an error, so that peers stop waiting.
 

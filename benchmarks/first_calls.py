@@ -1,0 +1,100 @@
+"""Times of the first calls of each kind in a new process, and what the very first one does.
+
+    torchrun --nproc-per-node 2 -m benchmarks.first_calls [--prepare] [--profile]
+
+Prints milliseconds of six calls of each kind, synchronised in between. A second run has warm caches
+on disk. ``--prepare`` calls ``ficco.prepare`` for all kinds before the first call, and prints its
+time. ``--profile`` prints the functions of the very first call by their cumulative time; the
+profiler makes that call slower.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable
+
+BEGIN = time.perf_counter()
+
+import torch  # noqa: E402  the import is timed
+import torch.distributed as dist  # noqa: E402
+
+TORCH = time.perf_counter()
+
+import ficco  # noqa: E402
+
+FICCO = time.perf_counter()
+
+CALLS = 6
+#: Functions that a profile prints.
+FUNCTIONS = 60
+
+
+def kinds(device: torch.device, world: int) -> dict[str, Callable[[], object]]:
+    """A call of each kind, by name."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    a, b = random(2048 // world, 5120), random(896, 5120).t()
+    c, d = random(8192 // world, 4096), random(3584, 4096).t()
+    row, e = random(1, 14336 // world), random(4096, 14336 // world).t()
+    f, g = random(8192, 4096 // world), random(4096, 4096 // world).t()
+    q, k = random(1, 32, 8192 // world, 128), random(1, 8, 8192 // world, 128)
+    return {
+        "all-gather 2048 x 896 x 5120": lambda: ficco.all_gather_matmul(a, b),
+        "all-gather 8192 x 3584 x 4096": lambda: ficco.all_gather_matmul(c, d),
+        "all-reduce of one row": lambda: ficco.matmul_all_reduce(row, e),
+        "reduce-scatter 8192 x 4096 x 4096": lambda: ficco.matmul_reduce_scatter(f, g),
+        "tiled": lambda: ficco.all_gather_matmul(c, d, schedule="tiled"),
+        "attention": lambda: ficco.all_gather_attention(q, k, k),
+    }
+
+
+def synchronised(call: Callable[[], object]) -> float:
+    """Milliseconds of a call that begins with idle devices on all ranks, until its work is over."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def main(arguments: list[str]) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    first, rank = time.perf_counter(), dist.get_rank()
+    calls = kinds(device, dist.get_world_size())
+    lines = [
+        f"import torch {TORCH - BEGIN:.2f} s, import ficco {FICCO - TORCH:.2f} s, NCCL "
+        f"{first - FICCO:.2f} s"
+    ]
+    if "--prepare" in arguments:
+        every = list(calls.values())
+        seconds = synchronised(lambda: ficco.prepare(lambda: [call() for call in every])) / 1e3
+        lines.append(f"ficco.prepare {seconds:.2f} s")
+    profile = cProfile.Profile()
+    if "--profile" in arguments:
+        one = next(iter(calls.values()))
+        synchronised(lambda: profile.runcall(one))
+    for name, call in calls.items():
+        times = [synchronised(call) for _ in range(CALLS)]
+        lines.append(f"{name}: " + ", ".join(f"{ms:.2f}" for ms in times))
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+        if "--profile" in arguments:
+            pstats.Stats(profile).sort_stats("cumulative").print_stats(FUNCTIONS)
+    ficco.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
