@@ -22,9 +22,9 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3490, 1830),
+    "compute": (3485, 1835),
     "dma": (7210, 4020),
-    "heuristics": (1600, 720),
+    "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
     "machine": (1445, 635),
@@ -34,8 +34,8 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "plan": (1020, 490),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1950, 1110),
-    "schedules": (4935, 2835),
+    "runtime": (1950, 1105),
+    "schedules": (4840, 2835),
     "simulate": (1250, 815),
     "tools": (13410, 7290),
     "__init__.py": (190, 50),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_470
+LINES_OF_TESTS = 41_565
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
