@@ -35,6 +35,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!ficco\.).*")]  # other projects' names
 nitpick_ignore = [
     ("py:class", "ficco.ops.routing.Placed"),  # of a class that users do not make
     ("py:class", "ficco.nn.training.Module"),  # a type variable
+    ("py:class", "ficco.options.Changes"),  # the fields of ficco.Options as keywords
 ]
 
 autodoc_mock_imports = ["megatron", "spmd_types", "torchtitan", "transformers", "triton", "vllm"]
