@@ -157,7 +157,7 @@ def test_auto_compares_those_that_ask_for_it() -> None:
         decision = decide(PROBLEM, machine=machine)
         assert (schedule in decision.others) == asked
         assert ("two-halves" in [one.schedule for one in decision.candidates]) == asked
-    page = ficco.explain("all_gather_matmul", m=8192, n=3584, k=4096, machine=machine)
+    page = ficco.explain("all_gather_matmul", m=8192, n=3584, k=4096, world=4, machine=machine)
     queued = {one.schedule: f"{one.queued * 1e6:.0f}" for one in page.candidates}
     compared = [queued[name] for name in ("two-halves", "serial", "growing")]
     assert compared == ["389", "494", "355"]  # docs/own-schedules.md

@@ -666,6 +666,7 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
     harness.show_ways(room.SUBJECT, rows)
     table = capsys.readouterr().out
     assert "│ auto (" in table and "│ serial " in table and "---" not in table
+    assert f"all ways of odd: skipped: {note}\n" in table
     assert cli.run(["plot", str(tmp_path / "ways.csv"), "--report"]) == 0
     assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in text
     assert (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")

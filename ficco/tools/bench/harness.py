@@ -496,6 +496,18 @@ def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
         ends = [number - 1 for number, same in enumerate(again) if not same]
         title = f"{subject.name}, {mode}: {MODE_WORDS[mode]}"
         show(title, table, left=range(words), sections=ends, width=140)
+    for line in left_out(subject, rows):
+        print(f"  {line}")
+
+
+def left_out(subject: Subject, rows: pd.DataFrame) -> list[str]:
+    """Lines for ways without figures."""
+    missing = rows.loc[rows["note"] != "", ["way", subject.schema.case, "status", "note"]]
+    lines = missing.itertuples(index=False)
+    texts = [
+        f"{way or 'all ways'} of {case}: {status}: {note}" for way, case, status, note in lines
+    ]
+    return list(dict.fromkeys(texts))
 
 
 def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
@@ -503,14 +515,8 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
     for mode, table in tables(subject, rows):
         parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
-    missing = rows[rows["note"] != ""]
-    if len(missing):
-        texts = missing[["way", subject.schema.case, "status", "note"]].itertuples(index=False)
-        lines = [
-            f"- {way or 'all ways'} of {case}: {status}: {note}"
-            for way, case, status, note in texts
-        ]
-        parts += ["## Not measured", "\n".join(dict.fromkeys(lines))]
+    if missing := left_out(subject, rows):
+        parts += ["## Not measured", "\n".join(f"- {line}" for line in missing)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
