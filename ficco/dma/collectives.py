@@ -27,7 +27,7 @@ Start = Callable[[], "Work | None"]
 
 
 class LibraryExchange:
-    """A Plan's whole exchange by collectives. The constructor computes the facts of all calls.
+    """A Plan's whole exchange by collectives. Parts that its calls share are computed once.
 
     The all-gather and the reduce-scatter of most libraries require equal rows on all ranks. Unequal
     rows are broadcast from each rank, or reduced to each rank.

@@ -49,7 +49,7 @@ class Counter:
 
 
 class Count(NamedTuple):
-    """What a call of one kind adds.
+    """Counts that a call of one kind adds.
 
     Attributes:
         hidden_s: see :class:`ficco.Decision`; 0 if it is unknown.
