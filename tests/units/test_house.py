@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1830),
-    "dma": (7210, 4020),
+    "dma": (7215, 4025),
     "heuristics": (1600, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
