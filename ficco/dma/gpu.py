@@ -629,11 +629,7 @@ class GpuEngine(WatchedEngine):
     def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
         """Enqueue a call on the caller's stream ``raw``."""
         slot, flight = program.slot, self._begin(program, call, raw)
-        # Not recorded: collectives, which use no words; traced calls, timed step by step; and calls
-        # between hosts, which hand each exchange to a thread or to a library that numbers it.
-        replays = self.replays and bool(slot and slot.words) and "base" not in program.state
-        replays = replays and "network" not in program.state and call.filled is None
-        replays = replays and self.replayed.possible and bool(run.parts or not run.before)
+        replays = run.recordable and self.replays and self.replayed.possible and call.filled is None
         body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
         self._carry_out(run, call, slot, flight, body)
 
@@ -742,7 +738,10 @@ class GpuEngine(WatchedEngine):
                     (body, tail), begin, tail_lane = folded, None, "compute0"
         before = tuple(program.state.get("before", ()))
         parts = parted(own, program.plan.steps) if before else None
-        run = program.state["run"] = Run(body, begin, tail, tail_lane, lanes, before, parts)
+        alone = {"base", "network"}.isdisjoint(program.state) and bool(parts or not before)
+        recordable = alone and bool(program.plan.words)
+        run = Run(body, begin, tail, tail_lane, lanes, before, parts, recordable)
+        program.state["run"] = run
         return run
 
     def stamp(self, program: Program, step: int, end: bool) -> Op:

@@ -55,6 +55,8 @@ class Run:
         before: preparations of tiled launches, called before anything is enqueued.
         parts: for a body with tiled launches, which take longer in a recording: the part that is
             recorded and the part that is not; None if they cannot be separated.
+        recordable: false for collectives, which use no words; traced calls, timed step by step; and
+            calls between hosts, which hand each exchange to a thread or to a counting library.
         recorded: recordings of the body, by the addresses of the operands.
         seen: addresses of operands that have occurred once.
     """
@@ -66,6 +68,7 @@ class Run:
     lanes: tuple[str, ...]
     before: tuple[Op, ...] = ()
     parts: tuple[Run, Run] | None = None
+    recordable: bool = False
     recorded: dict[Any, Recording] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
@@ -177,10 +180,12 @@ _MAY_BE_STUCK = Memops, Launch
 
 def enqueue(run: Run, call: Call) -> None:
     """Enqueue the body of a program. Its lanes fork from the caller's stream and join it."""
-    _begin(run, call)
+    if run.lanes or run.begin is not None:
+        _begin(run, call)
     for op in run.body:
         op(call)
-    _end(run, call)
+    if run.lanes:
+        _end(run, call)
 
 
 def enqueue_first(run: Run, call: Call) -> None:

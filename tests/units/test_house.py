@@ -22,9 +22,9 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3485, 1835),
-    "dma": (7210, 4020),
-    "heuristics": (1595, 720),
+    "compute": (3490, 1835),
+    "dma": (7215, 4025),
+    "heuristics": (1600, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
     "machine": (1445, 635),
