@@ -114,11 +114,9 @@ gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four
 gpu-hip: ## On NVIDIA GPUs: the HIP engine through HIP's API on CUDA's driver, compared with the CUDA engine
 	$(PYTHON) tests/hip_on_cuda.py --out $(RESULTS)/hip-on-cuda
 
-BENCHES := measured-h200-4 reduce-scatter-h200-4 all-reduce-h200-4 all-to-all-h200-4 measured-h200-2 measured-h100-2
-
-readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md
-	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv)
-	$(PY) -m docs.make.readme $(BENCHES:%=docs/results/%.csv) --file docs/results/README.md --table all
+readme: .venv/.ready ## Put the tables of results into README.md and docs/results/README.md, and draw README's picture
+	$(PY) -m docs.make.readme
+	$(PY) -m docs.make.overlap
 
 lint: .venv/.ready ## Check style, format, types and language
 	$(PY) -m ruff check

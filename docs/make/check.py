@@ -20,7 +20,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from docs.make import hosts_layers, machine_fields, paper, readme, regret, reproduced, rule_table
+from docs.make import (
+    hosts_layers,
+    machine_fields,
+    overlap,
+    paper,
+    readme,
+    regret,
+    reproduced,
+    rule_table,
+)
 from ficco.errors import ConfigError
 from ficco.machine import Machine, configs, find
 from ficco.machine.text import parse
@@ -50,7 +59,7 @@ SCRIPT = re.compile(r"python -m ((?:docs|benchmarks)\.[\w.]+)|python (\w+/[\w/]+
 CODE = re.compile(r"```.*?```|(?:^    [^\n]*\n)+|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"FICCO_[A-Z_]*[A-Z]")
 #: Lines that README.md may have, and its links to other hosts.
-README_LINES, ELSEWHERE = 120, {"https://arxiv.org/abs/2512.10236"}
+README_LINES, ELSEWHERE = 90, {"https://arxiv.org/abs/2512.10236"}
 #: Pages for users. Each begins with a program, which a test runs.
 USER_PAGES = [
     DOCS / f"{name}.md"
@@ -327,11 +336,10 @@ def tables() -> Iterator[str]:
         yield from _between("api/machine-file.md", name, text, "machine_fields")
     for name, text in reproduced.tables().items():
         yield from _between("paper.md", name, text, "reproduced")
-    (benches,) = re.findall(r"^BENCHES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    files = [RESULTS / f"{name}.csv" for name in benches.split()]
-    for page, which in (("../README.md", "auto"), ("results/README.md", "all")):
-        table = readme.table(files, DOCS / page, which)
-        yield from _between(page, "results", table, "readme")
+    for page, text in readme.tables().items():
+        yield from _between(page, "results", text, "readme")
+    if (DOCS / "overlap.svg").read_text() != overlap.text():
+        yield "docs/overlap.svg is old: python -m docs.make.overlap"
     rule = rule_table.rule_table(machine(rule_table.MACHINE), scenarios())
     if rule not in (DOCS / "choosing.md").read_text():
         yield "docs/choosing.md is old: python -m docs.make.rule_table"

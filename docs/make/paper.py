@@ -21,7 +21,7 @@ from ficco.simulate import predict
 from ficco.tools.bench.cases import Case, scenarios
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, LIGHT, picture
 from ficco.tools.bench.frames import append, markdown
-from ficco.tools.bench.simulated import simulate_case
+from ficco.tools.bench.simulated import shape_of, simulate_problem
 
 #: The schedules that the paper studies (section V-B).
 STUDIED_1D = ("uniform-fused-1d", "hetero-fused-1d", "hetero-unfused-1d")
@@ -70,7 +70,11 @@ class Claim:
 def write_report(machine: Machine, path: Path, command: str) -> pd.DataFrame:
     """Write the page, and a CSV and a picture in the folder ``simulated`` next to it; the rows."""
     cases, mode = scenarios(), "queued"
-    by_case = [simulate_case(case, machine, machine.ranks, mode) for case in cases]
+    problems = [case.problem(machine.ranks) for case in cases]
+    by_case = [
+        simulate_problem(problem, shape_of(case, problem), machine, mode)
+        for case, problem in zip(cases, problems, strict=True)
+    ]
     lines = [_line(*both, machine) for both in zip(cases, by_case, strict=True)]
     rows = pd.concat(by_case, ignore_index=True)
     stem = path.parent / "simulated" / machine.name

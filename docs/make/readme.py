@@ -1,21 +1,27 @@
-"""Write a table of several benches between the markers of a README.
+"""Write the tables of results: of README.md, and of docs/results/README.md.
 
-python -m docs.make.readme docs/results/measured-h200-4.csv [...] [--file README.md] [--table all]
+python -m docs.make.readme
+
+README.md has the claims of CLAIMS, docs/results/README.md a line per operator and mode of BENCHES.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from ficco.errors import ConfigError
-from ficco.tools.bench.frames import BENCH, markdown, read_description
+from ficco.tools.bench.frames import (
+    ATTENTION,
+    BENCH,
+    EXPERTS,
+    Schema,
+    markdown,
+    read_description,
+)
 from ficco.tools.bench.report import (
     HINDSIGHT,
     MODE_WORDS,
@@ -26,24 +32,136 @@ from ficco.tools.bench.report import (
     modes,
 )
 
+DOCS = Path(__file__).resolve().parents[1]
+RESULTS = DOCS / "results"
+
 #: A bench in a table of several: its rows, the description of the machine, a link to its report.
 Results = tuple[pd.DataFrame, dict[str, Any], str]
+
+#: The benches of the table of docs/results/README.md.
+BENCHES = (
+    "measured-h200-4",
+    "reduce-scatter-h200-4",
+    "all-reduce-h200-4",
+    "all-to-all-h200-4",
+    "measured-h200-2",
+    "measured-h100-2",
+)
 
 MEANS = "Geometric mean over the shapes, and the worst shape."
 
 
-def auto_table(benches: Sequence[Results]) -> str:
-    """Ratios of ``auto``: a line for each operator of each bench, with both eager modes."""
-    eager = ("queued", "idle")
-    heads = [f"{mode}: {name}" for mode in eager for name in RATIOS.values()]
+Gains = Callable[[pd.DataFrame], pd.Series]
+
+
+class Claim(NamedTuple):
+    """A line of README's table.
+
+    Attributes:
+        workload, baseline: in words.
+        bench: its result file, without the suffix.
+        schema: the kind of that file.
+        gains: of the rows of the file, how many times as fast as the baseline each shape is.
+    """
+
+    workload: str
+    baseline: str
+    bench: str
+    schema: Schema
+    gains: Gains
+
+
+def _ways(ours: str, baseline: str, operator: str = "") -> Gains:
+    """Gains of the fastest way that matches ``ours`` over the fastest that matches ``baseline``."""
+
+    def gains(rows: pd.DataFrame) -> pd.Series:
+        rows = rows[rows["status"].eq("ok") & rows["mode"].eq("queued")]
+        rows = rows[rows["operator"].eq(operator)] if operator else rows
+        fastest = [
+            rows[rows["way"].str.match(way)].groupby("case")["ms"].min() for way in (ours, baseline)
+        ]
+        return fastest[1] / fastest[0]
+
+    return gains
+
+
+def _auto(mode: str, ratio: str) -> Gains:
+    """Gains of ``auto`` in a mode: the column ``speedup`` or ``vs_pytorch``."""
+    return lambda rows: lines(rows, mode)["auto", ratio].dropna()
+
+
+#: The lines of README's table: reasons to switch first. Each is of ``auto``.
+CLAIMS = (
+    Claim(
+        "MoE layer of 64 experts, blocks of one capacity",
+        "NCCL all-to-alls, then batched GEMMs",
+        "experts-h100-2",
+        EXPERTS,
+        _ways("(ficco|auto)$", "collectives, blocks"),
+    ),
+    Claim(
+        "the same layer, exact rows",
+        "NCCL all-to-alls, then `grouped_mm`",
+        "experts-h100-2",
+        EXPERTS,
+        _ways("ficco, exact rows", "collectives, exact rows"),
+    ),
+    Claim(
+        "causal attention, 16384 positions",
+        "PyTorch `context_parallel`, cuDNN",
+        "attention-h100-2",
+        ATTENTION,
+        _ways("(ficco|auto)$", "context_parallel, cudnn", "all_gather_attention"),
+    ),
+    Claim(
+        "the same attention",
+        "NCCL all-gather, then cuDNN",
+        "attention-h100-2",
+        ATTENTION,
+        _ways("(ficco|auto)$", "all-gather, attention", "all_gather_attention"),
+    ),
+    Claim(
+        "rowwise float8 all-gather + GEMM, 8 shapes",
+        "PyTorch Async TP",
+        "fp8-row-h100-2",
+        BENCH,
+        _auto("queued", "vs_pytorch"),
+    ),
+    Claim(
+        "bfloat16 all-gather + GEMM, 8 shapes",
+        "NCCL or copy engines, then cuBLAS",
+        "measured-h200-4",
+        BENCH,
+        _auto("queued", "speedup"),
+    ),
+    Claim(
+        "the same shapes, the GPU waits for the host",
+        "PyTorch Async TP",
+        "measured-h200-4",
+        BENCH,
+        _auto("idle", "vs_pytorch"),
+    ),
+    Claim(
+        "the same shapes, the host runs ahead",
+        "PyTorch Async TP",
+        "measured-h200-4",
+        BENCH,
+        _auto("queued", "vs_pytorch"),
+    ),
+)
+
+
+def claims() -> str:
+    """README's table: a line per claim, with the geometric mean of its gains and the smallest."""
     body = []
-    for place, operator, mine in _operators(benches):
-        by_mode = [lines(mine, mode) for mode in eager]
-        if any(one["auto", "ms"].notna().any() for one in by_mode):
-            cells = [cell for one in by_mode for cell in _reached(one["auto"])]
-            body.append((place, f"`{operator}`", max(map(len, by_mode)), *cells))
-    words = "; ".join(f"*{mode}*: {MODE_WORDS[mode]}" for mode in eager)
-    return f"{MEANS} {words}.\n\n" + markdown(("measured on", "operator", "shapes", *heads), body)
+    for claim in CLAIMS:
+        path = RESULTS / f"{claim.bench}.csv"
+        gains = claim.gains(claim.schema.read(path))
+        worst = f" ({gains.min():.2f})" if len(gains) > 1 else ""
+        times = f"**{geomean(gains):.2f}**{worst}"
+        place = _place(read_description(path), f"docs/results/{claim.bench}.md")
+        body.append((claim.workload, claim.baseline, times, place))
+    return markdown(("workload", "baseline", "times as fast (worst)", "measured on"), body)
 
 
 def whole_table(benches: Sequence[Results]) -> str:
@@ -63,17 +181,18 @@ def whole_table(benches: Sequence[Results]) -> str:
     return f"{MEANS} {words}. {HINDSIGHT}\n\n" + markdown((*heads, *of_auto), body)
 
 
-#: Tables by the value of ``--table``.
-TABLES: dict[str, Callable[[Sequence[Results]], str]] = {"auto": auto_table, "all": whole_table}
-
-
 def _operators(benches: Sequence[Results]) -> Iterator[tuple[str, str, pd.DataFrame]]:
     """Where each operator of each bench was measured, as a link, its name, and its rows."""
     for rows, about, link in benches:
-        where = f"{about.get('ranks', '?')} x {about.get('device', 'an unnamed machine')}"
-        date = str(about.get("date", "")).split(" ")[0]
         for operator, mine in by_operator(rows):
-            yield f"[{where}, {date}]({link})", operator, mine
+            yield _place(about, link), operator, mine
+
+
+def _place(about: Mapping[str, Any], link: str) -> str:
+    """Ranks, device and date of a bench, as a link to its report."""
+    where = f"{about.get('ranks', '?')} x {about.get('device', 'an unnamed machine')}"
+    date = str(about.get("date", "")).split(" ")[0]
+    return f"[{where}, {date}]({link})"
 
 
 def _reached(role: pd.DataFrame) -> list[str]:
@@ -99,27 +218,18 @@ def put_between(path: Path, name: str, text: str) -> None:
     path.write_text(f"{whole[: start + len(begin)]}\n{text}\n{whole[stop:]}")
 
 
-def table(csvs: Sequence[Path], page: Path, which: str) -> str:
-    """The table of these results as it stands on a page, whose links begin in its folder."""
-    folder = page.resolve().parent
-    benches = []
-    for csv in csvs:
-        link = os.path.relpath(csv.resolve().with_suffix(".md"), folder)
-        benches.append((BENCH.read(csv), read_description(csv), link))
-    return TABLES[which](benches)
+def tables() -> dict[str, str]:
+    """The tables by the page that has them, from docs/."""
+    files = [(RESULTS / f"{name}.csv", f"{name}.md") for name in BENCHES]
+    benches = [(BENCH.read(csv), read_description(csv), link) for csv, link in files]
+    return {"../README.md": claims(), "results/README.md": whole_table(benches)}
 
 
-def main(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("csv", type=Path, nargs="+", help="results of ficco bench")
-    parser.add_argument("--file", type=Path, default=Path("README.md"), help="that README")
-    parser.add_argument(
-        "--table", choices=TABLES, default="auto", help="all: also the fastest schedules"
-    )
-    arguments = parser.parse_args(words)
-    put_between(arguments.file, "results", table(arguments.csv, arguments.file, arguments.table))
-    print(f"wrote {arguments.file}")
+def main() -> None:
+    for page, table in tables().items():
+        put_between(DOCS / page, "results", table)
+        print(f"wrote {DOCS / page}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

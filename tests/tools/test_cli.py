@@ -493,14 +493,13 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     code, text = ranks.run(2, _demo, tmp_path, timeout=300.0)[0]
     lines = text.splitlines()
     rows = (tmp_path / "demo.csv").read_text().splitlines()[2:]
+    picture = tmp_path / "timelines.png"
     assert {*NAMED, *demo.KNOBS[:2]} - {row.split(",")[0] for row in rows} == {"ring", "one-shot"}
     assert all(",True," in row for row in rows)
-    assert code == 0 and lines[-1] == f"demo ok: {len(rows)} schedules exact on 2 ranks"
-    picture = tmp_path / "timelines.png"
-    assert picture.stat().st_size > 10_000 and str(picture) in text
+    assert code == 0 and f"demo ok: {len(rows)} schedules exact on 2 ranks" in lines
+    assert picture.stat().st_size > 10_000 and lines[-1].startswith(f"open {picture}: ")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert text.count("model: ") == 3  # decisions, with their reasons
-    assert "simulated on mi300x-8" in text
     # The operators' table repeats the times of the schedule that auto takes, and ratios follow.
     tables = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     by_schedule = {row[0]: row[1:] for row in tables if len(row) == 4}
@@ -512,7 +511,6 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     for _, ms, torch_ms, ratio, _ in by_operator.values():
         assert float(ratio) == pytest.approx(float(torch_ms) / float(ms), abs=0.02)
     assert f"auto takes {schedule} for all_gather_matmul (" in text
-    assert "copies limited to 300 MB/s, so that they can be seen" in text
 
 
 def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import textwrap
 from contextlib import closing
@@ -20,19 +21,20 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.dma.cpu import CpuEngine
 from ficco.dma.host import VARIABLE
-from ficco.heuristics import Decision
-from ficco.machine import find
+from ficco.heuristics import Decision, decide
+from ficco.heuristics.candidates import is_serial
+from ficco.machine import Machine, find
 from ficco.problems.products import OPERATORS
-from ficco.schedules import NAMED
+from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench import attention, experts
 from ficco.tools.bench.candidates import BenchCandidate, caller, parse, taken, variable
-from ficco.tools.bench.cases import OPERATOR, Case, scenarios
+from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
-from ficco.tools.bench.harness import Tick, Workload, taken_by_auto, trace_all
+from ficco.tools.bench.harness import Tick, Workload, trace_all
 from ficco.tools.bench.measure import Stopwatch
 from ficco.tools.bench.products import ProductWork
-from ficco.tools.bench.simulated import examples, show_table_i
+from ficco.tools.bench.simulated import examples
 from ficco.tools.launch import local_device
 
 #: Schedules besides the named ones: other movers, directions, lanes and pieces.
@@ -64,28 +66,27 @@ SIZES = {"cpu": (192, 384, 768, "float32"), "cuda": (2048, 2048, 4096, "bfloat16
 #: The same for attention: rows, heads and heads of keys per rank, size of a head, dtype.
 ATTENTION_SIZES = {"cpu": (192, 2, 1, 64, "float32"), "cuda": (2048, 4, 1, 128, "bfloat16")}
 
-#: The machine of the printed decisions, and the machine of the simulated Table I.
+#: The machine of the printed decisions.
 DECIDED_ON = "h200-4"
-SIMULATED_ON = "mi300x-8"
 
-#: On CPUs the drawn calls copy at this many bytes per second: copies without a limit are too short
-#: to see.
+#: Bytes per second of drawn copies on CPUs: without a limit they are too short to see.
 DRAWN_BANDWIDTH = 3e8
+
+#: Traced calls of each schedule. The shortest is drawn: other work on the machine delays some.
+TRACES = 3
 
 
 def demo(device_name: str, out: Path | None) -> int:
-    """Run the demo on this rank; the exit code.
+    """Run the demo on this rank, whose device is ``"cpu"`` or ``"cuda"``; the exit code.
 
-    Args:
-        device_name: ``"cpu"`` or ``"cuda"``.
-        out: folder of the pictures, the trace and the table; None for a new one.
+    ``out`` is the folder of the picture, the trace and the table; None for a new one.
     """
     group, device = dist.group.WORLD, local_device(device_name)
     first, watch = group.rank() == 0, Stopwatch(group, device)
     problem = _case(OPERATOR, watch).problem(group.size())
     decision = taken(problem, group, device)
     chosen = str(decision.schedule)
-    work = _product(OPERATOR, watch, *map(parse, (*NAMED, *KNOBS, chosen)))
+    work = _product(OPERATOR, watch, *map(parse, dict.fromkeys((*NAMED, *KNOBS, chosen))))
     if first:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)
@@ -97,19 +98,19 @@ def demo(device_name: str, out: Path | None) -> int:
             show_step(next(done), action)
 
         results = _table(work, ROUNDS, tick)
-        taking = [_row(OPERATOR, chosen, results)]
+        by_operator = [_row(OPERATOR, decision, results)]
         for operator in OPERATORS:
             if operator != OPERATOR:
                 other = _product(operator, watch, parse("auto"))
-                took = str(taken(other.problem, group, device).schedule)
-                taking.append(_row(operator, took, _table(other, ROUNDS, tick)))
-        taking += [_other(operator, watch, tick) for operator in OTHERS]
+                why = taken(other.problem, group, device)
+                by_operator.append(_row(operator, why, _table(other, ROUNDS, tick)))
+        by_operator += [_other(operator, watch, decision.machine, tick) for operator in OTHERS]
         crossed = _over_hosts(group, device)
-        ours = results["schedule"][results["exact"].notna()].iloc[1:]
+        served = results["schedule"][results["exact"].notna()].iloc[1:]
+        calls = {one: caller(work.operands, group, one) for one in served if one in work.offered}
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            calls = {name: caller(work.operands, group, name) for name in ours}
-            timelines = trace_all(calls, group, device)
+            traces = [trace_all(calls, group, device) for _ in range(TRACES)]
         finally:
             CpuEngine.bandwidth = None
     watch.close()
@@ -117,28 +118,34 @@ def demo(device_name: str, out: Path | None) -> int:
         return 0
     out = out or Path(tempfile.mkdtemp(prefix="ficco-demo-"))
     out.mkdir(parents=True, exist_ok=True)
+    order = [one.name for one in work.candidates]
+    results = results.sort_values("schedule", key=lambda names: names.map(order.index))
+    gains = _gains(decision)
+    if gains:
+        results.insert(1, "predicted gain", cells(results["schedule"].map(gains), "+.1%"))
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
-    limit = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s, so that they can be seen"
+    limit = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s, or they would be too short to see"
     note = limit if device.type == "cpu" else ""
+    by_name = zip(*(zip(run[::2], run[1::2], strict=True) for run in traces), strict=True)
+    timelines = [one for pairs in by_name for one in min(pairs, key=lambda pair: pair[1].stop_s)]
     picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
-    by_operator = pd.DataFrame(taking)
+    operators = pd.DataFrame(by_operator)
     marked = results.replace({"schedule": {chosen: f"{chosen} (auto)"}})
     _show(f"{OPERATOR} by every schedule", marked, results["ms"].iloc[0])
-    _show("Every operator by schedule='auto'", by_operator, by_operator["torch ms"])
+    legend = "; serial (largest predicted gain < required gain)" if gains else ""
+    _show(f"Every operator by schedule='auto'{legend}", operators, operators["torch ms"])
     print(about_times(decision, device))
-    print(f"timelines, planned and measured{note and f' ({note})'}: {picture}")
-    print(f"trace for https://ui.perfetto.dev: {trace(timelines, out / 'trace.json')}")
-    machine, papers = find(DECIDED_ON, None), find(SIMULATED_ON, None)
-    assert machine is not None and papers is not None
-    print(f"\nschedule='auto' on {machine.name}:", *examples(machine), sep="\n")
-    show_table_i(papers, scenarios())
+    print(f"schedule='auto' on {DECIDED_ON}:")
+    for line in "\n".join(examples(find(DECIDED_ON, None))).splitlines():
+        print(textwrap.fill(line, 100, subsequent_indent="    "))
     if crossed is not None:
         right = int(crossed["exact"].eq(True).sum())
-        each = group.size() // HOSTS
-        print(f"\n{HOSTS} hosts of {each} ranks, gloo between them: {right} operators exact")
-        by_operator = pd.concat([by_operator, crossed])
-    text, code = verdict(results, group.size(), by_operator)
-    print(text, flush=True)
+        print(f"\n{HOSTS} hosts, gloo between them: {right} operators exact")
+        operators = pd.concat([operators, crossed])
+    text, code = verdict(results, group.size(), operators)
+    print(text)
+    print(f"trace for https://ui.perfetto.dev: {trace(timelines, out / 'trace.json')}")
+    print(f"open {picture}: each schedule on rank 0, planned and measured", flush=True)
     return code
 
 
@@ -154,6 +161,19 @@ def verdict(results: pd.DataFrame, world: int, by_operator: pd.DataFrame) -> tup
     return f"demo ok: {right} schedules exact on {world} ranks", 0
 
 
+def _gains(decision: Decision) -> dict[str, float]:
+    """Predicted gain over serial of each compared schedule; empty if the machine lacks figures."""
+    seconds = {one.schedule: one.idle or one.queued for one in decision.candidates}
+    serial = min((t for name, t in seconds.items() if is_serial(Schedule.parse(name))), default=0.0)
+    return {name: serial / t - 1 for name, t in seconds.items()}
+
+
+def _chosen(decision: Decision) -> str:
+    """The schedule; if it is serial, also the largest predicted gain and the margin above it."""
+    short = re.search(r"predicted to gain (\S+) .* margin of (\S+?%)", decision.reason)
+    return f"{decision.schedule} ({short[1]} < {short[2]})" if short else str(decision.schedule)
+
+
 def about_times(decision: Decision, device: torch.device) -> str:
     """Explain why ``auto`` takes its schedule, and how far the times can be trusted."""
     text = f"auto takes {decision.schedule} for {OPERATOR} ({decision.why})."
@@ -161,10 +181,9 @@ def about_times(decision: Decision, device: torch.device) -> str:
         text += " The margin stands for waits and smaller products, which the model leaves out."
     if device.type == "cpu":
         text += (
-            " On CPUs, copies and products share the cores, so overlap can hide little. The times"
-            f" are medians of {ROUNDS} rounds, which waits between ranks and other work on the"
-            " machine change. They show that every schedule runs here, not which is best or how"
-            " fast it is on GPUs."
+            " On CPUs, copies and products share the cores, so overlap can hide little, and other"
+            f" work on the machine changes the times, medians of {ROUNDS} rounds. They show that"
+            " every schedule runs here, not how fast it is on GPUs."
         )
     return textwrap.fill(text, 100) + "\n"
 
@@ -205,16 +224,17 @@ def _table(work: Workload, rounds: int, tick: Tick = lambda action: None) -> pd.
     return pd.DataFrame(rows, columns=["schedule", "exact", "ms", "note"]).astype({"exact": object})
 
 
-def _row(operator: str, schedule: str, results: pd.DataFrame) -> dict[str, Any]:
-    """The row of an operator, from the results of the baseline, and of ``auto``, of ficco's variant
-    or of the schedule that ``auto`` takes."""
-    (row,) = results[results["schedule"].isin([schedule, "auto"])].to_dict("records")
+def _row(operator: str, decision: Decision, results: pd.DataFrame) -> dict[str, Any]:
+    """The row of an operator, from its decision and the results of the baseline, and of ``auto`` or
+    of the schedule that ``auto`` takes."""
+    ours = [str(decision.schedule), "auto"]
+    (row,) = results[results["schedule"].isin(ours)].to_dict("records")
     times = {"ms": row["ms"], "torch ms": results["ms"].iloc[0]}
-    return {"operator": operator, "schedule": schedule, **times, "exact": row["exact"]}
+    return {"operator": operator, "schedule": _chosen(decision), **times, "exact": row["exact"]}
 
 
 @torch.no_grad()
-def _other(operator: str, watch: Stopwatch, tick: Tick) -> dict[str, Any]:
+def _other(operator: str, watch: Stopwatch, machine: Machine | None, tick: Tick) -> dict[str, Any]:
     """The row of attention over a sharded sequence, or of a layer of experts: a baseline and
     ``auto``."""
     kind, world = watch.device.type, watch.world
@@ -231,7 +251,8 @@ def _other(operator: str, watch: Stopwatch, tick: Tick) -> dict[str, Any]:
     baseline = next(name for name, one in variants.items() if one.baseline and not one.lacks)
     work.offered = {name: variants[name] for name in (baseline, "auto")}
     results = _table(work, ROUNDS, tick)
-    return _row(operator, taken_by_auto(work.problem, watch), results)
+    decision = decide(work.problem, machine=machine, mode="idle" if kind == "cpu" else "queued")
+    return _row(operator, decision, results)
 
 
 def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,19 @@ def draw(
         note: a line below the title.
 
     The title of the picture has the shared problem and source; titles of panels have those that
-    differ. All panels have one scale.
+    differ. All panels have one scale, shown once per column. Times are of the ranks shown.
     """
     from matplotlib.patches import Patch
 
+    if ranks is not None:
+        timelines = [
+            replace(one, ranks=tuple(bars * (rank in ranks) for rank, bars in enumerate(one.ranks)))
+            for one in timelines
+        ]
     lanes = [
         [
             (rank, lane)
             for rank, bars in enumerate(timeline.ranks)
-            if ranks is None or rank in ranks
             for lane in sorted(
                 {bar.lane for bar in bars if bar.kind not in ("sync", "wait")},
                 key=lambda lane: (not lane.startswith("compute"), lane),
@@ -110,7 +115,7 @@ def draw(
     shared = len(sources) < 3 and "" not in sources
     title = [", ".join(filter(None, of_all)), *(sources if shared else ()), note]
     kinds = [Patch(color=COLOURS[kind], label=kind) for kind in COLOURS if kind in shown_kinds]
-    size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.75 for h in heights) + 0.8
+    size = max(7.0, 6.5 * columns), sum(0.24 * h + 0.5 for h in heights) + 1.0
     path = Path(path)
     with picture(path, *size, "\n".join(filter(None, title))) as figure:
         ratios = {"height_ratios": [height + 1.5 for height in heights]}
@@ -159,7 +164,9 @@ def _draw_one(
     labels = [lane if one_rank else f"rank {rank} {lane}" for rank, lane in names]
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, max(until_s * scale, 1e-9))
+    axes.set(xlim=(0, max(until_s * scale, 1e-9)), axisbelow=True)
+    axes.grid(axis="x", alpha=0.3)
+    axes.tick_params(labelbottom=last)
     title = f"{timeline.title} ({timeline.stop_s * scale:.3g} {unit})"
     axes.set_title("\n".join(filter(None, (title, about))), loc="left")
     if last:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ficco.heuristics import Decision, candidates, decide
+from ficco.heuristics import Decision, decide
 from ficco.heuristics.candidates import is_serial
 from ficco.heuristics.decide import described
 from ficco.heuristics.families import family_of
@@ -17,18 +17,10 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
-from ficco.tools.bench.frames import SIMULATED, show
+from ficco.tools.bench.frames import SIMULATED
 
 #: References of every shape: bounds, not schedules.
 BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
-
-
-def simulate_case(
-    case: Case, machine: Machine, world: int, mode: str, schedules: Sequence[Schedule] | None = None
-) -> pd.DataFrame:
-    """:func:`simulate_problem` of a shape."""
-    problem = case.problem(world)
-    return simulate_problem(problem, shape_of(case, problem), machine, mode, schedules)
 
 
 def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
@@ -70,27 +62,6 @@ def simulate_problem(
         }
         for name, taken in seconds.items()
     )
-
-
-def show_table_i(machine: Machine, cases: Sequence[Case]) -> None:
-    """Print the paper's Table I on a machine, simulated: speed-ups over the better serial
-    composition."""
-    body = []
-    for case in cases:
-        if case.skip:
-            continue
-        schedules = candidates(case.problem(machine.ranks), machine)
-        rows = simulate_case(case, machine, machine.ranks, "queued", schedules)
-        by_name = rows.set_index("candidate")
-        others = by_name.drop([*BOUNDS, "shard-overlap"], errors="ignore")
-        serial_ms = (by_name["ms"] * by_name["speedup"]).iloc[0]
-        best = others["speedup"].idxmax()
-        names = ("shard-overlap", best, "ideal")
-        speedups = [f"{by_name['speedup'][name]:.2f}" for name in names]
-        body.append((case.name, f"{serial_ms:.3g} ms", *speedups, best))
-    heads = ["", "serial", "Async TP", "FiCCO", "ideal", "fastest schedule"]
-    title = f"Table I of the paper, simulated on {machine.name}: times as fast as serial"
-    show(title, pd.DataFrame(body, columns=heads), left=(0, 5), width=100)
 
 
 #: A product of each kind: copies take longer, products take longer, the host takes longest.
