@@ -22,9 +22,9 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3490, 1835),
+    "compute": (3485, 1835),
     "dma": (7215, 4025),
-    "heuristics": (1600, 720),
+    "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
     "machine": (1445, 635),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1950, 1105),
     "schedules": (4840, 2835),
     "simulate": (1250, 815),
-    "tools": (13420, 7295),
+    "tools": (13415, 7295),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_565
+LINES_OF_TESTS = 41_570
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
