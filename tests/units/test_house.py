@@ -22,7 +22,7 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3490, 1835),
+    "compute": (3485, 1830),
     "dma": (7215, 4025),
     "heuristics": (1600, 720),
     "hip_kernels": (1250, 610),
