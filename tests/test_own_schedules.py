@@ -21,8 +21,7 @@ from ficco.heuristics import candidates, decide
 from ficco.machine import find
 from ficco.plan import Plan, render
 from ficco.problems.products import Problem
-from ficco.schedules import Schedule, plan, space
-from ficco.schedules import build as own
+from ficco.schedules import Schedule, build, plan, space
 from ficco.simulate import predict
 from ficco.tools import cli
 
@@ -31,21 +30,21 @@ HALVES = re.findall(r"```python\n(.*?)dist\.init", PAGE.read_text(), re.S)[0]
 PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
 
 
-def defined(wrong: bool = False) -> own.PlanFunction:
+def defined(wrong: bool = False) -> build.PlanFunction:
     """The page's function; ``wrong``: without what products wait for."""
     code = HALVES.replace("a.buffer, waits))", "a.buffer))") if wrong else HALVES
     assert (code != HALVES) == wrong
     names: dict[str, Any] = {}
     exec(code.replace("@ficco.schedules.register", "#"), names)
-    function: own.PlanFunction = names["two_halves"]
+    function: build.PlanFunction = names["two_halves"]
     return function
 
 
 def forget() -> None:
     space.OWN.clear()
-    own._candidates.clear()
+    build._candidates.clear()
     space._parse.cache_clear()
-    own.own_plans.cache_clear()
+    build.own_plans.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +64,12 @@ def _halves(at: Rank) -> list[Any]:
         """What a call gets with the page's function, or a wrong one."""
         forget()
         if register:
-            own.register("two-halves")(defined(**how))
+            build.register("two-halves")(defined(**how))
         given = make(at, case, 0, group)
         return caught(lambda: call(case, given.a, given.b, group))
 
     forget()
-    own.register("two-halves")(defined())
+    build.register("two-halves")(defined())
     for rows in ((4,) * world, (3, 0, 5, 1)[:world]):
         for iteration in range(3):
             exact(at, replace(small, rows=rows), iteration, group)
@@ -106,7 +105,7 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int
 
 
 def test_a_registered_name_stands_where_names_do() -> None:
-    own.register("two-halves")(defined())
+    build.register("two-halves")(defined())
     schedule = Schedule.parse("two-halves")
     assert str(schedule) == "two-halves" and Schedule.parse(str(schedule)) == schedule
     assert "copy0    | acquire | 0.0>1 | 0.1>1" in render(plan(PROBLEM, schedule, 0))
@@ -127,7 +126,7 @@ def test_settings_and_points_have_names_of_their_own() -> None:
         return ficco.schedules.plan(problem, Schedule.parse(f"hetero-unfused-1d:{pieces=}"), rank)
 
     for pieces in (2, 3):
-        own.register(f"grown-{pieces}", candidate=True)(partial(grown, pieces=pieces))
+        build.register(f"grown-{pieces}", candidate=True)(partial(grown, pieces=pieces))
     made = [plan(PROBLEM, Schedule.parse(name), 1) for name in ("grown-2", "grown-3")]
     copies = [sum(step.op == "copy" for step in one.steps) for one in made]
     assert [one.schedule for one in made] == ["grown-2", "grown-3"] and copies == [6, 9]
@@ -135,14 +134,14 @@ def test_settings_and_points_have_names_of_their_own() -> None:
 
 def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
     right = defined()
-    own.register("two-halves")(right)
+    build.register("two-halves")(right)
     for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
         with pytest.raises(ValueError, match="name: required"):
-            own.register(name)(defined())
+            build.register(name)(defined())
     with pytest.raises(ValueError, match="got 'three-halves'"):
         Schedule.parse("three-halves")
-    own.register("none")(lambda problem, rank: None)  # type: ignore[arg-type, return-value]
-    own.register("another-rank")(lambda problem, rank: right(problem, 0))
+    build.register("none")(lambda problem, rank: None)  # type: ignore[arg-type, return-value]
+    build.register("another-rank")(lambda problem, rank: right(problem, 0))
     for name in ("none", "another-rank"):
         with pytest.raises(ValueError, match="required the Plan of rank [01]"):
             plan(PROBLEM, Schedule.parse(name), 0)
@@ -152,7 +151,7 @@ def test_auto_compares_those_that_ask_for_it() -> None:
     machine = find("h200-4", None)
     for asked in (False, True):
         forget()
-        own.register("two-halves", candidate=asked)(defined())
+        build.register("two-halves", candidate=asked)(defined())
         schedule = Schedule.parse("two-halves")
         decision = decide(PROBLEM, machine=machine)
         assert (schedule in decision.others) == asked
@@ -170,7 +169,7 @@ def test_packages_offer_schedules(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
 
     class Point:
         @staticmethod
-        def load() -> own.PlanFunction:
+        def load() -> build.PlanFunction:
             return defined()
 
     def entry_points(**which: str) -> list[type[Point]]:

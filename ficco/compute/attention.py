@@ -504,8 +504,7 @@ def apply_op(program: Program, one: Applied) -> Op:
     """Attention of heads, or its gradient: one library call for each run of heads and document."""
     (applies,), rank = program.plan.problem.specification.applications, program.plan.rank
     rows_of = {row.matrix: row.of for row in applies.inputs + applies.outs}
-    places = buffers_of(program)
-    views = dict(zip(rows_of, map(places.view, one.inputs + one.outs), strict=True))
+    views = dict(zip(rows_of, map(buffers_of(program).view, one.inputs + one.outs), strict=True))
     function = _heads_backward if "dq" in rows_of else _heads_forward
     calls = LibraryCalls(applies.rectangles)
     begin = {name: rows(rank, one.first, one.last)[0] for name, rows in rows_of.items()}
