@@ -325,7 +325,6 @@ def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: pytest.CaptureFixt
     append(failed, SIMULATED.frame([row]))
     assert cli.run(["plot", str(failed)]) == 2
     assert "required a row with a figure, got none" in capsys.readouterr().err
-    assert cli.run(["plot", str(failed), "--report"]) == 2
     failed.write_text("a,b\n1,2\n")
     assert cli.run(["plot", str(failed)]) == 2
     assert "required the columns of a CSV of bench, replay or simulate" in capsys.readouterr().err
