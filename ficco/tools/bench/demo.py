@@ -132,7 +132,7 @@ def demo(device_name: str, out: Path | None) -> int:
     operators = pd.DataFrame(by_operator)
     marked = results.replace({"schedule": {chosen: f"{chosen} (auto)"}})
     _show(f"{OPERATOR} by every schedule", marked, results["ms"].iloc[0])
-    legend = "; serial (largest predicted gain < required gain)" if gains else ""
+    legend = "; serial (predicted gain < required gain)" if gains else ""
     _show(f"Every operator by schedule='auto'{legend}", operators, operators["torch ms"])
     print(about_times(decision, device))
     print(f"schedule='auto' on {DECIDED_ON}:")
@@ -169,7 +169,7 @@ def _gains(decision: Decision) -> dict[str, float]:
 
 
 def _chosen(decision: Decision) -> str:
-    """The schedule; if it is serial, also the largest predicted gain and the margin above it."""
+    """The schedule; if a gain is below the margin, also both."""
     short = re.search(r"predicted to gain (\S+) .* margin of (\S+?%)", decision.reason)
     return f"{decision.schedule} ({short[1]} < {short[2]})" if short else str(decision.schedule)
 
