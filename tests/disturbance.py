@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from ficco.compute.program import Call, Op, Program
-from ficco.dma.cpu import SLICE_S, CallState, CpuEngine, Stopped
+from ficco.dma.cpu import SLICE_S, CpuEngine, Stopped
 from ficco.errors import SignalTimeout
 
 VERBS = (
@@ -83,12 +84,14 @@ def _disturbed(verb: Callable[..., Op]) -> Callable[..., Op]:
 
         def disturbed(call: Call) -> None:
             if _active is not None:
+                # A call on the caller's thread alone has no lane that could fail.
+                failed = getattr(call.state, "failed", None) or threading.Event()
                 if _active.kill == here:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if _active.stall == here:
-                    _stall(engine.rank, call.state)
+                    _stall(engine.rank, failed, call.state.timeout_s)
                 if verb.__name__ in _active.verbs and _active.delay_s:
-                    call.state.failed.wait(_active.delay(engine.rank))
+                    failed.wait(_active.delay(engine.rank))
             op(call)
 
         return disturbed
@@ -96,10 +99,10 @@ def _disturbed(verb: Callable[..., Op]) -> Callable[..., Op]:
     return make
 
 
-def _stall(rank: int, state: CallState) -> NoReturn:
+def _stall(rank: int, failed: threading.Event, timeout_s: float) -> NoReturn:
     begin = time.monotonic()
-    while not state.failed.wait(SLICE_S):
-        if (seconds := time.monotonic() - begin) > 2 * state.timeout_s:
+    while not failed.wait(SLICE_S):
+        if (seconds := time.monotonic() - begin) > 2 * timeout_s:
             raise SignalTimeout(
                 operator="disturbance",
                 rank=rank,

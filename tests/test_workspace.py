@@ -93,6 +93,15 @@ def test_a_slot_that_could_not_grow_is_given_back_once() -> None:
     assert engine.did == ["retire", "synchronize", "discard"]
 
 
+def test_a_call_that_meets_another_thread_inside_takes_no_number() -> None:
+    """Between the look-up of the workspace and the begin of the call the other thread came."""
+    inside: Any = SimpleNamespace(engine=Engine(), thread=-1, calls=7, limit_s=1.0, watchdog=None)
+    with pytest.raises(FiccoError, match="one thread at a time in a group") as refused:
+        Workspace.begin(inside, "all_gather_matmul", Options())
+    Workspace.end(inside, refused.value)
+    assert (inside.thread, inside.calls) == (-1, 7)
+
+
 def test_a_process_settles_before_it_ends() -> None:
     engine = Engine(over_at=time.monotonic() + 0.15)
     workspace = workspace_on(engine, None, None)

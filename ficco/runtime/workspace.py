@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_process_group_name
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
 from ficco.compute.program import Call, Program, Slot, Symmetric
@@ -205,6 +206,7 @@ class Workspace:
     ) -> None:
         """``opened``: an existing board and engine; by default the group opens its own."""
         self.group, self.limit_s = group, limit_of(group, device)
+        self.group_name = _get_process_group_name(group)  # also of a group that has none
         self.board, self.engine = opened or _opened(group, device, options, operator)
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
@@ -234,13 +236,15 @@ class Workspace:
         Raises:
             NotImplementedError: ``torch.library`` replaces PyTorch's matrix products.
         """
-        engine = self.engine
+        engine, thread = self.engine, get_ident()
         limit = options.timeout_s or self.limit_s
+        if self.thread and self.thread != thread:  # it came after `workspace_for` had looked
+            raise FiccoError(_THREADS.format(operator))
+        self.thread = thread
         engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
         if (watchdog := self.watchdog) is not None:
             watchdog.timeout_s, watchdog.on_timeout = limit, options.on_timeout
         self.calls += 1
-        self.thread = get_ident()
         if not self._overrides.isdisjoint(torch.library._impls):
             refuse_overrides(self._overrides)
 
@@ -263,8 +267,11 @@ class Workspace:
         """Publish that this rank's latest call ended with an error, so that peers stop waiting.
 
         If all ranks refuse a call before posting it, the group stays usable, even if their errors
-        differ. An error of a part of a call has already been published by that part.
+        differ. An error of a part of a call has already been published by that part. A call that
+        is refused because another thread is inside one has no number.
         """
+        if self.thread not in (0, get_ident()):
+            return
         self.thread = 0
         note_told(error)
         if self.board.refused(self.calls):
@@ -688,7 +695,7 @@ def new_kind(
     texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
     if options.workspace_bytes is not None:
         texts.append(f"workspace_bytes={options.workspace_bytes}")
-    count = counters.count_of(workspace.group.group_name, plan, decision)
+    count = counters.count_of(workspace.group_name, plan, decision)
     return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
 
 
@@ -727,7 +734,7 @@ def begin(
         key = invocation.key(workspace, options)
         cached = workspace.programs.get(key) or invocation.plan(workspace, options)
     if counters.blocks and cached.count.exposed:
-        counters.refuse(workspace.group.group_name, cached.count.exposed)
+        counters.refuse(workspace.group_name, cached.count.exposed)
     call = invocation.allocate(cached)
     new, number, count = not cached.latest, workspace.calls, cached.count
     cached.latest = number

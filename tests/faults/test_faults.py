@@ -361,7 +361,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        workspace._run(*[mock.Mock()] * 4)  # it never gets to them
+        workspace.execute(*[mock.Mock()] * 3)  # it never gets to them
     assert torch.is_grad_enabled()
 
 

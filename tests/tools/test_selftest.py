@@ -487,7 +487,7 @@ def test_compiled_kernels_that_are_broken(
     [
         ("--selftest --device cpu --out /nowhere/at/all.md", "--out: required"),
         ("--selftest --device cpu --out /", "--out: required"),
-        ("--selftest --device tpu", "invalid choice"),
+        ("--selftest --device tpu", "required one of cpu, cuda"),
         ("--out report.md", "required with --selftest"),
         ("--selftest --device cpu", "without torchrun"),
     ],

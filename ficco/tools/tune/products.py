@@ -153,8 +153,11 @@ def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Ma
 
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))
-    measured: dict[str, Any] = {block: MORE[block](site) for block in more}
-    return replace(site.machine, tiled=tiled(site), **measured)
+    measured = {"tiled": tiled(site), **{block: MORE[block](site) for block in more}}
+    blocks: dict[str, Any] = {
+        name: None if isinstance(block, str) else block for name, block in measured.items()
+    }
+    return replace(site.machine, **blocks)
 
 
 Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
