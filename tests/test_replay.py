@@ -418,7 +418,7 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    assert draw(BENCH.read(settings.csv), settings.csv.with_suffix(""), "rows")
+    assert draw(BENCH, BENCH.read(settings.csv), settings.csv.with_suffix(".png"), "rows")
     return records(rows)
 
 
