@@ -87,7 +87,7 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     for extra in ("bench", "cuda", "hip", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
     assert "Description-Content-Type: text/markdown" in metadata
-    assert "Read next" in metadata and relative_links(metadata) == []
+    assert "Read on" in metadata and relative_links(metadata) == []
     assert "Project-URL" not in metadata
 
 
