@@ -685,7 +685,8 @@ class GpuEngine(WatchedEngine):
     def _watched_by_events(
         self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
-        """Enqueue a call that the watchdog watches by events."""
+        """Enqueue the body of a call, then its tail on lane ``sync``. The caller tells the watchdog
+        when the call ends."""
         lanes = call.state
         body(run, call)
         if run.tail:

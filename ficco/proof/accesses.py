@@ -393,7 +393,7 @@ class Footprint:
         return written
 
     def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
-        """Check that a signal posted after a copy gates the copied rows."""
+        """Check that the rows of each signal posted after a copy include the copied rows."""
         begin, end = np.full(len(self.steps.all), _NO_END), np.full(len(self.steps.all), -1)
         np.minimum.at(begin, copy, row)
         np.maximum.at(end, copy, row_stop)

@@ -214,7 +214,10 @@ TOLD = 1024
 _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
-_ONE, _DIGESTS = np.uint64(1), np.uint64(_DIGEST)  # converting them takes longer than an operation
+_ONE, _DIGEST_MASK = (
+    np.uint64(1),
+    np.uint64(_DIGEST),
+)  # converting them takes longer than an operation
 
 #: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
@@ -530,14 +533,15 @@ class Board:
 
     def _differing(self, latest: int) -> Iterator[int]:
         """Numbers up to ``latest`` of calls for which this rank and another have posted different
-        digests."""
+        digests, in no order and perhaps repeated."""
         ring = self._rings[self.rank].copy()
         for rank in self._ranks:
             if rank == self.rank:
                 continue
             # The XOR has only digest bits set if the numbers are equal and the digests differ.
+            # Equal entries give 0, which wraps to the maximum.
             other = self._rings[rank]
-            differs = (ring ^ other) - _ONE < _DIGESTS
+            differs = (ring ^ other) - _ONE < _DIGEST_MASK
             if not np.count_nonzero(differs):  # the common case, and waiting ranks poll
                 continue
             for index in np.flatnonzero(differs & (other != 0) & (ring != 0)):

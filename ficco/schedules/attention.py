@@ -169,7 +169,8 @@ class AttentionStage(GatherStage):
         return [(first + a, first + b) for a, b in parts]
 
     def _merge(self, lane: str, group: int, queries: Span) -> None:
-        """Merge those of ``queries`` that a group completes, after all steps with their parts."""
+        """Add the steps that merge or round the results of the ``queries`` that a group completes,
+        after the steps on other lanes that attend to these queries."""
         for first, last in both(self.last[group], queries):
             attending = {
                 step.lane: index
@@ -239,6 +240,7 @@ class AttentionStage(GatherStage):
         return tuple(attends)
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
+        """Attention of the queries of ``run`` to its keys; ``adds``: to the earlier sum."""
         q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
         out = q._replace(buffer=self.product)
         pairs, heads = sum(one.pairs for one in run.calls), self.asked.batch * self.asked.heads

@@ -296,7 +296,8 @@ class Traffic:
 
     def home(self, source: int, number: int, lane: str, place: Callable[[Region], Region]) -> None:
         """Copy a piece from staging to its final place. ``place`` returns the final region of a
-        region of staging."""
+        region of staging. The last move comes first: the first step waits, and the signal names the
+        rows of the last move."""
         waits, after = self.arrivals([(source, number)], lane)
         for move in reversed(self.of(source, self.me)[number].moves):
             src, dst = move.dst, place(move.dst)

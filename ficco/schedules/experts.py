@@ -80,8 +80,9 @@ class ExpertWorld:
         if layer.indexed:
             leaving = buffers["a"]._replace(name="leaving", memory="local", indexed=False)
             self.buffers.append(leaving)
-        own = {one.name for one in (*layer.specification.operands, *layer.specification.results)}
-        self.buffers = [one for one in self.buffers if one.name not in own]
+        specification = layer.specification  # the caller passes operands and results
+        passed = {one.name for one in (*specification.operands, *specification.results)}
+        self.buffers = [one for one in self.buffers if one.name not in passed]
 
     def cut(self, pieces: int | tuple[int, ...]) -> list[Share]:
         """Cut a block into pieces: ranges of experts, or ranges of rows if there are more pieces

@@ -215,13 +215,13 @@ class GatherWorld(World, Route):
         """Destination regions of an owner's units at their last receiver."""
         return self.places(owner, rank, self.arrivals[rank].units(owner))
 
-    def places(self, owner: int, rank: int, units: list[Unit], skipped: int = 0) -> list[Region]:
-        """Regions of an owner's units in a rank's staging. If another receiver has cut the units,
-        its block begins ``skipped`` rows after the rank's block."""
+    def places(self, owner: int, rank: int, units: list[Unit], offset: int = 0) -> list[Region]:
+        """Regions of an owner's units in a rank's staging. The units may be those of another
+        receiver, whose block begins ``offset`` rows after the rank's block."""
         if self.stages:
             return self.stages[rank].regions(self.staging, units)
         row = self.problem.lands(owner, rank) - (self.absent[rank] if owner > rank else 0)
-        return self.arrivals[rank].regions(self.staging, rank, row + skipped, units)
+        return self.arrivals[rank].regions(self.staging, rank, row + offset, units)
 
     def block(self, src: int, dst: int) -> Span:
         """Rows of a rank's block at its receiver."""

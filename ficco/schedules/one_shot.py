@@ -91,6 +91,7 @@ class OneShotStage(Stage):
         self.separate_sums = world.rounds > 1
 
     def run(self) -> None:
+        """Add products in pieces, each of them summed after the next product, then "has read"."""
         world, me, peers = self.world, self.me, self.peers
         for piece in range(world.rounds):
             self._multiply(piece)
@@ -101,11 +102,11 @@ class OneShotStage(Stage):
         if not world.rounds:
             self._tell(0)
         self._sum(world.rounds - 1)
-        waited = [s for step in self.steps for s in step.waits if not s.released]
-        silent = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
+        waited = any(not s.released for step in self.steps for s in step.waits)
+        begun = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
         posts = tuple(world.done(me, peer) for peer in peers)
         after = self.builder.lasts()
-        self.add(Step(None, "sync", "has read", silent, posts=posts, after=after))
+        self.add(Step(None, "sync", "has read", begun, posts=posts, after=after))
 
     def silent(self) -> tuple[Signal, ...]:
         """The signals that the peers have read."""

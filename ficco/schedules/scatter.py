@@ -189,12 +189,13 @@ class ScatterWorld(World, Route):
 
     @remembered
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
+        """Signals that products at ``src`` are ready, one for each unit of an owner's block."""
         departures, problem = self.departures[src], self.problem
         # Where peers fetch, the rows are those of the product at its rank.
         begin = (problem.leaves if self.schedule.pull else problem.lands)(src, owner)
         units, first = departures.of(owner), self.data.first(src)
-        apart = problem.hosts_ahead(src, owner) * self.most if problem.hosts > 1 else 0
-        slots = [apart + (unit.group if self.ring else unit.ordinal) for unit in units]
+        first_slot = problem.hosts_ahead(src, owner) * self.most if problem.hosts > 1 else 0
+        slots = [first_slot + (unit.group if self.ring else unit.ordinal) for unit in units]
         return [
             new(Signal, (self.kind, src, dst, slot, first + slot, *rows))
             for slot, rows in zip(slots, departures.spans(begin, units), strict=True)
@@ -247,11 +248,11 @@ class SumRoute(Route):
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
         problem, departures = self.problem, self.world.departures[owner]
         poster = via(problem, dst, owner)
-        apart = problem.hosts_ahead(poster, owner) * (self.data.per_poster // problem.hosts)
+        first_slot = problem.hosts_ahead(poster, owner) * (self.data.per_poster // problem.hosts)
         spans = departures.spans(problem.lands(poster, owner), departures.sums)
         return [
             self.data.signal(self.kind, poster, dst, slot, rows)
-            for slot, rows in enumerate(spans, apart)
+            for slot, rows in enumerate(spans, first_slot)
         ]
 
 
