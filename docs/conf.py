@@ -25,7 +25,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 
 # Sources lie in the root of the repository, so that pages can link to files beside docs/.
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "[CS]*.md"]  # CHANGELOG, CODE_OF_CONDUCT, CONTRIBUTING, SECURITY
+# CHANGELOG, CODE_OF_CONDUCT, CONTRIBUTING, SECURITY, THIRD_PARTY
+include_patterns = ["docs/**.md", "[CST]*.md"]
 exclude_patterns = [".*", "build", "dist", "ficco", "tests", "benchmarks", "examples", "configs"]
 
 # Anchors as a Git host makes them; links to others are warnings, and warnings are errors.
