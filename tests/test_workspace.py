@@ -98,8 +98,9 @@ def test_a_call_that_meets_another_thread_inside_takes_no_number() -> None:
     inside: Any = SimpleNamespace(engine=Engine(), thread=-1, calls=7, limit_s=1.0, watchdog=None)
     with pytest.raises(FiccoError, match="one thread at a time in a group") as refused:
         Workspace.begin(inside, "all_gather_matmul", Options())
+    inside.thread = 0  # the other call is over before this one ends
     Workspace.end(inside, refused.value)
-    assert (inside.thread, inside.calls) == (-1, 7)
+    assert inside.calls == 7
 
 
 def test_a_process_settles_before_it_ends() -> None:

@@ -74,7 +74,7 @@ def run(
         )
         known = None if workspace.allocations else workspace.repeated.get(key)
     if known is not None and known[1] == options:
-        call = perform(workspace, Repetition(operator, purpose, a, b), options, known[0])
+        call = perform(workspace, Repetition(operator, purpose, a, b, known[0]), options)
     else:
         request = schedule, rows, return_gathered, out, purpose, scales, transposed
         invocation = ProductCall(operator, a, b, *request)

@@ -239,7 +239,9 @@ class Workspace:
         engine, thread = self.engine, get_ident()
         limit = options.timeout_s or self.limit_s
         if self.thread and self.thread != thread:  # it came after `workspace_for` had looked
-            raise FiccoError(_THREADS.format(operator))
+            refusal = FiccoError(_THREADS.format(operator))
+            refusal._unnumbered = True  # type: ignore[attr-defined]
+            raise refusal
         self.thread = thread
         engine.timeout_s, engine.operator, engine.replays = limit, operator, options.replay
         if (watchdog := self.watchdog) is not None:
@@ -270,7 +272,7 @@ class Workspace:
         differ. An error of a part of a call has already been published by that part. A call that
         is refused because another thread is inside one has no number.
         """
-        if self.thread not in (0, get_ident()):
+        if getattr(error, "_unnumbered", False):
             return
         self.thread = 0
         note_told(error)
@@ -699,19 +701,18 @@ def new_kind(
     return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
 
 
-class Repetition(Invocation):
-    """A call of products whose kind is known and whose buffers all have contiguous rows."""
+@dataclass(eq=False, slots=True)
+class Repetition:
+    """A call of products of a known kind, whose buffers all have contiguous rows."""
 
-    def __init__(self, operator: str, purpose: str, a: torch.Tensor, b: torch.Tensor) -> None:
-        self.operator, self.purpose, self.a, self.b = operator, purpose, a, b
-
-    def key(self, workspace: Workspace, options: Options) -> Hashable:
-        raise NotImplementedError
-
-    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
-        raise NotImplementedError
+    operator: str
+    purpose: str
+    a: torch.Tensor
+    b: torch.Tensor
+    cached: CachedCall
 
     def allocate(self, cached: CachedCall) -> Call:
+        """Allocate the results and the local buffers of the call."""
         tensors = {cached.left: self.a, "b": self.b}
         for name, shape, dtype in cached.fresh:
             tensors[name] = self.a.new_empty(shape, dtype=dtype)
@@ -719,27 +720,23 @@ class Repetition(Invocation):
 
 
 def begin(
-    workspace: Workspace,
-    invocation: Invocation,
-    options: Options,
-    cached: CachedCall | None = None,
+    workspace: Workspace, invocation: Invocation | Repetition, options: Options
 ) -> tuple[CachedCall, Call]:
     """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
-    whose kind is new. After an exception the caller must call ``workspace.end(error)``.
-
-    ``cached``: the kind, if it is known."""
+    whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
     board = workspace.board
     workspace.begin(invocation.operator, options)
-    if cached is None:
+    key: Hashable = None
+    if isinstance(invocation, Repetition):
+        cached = invocation.cached
+    else:
         key = invocation.key(workspace, options)
         cached = workspace.programs.get(key) or invocation.plan(workspace, options)
     if counters.blocks and cached.count.exposed:
         counters.refuse(workspace.group_name, cached.count.exposed)
     call = invocation.allocate(cached)
-    new, number, count = not cached.latest, workspace.calls, cached.count
+    new, number = not cached.latest, workspace.calls
     cached.latest = number
-    count.counter.calls += 1
-    count.counter.hidden_s += count.hidden_s
     if not cached.columns:
         board.post(number, cached.digest)
         if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten
@@ -749,6 +746,9 @@ def begin(
             board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
     if new:
         workspace.keep(key, cached)
+    count = cached.count
+    count.counter.calls += 1
+    count.counter.hidden_s += count.hidden_s
     return cached, call
 
 
@@ -767,16 +767,11 @@ def invoke(
     return perform(workspace, invocation, options)
 
 
-def perform(
-    workspace: Workspace,
-    invocation: Invocation,
-    options: Options,
-    cached: CachedCall | None = None,
-) -> Call:
-    """Run a call as :func:`invoke` does. ``cached``: its kind, if it is known."""
+def perform(workspace: Workspace, invocation: Invocation | Repetition, options: Options) -> Call:
+    """Run a call as :func:`invoke` does."""
     try:
-        cached, call = begin(workspace, invocation, options, cached)
-        if cached.columns:
+        cached, call = begin(workspace, invocation, options)
+        if cached.columns and not isinstance(invocation, Repetition):
             workspace.calls -= 1  # its parts count as calls instead
             invocation.by_columns(workspace, cached, call)
         else:

@@ -34,7 +34,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "plan": (1020, 490),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1960, 1115),
+    "runtime": (1955, 1115),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
     "tools": (13420, 7295),
