@@ -309,13 +309,14 @@ def test_hosts_at_odds_are_told_at_once(how: str) -> None:
 def _known_disagree(at: Rank) -> list[str]:
     """Calls that each rank knows, in another order: nobody waits for entries before them."""
     known = (24, 8), (24, 16)
-    with host_of(at, 2), ficco.options(timeout_s=PATIENCE_S):
-        for turn in range(4):
+    with host_of(at, 2):
+        for turn in range(4):  # the first one connects the hosts, at the pace of the machine
             exact(at, "all_gather_matmul", turn, "growing", sizes=known[turn % 2])
         for turn in range(40):
             sizes = known[(turn + at.rank // 2) % 2]
             call = partial(exact, at, "all_gather_matmul", 100 + turn, "growing", sizes=sizes)
-            outcome = caught(call)
+            with ficco.options(timeout_s=PATIENCE_S):
+                outcome = caught(call)
             if outcome is not None and outcome.type != "AssertionError":
                 return [outcome.type]
             time.sleep(0.05)
