@@ -166,7 +166,7 @@ def crossing(steps: Sequence[Step]) -> list[Transfer]:
 def _of_some(at: Rank, members: Sequence[int]) -> Any:
     """Calls of two groups with the same ranks, and of all ranks, by turns."""
     groups, outcome = [dist.new_group(list(members)) for _ in range(2)], None
-    with host_of(at, 2), ficco.options(timeout_s=10):
+    with host_of(at, 2), ficco.options(timeout_s=60):
         if at.rank in members:
             outcome = caught(lambda: [all_operators(at, group) for group in groups * 2])
         all_operators(at)
@@ -177,7 +177,7 @@ def _of_some(at: Rank, members: Sequence[int]) -> Any:
 @on_ranks(4)
 def test_ranks_connect_although_some_have_nothing_to_send(at: Rank) -> None:
     for operator in ("matmul_reduce_scatter", "all_gather_transposed_matmul"):
-        with host_of(at, 2), ficco.options(timeout_s=10):
+        with host_of(at, 2), ficco.options(timeout_s=60):
             exact(at, operator, 0, "auto", rows=(0, 0, 11, 0))
 
 
