@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ficco.compute.attention import apply_op, attend_op, merge, merge_op, spans
@@ -75,6 +76,7 @@ from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
+from ficco.machine import Machine
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED
@@ -266,10 +268,19 @@ class GpuEngine(WatchedEngine):
 
     # Copies.
 
+    def batched(self, machine: Machine | None) -> float:
+        copies = machine.copies if machine is not None else None
+        most, warning = self.driver.batched(copies.batched if copies is not None else 0.0)
+        if warning and self.rank == 0:
+            warn_once(warning)
+        return most
+
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
+        if transfers[0].mover == "dma":
+            return self._copy_batch(program, steps, transfers)
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
@@ -323,6 +334,30 @@ class GpuEngine(WatchedEngine):
 
         return op
 
+    def _copy_batch(
+        self, program: Program, steps: Sequence[int], transfers: Sequence[Transfer]
+    ) -> Op:
+        """Copy whole rows to several peers, in any order, by one call of the driver; one after the
+        other if the caller's rows are not contiguous."""
+        lane, places = program.plan.steps[steps[0]].lane, buffers_of(program)
+        sources = [places.source(one.src) for one in transfers]
+        shapes = [places.size(one.src) for one in transfers]
+        targets = [places.place(one.dst) for one in transfers]
+        to = np.array([address for address, _ in targets], np.int64)
+        sizes = np.array([width * height for width, height in shapes], np.int64)
+        ranks = transfers[0].dst.rank, transfers[0].src.rank
+        copies, apart = self.driver.copies(ranks, program.batched), super().copies(program, steps)
+
+        def op(call: Call) -> None:
+            origins = [source(call) for source in sources]
+            pitches = zip(shapes, targets, origins, strict=True)
+            if all(h == 1 or w == here == there for (w, h), (_, here), (_, there) in pitches):
+                copies(to, np.array([at for at, _ in origins], np.int64), sizes, call.state[lane])
+            else:
+                apart(call)
+
+        return op
+
     def _copy_filled(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy the rows that a call has: to a peer by one call of the driver, if it can batch
         copies; within the device by one launch, since such copies are kernels in any case."""
@@ -331,7 +366,7 @@ class GpuEngine(WatchedEngine):
         source, target = places.row(src), places.row(dst)
         pitch, _ = places.size(dst)
         rows_of = moves(program.plan, transfer)
-        copies = self.driver.copies((dst.rank, src.rank))
+        copies = self.driver.copies((dst.rank, src.rank), program.batched)
         if dst.rank == src.rank and self.keeps_made and not pitch % 16:
             kernels = self._kernels_or_none
             copies = kernels.copy_runs if kernels else copies

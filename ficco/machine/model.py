@@ -71,6 +71,7 @@ Seconds = Annotated[float, Quantity("s", least=0)]
 Flops = Annotated[float, Quantity("FLOP", least=0)]
 FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
 Bytes = Annotated[float, Quantity("B", above=0)]
+Length = Annotated[float, Quantity("B", least=0)]
 ByteRate = Annotated[float, Quantity("B/s", above=0)]
 
 #: Points (size, value) with rising sizes.
@@ -182,6 +183,8 @@ class Copies:
         curve: (bytes, bytes per second) of one copy that does not share its link or port.
         in_front: latency of a copy on a compute lane, which needs no fork and join, measured
             before a product; None: ``latency``.
+        batched: bytes of the largest copies of which a lane submits several to different peers at
+            once (HIP), measured by ``ficco doctor --selftest``; 0: each is submitted by itself.
     """
 
     engines: Count
@@ -190,6 +193,7 @@ class Copies:
     curve: RateCurve
     provenance: Provenance
     in_front: Seconds | None = None
+    batched: Length = 0.0
 
     def rate(self, nbytes: float) -> float:
         """Bytes per second of a copy."""

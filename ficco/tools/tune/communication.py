@@ -49,7 +49,8 @@ def copies(site: Site) -> Copies:
     said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
     known = site.machine.copies
     engines = said or (known.engines if known is not None else max(site.world - 1, 1))
-    return _copies(site, "copies", "dma", engines)
+    block = _copies(site, "copies", "dma", engines)
+    return block if known is None else replace(block, batched=known.batched)
 
 
 def kernel_copies(site: Site) -> Copies | str:
