@@ -110,7 +110,7 @@ LAYERS = (
     ("integrations",),
     ("ficco",),
     ("tools",),
-    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela"),
+    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela", "tools.baselines"),
     ("tools.bench",),
     ("tools.tune",),
     ("tools.selftest",),
@@ -146,6 +146,7 @@ VENDORS_ALLOWED = {
     "machine": "data of a machine",
     "tools.doctor": "prints what a machine has",
     "tools.probe": "tries a driver's mechanisms",
+    "tools.baselines": "compares with one vendor's libraries",
     "tile": "device functions for the GPUs of each vendor",
 }
 #: Code that is no vendor's business although the word is in it: (unit, string).
