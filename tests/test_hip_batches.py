@@ -21,7 +21,7 @@ import ficco
 from ficco.machine import configs, load, save
 
 BATCH = "hipMemcpyBatchAsync"
-#: A HIP whose batches are batches, and what it takes to have any queue late.
+#: A HIP that submits batches, with late queues.
 NATIVE = {"VERSION": 71526333, "JITTER_US": 150}
 #: Schedules with a lane that copies to several peers, and without.
 LANES = ("shard-overlap", "growing", "hetero-fused-1d:pieces=3")
@@ -88,11 +88,8 @@ def _of_the_machine(at: Rank, files: list[str]) -> list[list[tuple[int, int]]]:
 def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
     """Copies of 768 bytes; the variable overrides the file."""
     base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
-    assert base.copies is not None
-    for batched in (768.0, 767.0, 0.0):
-        machine = replace(
-            base, name=f"limit{batched}", copies=replace(base.copies, batched=batched)
-        )
+    for most in (768, 767, 0):
+        machine = replace(base, name=f"limit{most}", batched_copies=most)
         files.append(str(tmp_path / f"{machine.name}.yaml"))
         save(machine, files[-1])
         assert load(files[-1]) == machine
@@ -185,7 +182,7 @@ def _violations(at: Rank) -> list[str]:
     batch([0, 512], [1024, 1024], [512, 512])  # one source for two copies
     for wrong in (
         ([0, 511], [1024, 2048], [512, 512]),  # both write a byte
-        ([0, 1024], [1024, 2048], [512, 512]),  # the first reads what the second writes
+        ([0, 1024], [1024, 2048], [512, 512]),  # the second writes the source of the first
         ([0, 512], [1024, 2048], [512, 0]),
     ):
         with pytest.raises(BackendError, match=BATCH):

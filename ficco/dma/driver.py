@@ -408,7 +408,7 @@ class Driver(ABC):
 
     def batched(self, measured: float) -> tuple[float, str]:
         """See :meth:`Engine.batched`, and a warning if this runtime has no such submission.
-        ``measured``: :attr:`ficco.machine.Copies.batched` of the machine."""
+        ``measured``: :attr:`ficco.machine.Machine.batched_copies`."""
         return 0.0, ""
 
     def copies(self, ranks: tuple[int, int], batched: float = 0.0) -> Copies:

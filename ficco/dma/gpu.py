@@ -20,7 +20,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ficco.compute.attention import apply_op, attend_op, merge, merge_op, spans
@@ -54,6 +53,7 @@ from ficco.dma.lane_ops import (
     Replays,
     Run,
     by_launches,
+    copied_together,
     enqueue,
     enqueue_beside,
     enqueue_first,
@@ -269,8 +269,7 @@ class GpuEngine(WatchedEngine):
     # Copies.
 
     def batched(self, machine: Machine | None) -> float:
-        copies = machine.copies if machine is not None else None
-        most, warning = self.driver.batched(copies.batched if copies is not None else 0.0)
+        most, warning = self.driver.batched(machine.batched_copies if machine is not None else 0)
         if warning and self.rank == 0:
             warn_once(warning)
         return most
@@ -280,7 +279,8 @@ class GpuEngine(WatchedEngine):
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
         if transfers[0].mover == "dma":
-            return self._copy_batch(program, steps, transfers)
+            apart = super().copies(program, steps)
+            return copied_together(program, lane, transfers, self.driver, apart)
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
@@ -331,30 +331,6 @@ class GpuEngine(WatchedEngine):
                 rectangle(at, pitch, stream)
             elif cut:
                 cut(call, at, pitch)
-
-        return op
-
-    def _copy_batch(
-        self, program: Program, steps: Sequence[int], transfers: Sequence[Transfer]
-    ) -> Op:
-        """Copy whole rows to several peers, in any order, by one call of the driver; one after the
-        other if the caller's rows are not contiguous."""
-        lane, places = program.plan.steps[steps[0]].lane, buffers_of(program)
-        sources = [places.source(one.src) for one in transfers]
-        shapes = [places.size(one.src) for one in transfers]
-        targets = [places.place(one.dst) for one in transfers]
-        to = np.array([address for address, _ in targets], np.int64)
-        sizes = np.array([width * height for width, height in shapes], np.int64)
-        ranks = transfers[0].dst.rank, transfers[0].src.rank
-        copies, apart = self.driver.copies(ranks, program.batched), super().copies(program, steps)
-
-        def op(call: Call) -> None:
-            origins = [source(call) for source in sources]
-            pitches = zip(shapes, targets, origins, strict=True)
-            if all(h == 1 or w == here == there for (w, h), (_, here), (_, there) in pitches):
-                copies(to, np.array([at for at, _ in origins], np.int64), sizes, call.state[lane])
-            else:
-                apart(call)
 
         return op
 

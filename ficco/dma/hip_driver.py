@@ -321,7 +321,7 @@ class HipDriver(Driver):
         if not most or hip.batches():
             return most, ""
         key = (
-            f"{variable(self.name)}=copy=batch" if chosen else "copies.batched in the machine file"
+            f"{variable(self.name)}=copy=batch" if chosen else "batched_copies in the machine file"
         )
         return 0.0, (
             f"{key}: required HIP {hip.dotted(hip.BATCHES_SINCE)} or later, whose "

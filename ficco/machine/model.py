@@ -71,7 +71,6 @@ Seconds = Annotated[float, Quantity("s", least=0)]
 Flops = Annotated[float, Quantity("FLOP", least=0)]
 FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
 Bytes = Annotated[float, Quantity("B", above=0)]
-Length = Annotated[float, Quantity("B", least=0)]
 ByteRate = Annotated[float, Quantity("B/s", above=0)]
 
 #: Points (size, value) with rising sizes.
@@ -183,8 +182,6 @@ class Copies:
         curve: (bytes, bytes per second) of one copy that does not share its link or port.
         in_front: latency of a copy on a compute lane, which needs no fork and join, measured
             before a product; None: ``latency``.
-        batched: bytes of the largest copies of which a lane submits several to different peers at
-            once (HIP), measured by ``ficco doctor --selftest``; 0: each is submitted by itself.
     """
 
     engines: Count
@@ -193,7 +190,6 @@ class Copies:
     curve: RateCurve
     provenance: Provenance
     in_front: Seconds | None = None
-    batched: Length = 0.0
 
     def rate(self, nbytes: float) -> float:
         """Bytes per second of a copy."""
@@ -629,6 +625,8 @@ class Machine:
         thresholds: thresholds of the rule of FiCCO, section V-C.
         tuned: problems whose candidates were all measured, with the fastest.
         margin: predicted gain over serial below which serial is taken.
+        batched_copies: bytes of the longest copies of which a lane submits several to different
+            peers at once (HIP); 0: it submits each by itself.
         source: the file it was read from, for human readers. Ranks need not agree on it.
     """
 
@@ -657,6 +655,7 @@ class Machine:
     thresholds: Thresholds | None = None
     tuned: tuple[Tuned, ...] = ()
     margin: Annotated[float, Quantity(least=0)] = 0.02
+    batched_copies: Annotated[int, Quantity("B", least=0)] = 0
     source: str = field(default="", compare=False)
 
     def products(self, problem: AnyProblem) -> Gemm | None:

@@ -1,8 +1,8 @@
 """Ways of AMD's libraries that a bench compares with: RCCL's collectives by copy engines, and
 products by hipBLASLt.
 
-The libraries decide by themselves whether they serve a call in these ways. This module sets what
-they read, asks what they offer, and gives the reason if a way is not offered here.
+The libraries decide by themselves whether they serve a call in these ways. This module sets them
+up, and gives the reason if a library lacks a way.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _rccl() -> ctypes.CDLL | None:
 def registered(
     group: ProcessGroup, device: torch.device, call: Callable[[], Any]
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Register the memory that a call takes from PyTorch with RCCL. Returns a function for the
-    context in which later calls take the same memory. Collective.
+    """Register the memory that a call takes from PyTorch with RCCL, and return the context of later
+    calls, which take the same memory. Collective.
 
     Raises:
         NotImplementedError: this PyTorch, or its RCCL, registers no symmetric memory.

@@ -1,4 +1,4 @@
-"""AMD's own ways in a bench: when they exist and what they are asked, on doubles of PyTorch's API."""
+"""AMD's ways in a bench: when they exist, and what they are asked, on doubles of PyTorch's API."""
 
 from __future__ import annotations
 

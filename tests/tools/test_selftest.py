@@ -615,7 +615,7 @@ def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch)
     found = on_the_double(monkeypatch, only, breaks, ranks=3, VERSION=71526333)
     assert found["FICCO_HIP=copy=batch"].verdict == "ok"
     batches = found["batches of copies"]
-    assert (batches.verdict, batches.seen) == ("ok", "copies.batched: 65536 B in the machine file")
+    assert (batches.verdict, batches.seen) == ("ok", "batched_copies: 65536 B in the machine file")
     assert "copies of 65536 bytes: 1.00 GB/s received per rank, 1.50 in batches" in batches.details
     gains = dict.fromkeys((4096, 16384, 65536), 40.0)
     for size, most in ((4096, 0), (16384, 4096), (65536, 16384), (1, 65536)):

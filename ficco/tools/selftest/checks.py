@@ -566,7 +566,7 @@ BATCHED_BYTES, BATCH_GAIN = tuple(1 << power for power in range(12, 27, 2)), 3.0
 
 
 def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
-    """Time copies to all peers, on one lane, one by one and in batches, for ``copies.batched`` of
+    """Time copies to all peers, on one lane, one by one and in batches, for ``batched_copies`` of
     a machine file."""
     if at.world < 3:
         raise NotOffered("a batch is copies to several peers, and there are fewer than two")
@@ -590,11 +590,11 @@ def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
         f"{rates['batch', size]:.2f} in batches ({gains[size]:+.0f} %)"
         for size in sizes
     ]
-    return Passed(f"copies.batched: {most} B in the machine file", "\n".join(lines))
+    return Passed(f"batched_copies: {most} B in the machine file", "\n".join(lines))
 
 
 def batched_bytes(gains: Mapping[int, float]) -> int:
-    """``copies.batched`` in bytes, from the gain of batches in percent by bytes of a copy: the
+    """``batched_copies`` in bytes, from the gain of batches in percent by bytes of a copy: the
     largest size up to which batches pay; 0 if they do not pay at the smallest."""
     paying = list(takewhile(lambda size: gains[size] >= BATCH_GAIN, sorted(gains)))
     return paying[-1] if paying else 0

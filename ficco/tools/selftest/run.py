@@ -162,7 +162,7 @@ WAYS = {
             Check(
                 "batches of copies",
                 partial(checks.batches, variable=variable(engine)),
-                "copies one by one: leave copies.batched out of the machine file",
+                "copies one by one: leave batched_copies out of the machine file",
                 limits=3,
             )
             for value in choices.get("copy", ())

@@ -49,8 +49,7 @@ def copies(site: Site) -> Copies:
     said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
     known = site.machine.copies
     engines = said or (known.engines if known is not None else max(site.world - 1, 1))
-    block = _copies(site, "copies", "dma", engines)
-    return block if known is None else replace(block, batched=known.batched)
+    return _copies(site, "copies", "dma", engines)
 
 
 def kernel_copies(site: Site) -> Copies | str:
