@@ -28,18 +28,20 @@ LANES = ("shard-overlap", "growing", "hetero-fused-1d:pieces=3")
 ALONE = ("shard-overlap:pull", "hetero-fused-1d:copy=2", "uniform-fused-2d:pieces=2")
 
 
-def _every_schedule(at: Rank) -> int:
+def _every_schedule(at: Rank, ways: str) -> int:
     cases = [equal(3, 12, 16, 8, schedule=name, gathered=True) for name in (*LANES, *COPIED[::5])]
-    with clean(), asking("copy=batch"):
+    with clean(), asking(ways):
         all_exact(at, [*cases, *(case.on(rows=(5, 0, 7)) for case in cases)])
         ficco.synchronize()
         assert BATCH in engine().capabilities().copy
         return calls(BATCH)
 
 
-@pytest.mark.parametrize("series", ["7", "10"])
-def test_batches_are_exact_in_any_order(series: str) -> None:
-    counts = run(3, _every_schedule, series=series, settings=NATIVE)
+@pytest.mark.parametrize(
+    ("series", "ways"), [("7", "copy=batch"), ("10", "copy=batch,columns=pack")]
+)
+def test_batches_are_exact_in_any_order(series: str, ways: str) -> None:
+    counts = run(3, _every_schedule, ways, series=series, settings=NATIVE)
     assert min(counts) > 20, counts
 
 

@@ -278,7 +278,7 @@ class GpuEngine(WatchedEngine):
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
-        if transfers[0].mover == "dma":
+        if len(steps) > 1 and transfers[0].mover == "dma":  # columns of one copy go by the kernel
             apart = super().copies(program, steps)
             return copied_together(program, lane, transfers, self.driver, apart)
         targets = [places.place(transfer.dst) for transfer in transfers]
