@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -372,7 +372,7 @@ _SETTINGS = [
 ]
 # In newer releases the old getter raises once the new API has been used.
 if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _SETTINGS.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
+    _SETTINGS.append(partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"))
 else:
     _SETTINGS.append(torch._C._get_cublas_allow_tf32)
 
