@@ -632,7 +632,7 @@ class GpuEngine(WatchedEngine):
         slot, recording = program.slot, None
         eager = run.recordable and slot is not None and not slot.captured
         if eager and self.replays and self.replayed.possible and call.filled is None:
-            recording = self.replayed.find(run.parts[0] if run.parts else run, call, raw)
+            recording = self.replayed.find(program, call, raw)
         flight = self._begin(program, call, raw)
         self._carry_out(run, call, slot, flight, enqueue, recording)
 

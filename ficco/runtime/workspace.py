@@ -816,7 +816,7 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     program = cached.programs.get(id(slot))
     if program is None:
         program = compile(cached.plan, workspace.engine, slot, cached.source)
-        cached.programs[id(slot)] = program
+        program.siblings, cached.programs[id(slot)] = cached.programs, program
     return program
 
 
