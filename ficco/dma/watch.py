@@ -219,7 +219,7 @@ class WatchedEngine(StreamEngine):
         self._read_buffer = 0, 0  # pinned memory for words: address and number of words
 
     def in_capture(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return bool(self.driver.capturing())
 
     # Slots.
 

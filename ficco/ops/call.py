@@ -67,14 +67,12 @@ def run(
     engine = workspace.engine
     # Other arguments cannot be a key as they are, and are perhaps refused.
     plain = out is None and scales is None and not transposed and not workspace.allocations
-    strided = a.layout is b.layout is torch.strided
+    strided = a.layout is b.layout is torch.strided and not (a.is_neg() or b.is_neg())
     if plain and strided and isinstance(schedule, (str, Schedule)):
         a = a.flatten(0, -2) if a.dim() > 2 else a
         if not (engine.asynchronous and engine.in_capture()):
-            key = (
-                *(operator, schedule, rows, return_gathered, purpose, a.dtype, a.shape),
-                *(a.stride(), a.is_neg(), b.dtype, b.device, b.shape, b.stride(), b.is_neg()),
-            )
+            named = operator, schedule, rows, return_gathered, purpose
+            key = named, a.dtype, a.shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
             cached, known = workspace.repeated.get(key, (None, None))
             if cached is not None and (known is options or known == options):
                 tensors = repeat(workspace, cached, operator, purpose, options, a, b)
