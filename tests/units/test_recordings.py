@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ficco.compute.program import Call, Program
-from ficco.dma.lane_ops import Replays, Run
+from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run
 
 
 class Recorded(Replays):
@@ -65,3 +65,18 @@ def test_the_oldest_recordings_go(limit: int, monkeypatch: pytest.MonkeyPatch) -
     assert len(replays) == limit
     assert replays.find(program, calls[-1], 1) == "first" and replays.attempts == 6
     assert replays.find(program, calls[0], 1) is None  # used anew
+
+
+def test_recordings_that_are_not_replayed_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.FREE_RECORDINGS", 2)
+    replays, (program,) = Recorded(), kind("first")
+    calls = [Call({"a": torch.ones(2, 3)}) for _ in range(4)]
+    for call in calls:
+        assert replays.find(program, call, 1) is None
+    recorded = [replays.find(program, call, 1) for call in calls]
+    assert recorded == ["first", "first", None, None]
+    for _ in range(PAYING_REPLAYS):
+        replays.find(program, calls[0], 1)
+        replays.find(program, calls[1], 1)
+    assert replays.find(program, calls[2], 1) == "first"
+    assert replays.find(program, calls[3], 1) is None and len(replays) == 3
