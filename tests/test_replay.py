@@ -181,8 +181,7 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
         timetable = engine.courier.timetable(engine.latest)
         coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
         errors = engine.courier.errors()
-        # Without its wire a shard would be 100 ms early. The start is noted late, by 10 ms on a busy
-        # machine.
+        # Without its wire a shard would be 100 ms early. A busy machine notes the start 10 ms late.
         assert len(errors) == len(coming) and min(errors) > -60e-3, errors
         assert seconds > coming[-1].at > 100e-3
         assert [one.at for one in coming] == sorted(one.at for one in coming)

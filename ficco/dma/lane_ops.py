@@ -360,7 +360,7 @@ MAX_RECORDED = 512
 #: Recordings that an engine makes without regard to their use, and replays of each that pay for
 #: further ones. A recording takes 0.3 ms, and a replay saves 0.1 ms (2 H200). Operands of a decoder
 #: with a growing cache have new addresses again and again.
-FREE_RECORDINGS, PAYING_REPLAYS = 64, 4
+FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
 #: Getters of the settings that affect which kernels PyTorch picks for the same operands.
 _SETTINGS = [
