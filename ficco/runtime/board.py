@@ -81,7 +81,7 @@ class BoardRelay:
         self._answered = 0
         self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ficco board relay", daemon=True)
         self._thread.start()
 
     def changed(self) -> None:
@@ -154,11 +154,11 @@ class BoardRelay:
                 self._publish()
                 if stop:
                     return self._answer(LEFT)
-                if waits := time.monotonic() < self._waits_until:
+                if reading := time.monotonic() < self._waits_until:
                     self._read()
-                if self._changed.wait(self._pause if waits else SOON_S):
+                if self._changed.wait(self._pause if reading else SOON_S):
                     self._changed.clear()
-                elif not waits:
+                elif not reading:
                     self._pause = SOON_S
         except RuntimeError:  # the store is gone; from here on only timeouts end waits
             return
@@ -288,13 +288,13 @@ class Board:
             else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
             for part in parts
         ]
-        self._courier: BoardRelay | None = None
+        self._relay: BoardRelay | None = None
         if hosts.far:
             far_parts = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
             counts = {rank: self._counts[rank] for rank in hosts.far}
             ends = ENTRIES * 8, counts, self.world
-            self._courier = BoardRelay(store, self.rank, mine, far_parts, *ends)
+            self._relay = BoardRelay(store, self.rank, mine, far_parts, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen
@@ -327,23 +327,23 @@ class Board:
             self._cells[key] = cell
         return key
 
-    def begin(self, kind: str, timeout_s: float, operator: str) -> None:
+    def begin(self, engine: str, timeout_s: float, operator: str) -> None:
         """Post this rank's kind of engine as call 0. Between hosts, wait until all ranks have
         posted their kinds.
 
         Raises:
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
-        self.post(0, self.describe(kind))
-        if self._courier is not None:
+        self.post(0, self.describe(engine))
+        if self._relay is not None:
             self._agree(0, timeout_s, operator, MEETING, first_call("make an engine"))
 
     def post(self, number: int, digest: int) -> None:
         """Post the digest of a call's description, or of the error that ended it. Calls count from
         1; 0 is the start of the engine. Errors are published to other hosts at once."""
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
-        if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
-            self._courier.changed()
+        if self._relay is not None and digest in (_REFUSED, _FAILED, _LATE):
+            self._relay.changed()
 
     def tell(self, number: int, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
         """Tell the other ranks up to ``TOLD`` numbers below 2**40 - 1 with a call."""
@@ -351,8 +351,8 @@ class Board:
         one_more = np.array(values, np.uint64) + np.uint64(1)
         numbers = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
         self._counts[self.rank][number % ENTRIES, : len(values)] = numbers
-        if self._courier is not None:
-            self._courier.tell(number % ENTRIES, numbers.tobytes())
+        if self._relay is not None:
+            self._relay.tell(number % ENTRIES, numbers.tobytes())
 
     def told(
         self, number: int, count: int, timeout_s: float, operator: str
@@ -375,14 +375,14 @@ class Board:
                 )
             return not (behind % _NUMBERS).any()
 
-        if self._courier is not None:
-            self._courier.ask(number % ENTRIES)
+        if self._relay is not None:
+            self._relay.ask(number % ENTRIES)
         try:
             step = "learn the counts of other ranks"
             self._await(arrived, number, timeout_s, operator, UNSCHEDULED, step)
         finally:
-            if self._courier is not None:
-                self._courier.ask(None)
+            if self._relay is not None:
+                self._relay.ask(None)
         return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64) - 1
 
     def posted(self, number: int) -> bool:
@@ -396,7 +396,7 @@ class Board:
     def silent(self) -> list[int]:
         """Ranks whose processes do not answer within two seconds; empty within one host, where
         nobody asks."""
-        return [] if self._courier is None else self._courier.silent()
+        return [] if self._relay is None else self._relay.silent()
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended."""
@@ -432,8 +432,8 @@ class Board:
         self._await(
             lambda rank: self._passed(rank, number), number, timeout_s, operator, schedule, step
         )
-        if self._courier is not None:
-            self._courier.flush()
+        if self._relay is not None:
+            self._relay.flush()
         if error := self._mismatch_of(number):
             raise error
 
@@ -450,7 +450,7 @@ class Board:
         if self._closed:
             return
 
-        def waits(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
+        def timed_out(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
             peer = (ended or absent)[0]
             return SignalTimeout(
                 operator=operator,
@@ -468,8 +468,8 @@ class Board:
         patience = Patience()
         absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
-        if self._courier is not None:
-            self._courier.waiting(agrees=True)
+        if self._relay is not None:
+            self._relay.waiting(agrees=True)
         while absent := [rank for rank in absent if not arrived(rank)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
@@ -477,19 +477,19 @@ class Board:
             time.sleep(min(SLEEP_S, 2e-5 * (polls - SPINS)))
             if polls % 16:
                 continue
-            if self._courier is not None:
-                self._courier.waiting()
+            if self._relay is not None:
+                self._relay.waiting()
             if error := self.mismatch(number):
                 raise error
             ended = [rank for rank in absent if self.ended(rank) and not arrived(rank)]
-            if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
+            if late := patience.ends(0 if ended else timeout_s, partial(timed_out, absent, ended)):
                 raise late
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """First mismatch or failure among this rank's calls up to ``latest``; None if all agree.
         Thread-safe."""
-        if self._courier is not None:
-            self._courier.waiting()
+        if self._relay is not None:
+            self._relay.waiting()
         for number in self._differing(latest):
             if error := self._mismatch_of(number):
                 return error
@@ -498,8 +498,8 @@ class Board:
     def close(self) -> None:
         """Leave the board. Peers still see this rank's entries; this rank reads an empty board."""
         self._closed = True
-        if self._courier is not None:
-            self._courier.stop()
+        if self._relay is not None:
+            self._relay.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
         self._counts = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world

@@ -265,7 +265,7 @@ def test_a_rank_agrees_once_its_call_is_published(at: Rank) -> None:
     """Rank 1 posts after its thread has last published, and sees the call of rank 0."""
     mine: Any = on_two_hosts(at)
     reading, posted, released = threading.Event(), threading.Event(), threading.Event()
-    courier, read, publish = mine._courier, mine._courier._read, mine._courier._publish
+    relay, read, publish = mine._relay, mine._relay._read, mine._relay._publish
 
     def read_late() -> None:
         reading.set()
@@ -278,8 +278,8 @@ def test_a_rank_agrees_once_its_call_is_published(at: Rank) -> None:
         publish()
 
     if at.rank == 1:
-        courier._read, courier._publish = read_late, publish_late
-        courier.waiting(agrees=True)
+        relay._read, relay._publish = read_late, publish_late
+        relay.waiting(agrees=True)
         reading.wait()
     mine.post(1, mine.describe("usual"))
     posted.set()
