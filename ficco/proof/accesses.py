@@ -41,11 +41,11 @@ class BufferColumns:
         buffers, world = steps.buffers, steps.world
         self.names = [buffer.name for buffer in buffers]
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
-        for one in steps.asked.contractions:  # a rank without rows may hold none of them
+        for one in steps.specification.contractions:  # a rank without rows may hold none of them
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.factors)))
-        for each in steps.asked.attentions:
+        for each in steps.specification.attentions:
             matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
-        for application in steps.asked.applications:
+        for application in steps.specification.applications:
             rows = *application.inputs, *application.outs
             matrices |= dict.fromkeys(one.matrix for one in rows)
         self.matrix = {name: number for number, name in enumerate(matrices)}
@@ -123,7 +123,7 @@ class Footprint:
 
     def __init__(self, steps: Steps, signals: SignalColumns) -> None:
         self.steps, self.signals = steps, signals
-        self.asked, self.world = steps.asked, steps.world
+        self.specification, self.world = steps.specification, steps.world
         self.buffers = BufferColumns(steps)
         self.numbers = {0: 0}
         self._matrices()
@@ -157,7 +157,7 @@ class Footprint:
 
     def _matrices(self) -> None:
         matrix, world = self.buffers.matrix, self.world
-        exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
+        exchanges = {matrix[name]: one for name, one in self.specification.exchanges.items()}
         self.route = {number: _Route(one, world) for number, one in exchanges.items()}
         self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
         self.senders = {n: one.senders for n, one in exchanges.items() if one.senders}
@@ -168,7 +168,7 @@ class Footprint:
         self.summed = np.zeros((len(matrix), world), np.int64)
         self.transposed = np.zeros(len(matrix), np.bool_)
         self.share = np.zeros(len(matrix), np.int64)
-        for contraction in self.asked.contractions:
+        for contraction in self.specification.contractions:
             number = matrix[contraction.out]
             self.contraction[number] = contraction
             self.summed[number] = contraction.summed
@@ -176,7 +176,7 @@ class Footprint:
             self.share[number] = contraction.share
         self.attention: dict[int, Attention] = {}
         self.apart = np.zeros(len(matrix), np.bool_)
-        for attention in self.asked.attentions:
+        for attention in self.specification.attentions:
             number = matrix[attention.out]
             self.attention[number] = attention
             self.apart[number] = not attention.back
@@ -384,7 +384,7 @@ class Footprint:
         names = list(self.buffers.matrix)
         for at in np.flatnonzero(bools(functions)).tolist():
             name = functions[at], names[matrix[at]]
-            output = self.asked.functions.get(name)
+            output = self.specification.functions.get(name)
             if output is None or copy[at] or self.terms[matrix[at]]:
                 raise PlanError(
                     f"{who(at)} applies the function {name[0]!r}, which is not asked for"
@@ -581,7 +581,7 @@ class Footprint:
         """Regions of a library function: region, whether it is written, and the specification's
         matrix, columns and bounds of rows."""
         rank = int(self.steps.rank[step])
-        known = {each.function: each for each in self.asked.applications}.get(one.function)
+        known = {each.function: each for each in self.specification.applications}.get(one.function)
         sides = ((known.inputs, one.inputs), (known.outs, one.outs)) if known else ()
         if not known or any(len(wanted) != len(held) for wanted, held in sides):
             raise PlanError(
@@ -608,7 +608,7 @@ class Footprint:
 
         wanted = [
             number(*(of.matrix[name] for name in (one.a, one.b, one.out)))
-            for one in self.asked.contractions
+            for one in self.specification.contractions
         ]
         known: Bools = np.isin(number(*(of.holds[one.buffer] for one in (a, b, out))), wanted)
         return known

@@ -49,7 +49,7 @@ class Steps:
         except ValueError as error:
             raise PlanError(str(error)) from None
         self.plans = plans
-        self.asked = plans[0].problem.specification
+        self.specification = plans[0].problem.specification
         self.world = len(plans)
         self.words = plans[0].words
         self.host = np.arange(self.world) // max(self.world // plans[0].problem.hosts, 1)
@@ -105,7 +105,7 @@ class Steps:
                 raise PlanError(f"rank {rank} has two buffers of one name")
         self.buffers = list(by_name.values())
         external = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
-        if external != [*self.asked.operands, *self.asked.results]:
+        if external != [*self.specification.operands, *self.specification.results]:
             raise PlanError("the operands and results are not those that are specified")
         for rank, plan in enumerate(self.plans):
             if not plan.buffer.keys() >= {buffer.name for buffer in external}:
@@ -127,7 +127,7 @@ class Steps:
         known &= not slot or len({cols for _, cols in buffer.shapes}) == 1
         if not known:
             raise PlanError(f"there are no buffers such as {buffer.name}")
-        for one in (*self.asked.operands, *self.asked.results):
+        for one in (*self.specification.operands, *self.specification.results):
             narrower = one.dtype != buffer.dtype and buffer.itemsize <= one.itemsize
             if one.holds == buffer.holds and narrower:
                 raise PlanError(f"buffer {buffer.name} rounds what {one.name} does not")
