@@ -142,11 +142,11 @@ class Footprint:
         self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
         self._cuts()
 
-    def by_access(self, access: Ints) -> Who:
+    def by_access(self, which: Ints) -> Who:
         """Function that names accesses in errors."""
 
         def who(index: int) -> str:
-            columns = (int(column[access[index]]) for column in self.access)
+            columns = (int(column[which[index]]) for column in self.access)
             step, buffer, rank, row, row_stop, col, col_stop, *_ = columns
             return (
                 f"{self.steps.name(step)}, at rows {row}:{row_stop} and columns {col}:{col_stop} "
@@ -204,11 +204,11 @@ class Footprint:
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)
         packed = np.flatnonzero(self.buffers.packed[access.buffer] & full)
-        home = (access.buffer * self.world + access.rank)[packed]
+        instance = (access.buffer * self.world + access.rank)[packed]
         col, stop = access.col[packed], access.col_stop[packed]
-        order = np.lexsort((stop, col, home))
+        order = np.lexsort((stop, col, instance))
         one, two = order[:-1], order[1:]
-        right = (home[one] != home[two]) | (stop[one] <= col[two])
+        right = (instance[one] != instance[two]) | (stop[one] <= col[two])
         right |= (col[one] == col[two]) & (stop[one] == stop[two])
         who = self.by_access(packed[two])
         demand(right, who, "cuts packed columns otherwise than another step")
@@ -322,10 +322,10 @@ class Footprint:
             src_shift[relays] += back
             way[relays] -= back
         dst_shift, dst_across = src_shift + down + way, src_across + across
-        home = ~of.placed[dst.buffer] | (dst_shift == begins) & (dst_across == dst_left)
-        home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
-        demand(home, who, "puts rows where others belong")
-        self._gates(step[copy], (dst.row + dst_shift)[copy], (dst.row_stop + dst_shift)[copy])
+        in_place = ~of.placed[dst.buffer] | (dst_shift == begins) & (dst_across == dst_left)
+        in_place &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
+        demand(in_place, who, "puts rows where others belong")
+        self._announced(step[copy], (dst.row + dst_shift)[copy], (dst.row_stop + dst_shift)[copy])
         writes = Accesses.of(step, dst, dst_shift, dst_across, terms=terms)
         if cast := self._casts(step, dst, functions, factors):
             writes = Accesses(*map(np.concatenate, zip(writes, cast, strict=True)))
@@ -392,7 +392,7 @@ class Footprint:
             written[at] = self.buffers.matrix.get(output, -1)
         return written
 
-    def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
+    def _announced(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
         """Check that the rows of each signal posted after a copy include the copied rows."""
         begin, end = np.full(len(self.steps.all), _NO_END), np.full(len(self.steps.all), -1)
         np.minimum.at(begin, copy, row)
@@ -400,8 +400,8 @@ class Footprint:
         begin, end = begin[self.signals.posts.step], end[self.signals.posts.step]
         bounds = self.signals.signal.first, self.signals.signal.last
         first, last = (ints(column)[self.signals.posts.which] for column in bounds)
-        gated = (first <= begin) & (end <= last)
-        demand(gated | (end < 0), self.signals.posts.who, "gates other rows than those copied")
+        covers = (first <= begin) & (end <= last) | (end < 0)
+        demand(covers, self.signals.posts.who, "leaves out copied rows")
 
     def _each(self, kind: type[Any]) -> tuple[list[Any], Ints]:
         """The products or attentions of all steps, and the step of each."""
@@ -465,8 +465,8 @@ class Footprint:
         row, col = np.where(inner, (k_first, out.row + begins), (out.row + begins, k_first))
         across = col - a.col
         out_shift = np.where(fixed, begins + first + way - row, begins)
-        home = (out_shift == begins) | (~of.placed[out.buffer] & ~inner)
-        demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
+        in_place = (out_shift == begins) | (~of.placed[out.buffer] & ~inner)
+        demand(in_place & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
         self._inside(b, who)  # operands are not listed as accesses
         if share.any():
             number, length = np.where(fixed, first, row), self.summed[matrix, out.rank]
@@ -737,8 +737,8 @@ class Footprint:
         demand(sizes, who, "sums regions of different sizes")
         begins = self._begins(out)
         down, across = here.row + begins[each] - part.row, here.col - part.col
-        home = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
-        demand(home, who, "sums rows that do not belong together")
+        in_place = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
+        demand(in_place, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in reductions for mask in reduction.terms)
         reads = Accesses.of(part_step, part, down, across, terms=terms)
         return reads, Accesses.of(step, out, begins, terms=left)

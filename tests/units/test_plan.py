@@ -342,7 +342,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "landings that overlap": (change(sends_second, dst=down(-1)), f"{UNWRITTEN}|{LOST}"),
     },
     (PROBLEM, FUSED): {
-        "other rows": (change(is_copy, src=down(1)), f"{LOST}|gates other rows|puts rows"),
+        "other rows": (change(is_copy, src=down(1)), f"{LOST}|out copied rows|puts rows"),
         "a sum without its last term": (
             change(awaits_data, b={"row_stop": 31}, a={"col_stop": 31}),
             "does not cover all of k",
@@ -388,7 +388,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "summed before it is there": (sum_before_it_is_due, EARLY),
         "a copy of another's rows": (
             change(is_copy, src=down(16)),
-            f"gates other rows|{UNWRITTEN}",
+            f"out copied rows|{UNWRITTEN}",
         ),
         "a product in other rows": (
             change(multiplies, out={"row": 1}, a={"row_stop": 3}),
@@ -642,12 +642,12 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     (SENT, PULLED, without_kinds("valid", "done"), WITHOUT_ORDER),
     (RETURNED, FUSED, without_kinds("summed"), WITHOUT_ORDER),
     # Signals that are wrong wherever they are named.
-    (PROBLEM, "growing", signal(1, is_copy, last=17), "gates other rows"),
+    (PROBLEM, "growing", signal(1, is_copy, last=17), "out copied rows"),
     (PROBLEM, "growing", signal(1, is_copy, word=9999), "outside the pads"),
     (PROBLEM, "growing", signal(1, is_copy, word=1), "used twice"),
     (PROBLEM, "growing", signal(1, is_copy, kind="released"), "rests at another value"),
     (PROBLEM, "growing", signal(1, is_copy, poster=2), "another rank than it says"),
-    (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=16), f"gates other rows|{LOST}"),
+    (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=16), f"out copied rows|{LOST}"),
     (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=64), LOST),
     (PROBLEM, "growing", used_by_another_rank("waits"), "another rank than it says"),
     (PROBLEM, "growing", used_by_another_rank("clears"), "another rank than it says"),
