@@ -97,8 +97,8 @@ class AttentionStage(GatherStage):
 
     #: Whether the queries of the last group are cut into slices.
     cuts_queries = True
-    #: Products for each pair of a query and a key.
-    products_a_pair = FORWARD_PRODUCTS
+    #: Matrix products for each pair of a query and a key.
+    products_per_pair = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
@@ -172,7 +172,7 @@ class AttentionStage(GatherStage):
     def _merge(self, lane: str, group: int, queries: Span) -> None:
         """Add the steps that merge or round the results of the ``queries`` that a group completes,
         after the steps on other lanes that attend to these queries."""
-        for first, last in both(self.last[group], queries):
+        for first, last in intersections(self.completed_spans[group], queries):
             attending = {
                 step.lane: index
                 for index, step in enumerate(self.steps)
@@ -216,7 +216,7 @@ class AttentionStage(GatherStage):
         return KeyRun(kv, first, queries, rectangles)
 
     @cached_property
-    def last(self) -> dict[int, list[Span]]:
+    def completed_spans(self) -> dict[int, list[Span]]:
         """Ranges of queries that each group completes: no later group has a part of them."""
         completed, over = {}, list[Span]()
         for group, runs in reversed(self.runs.items()):
@@ -231,7 +231,7 @@ class AttentionStage(GatherStage):
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
         sums, attends = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
-            (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
+            (rows,) = intersections([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
                 calls = self.attention.rectangles(self.me, rows, keys)
@@ -245,7 +245,7 @@ class AttentionStage(GatherStage):
         attention, pairs = self.attention, sum(one.pairs for one in run.calls)
         q = Region("q", self.me, *run.queries, 0, attention.q_cols)
         out, heads = q._replace(buffer=self.product), attention.batch * attention.heads
-        calls = tuple(one.call(heads, attention.size, self.products_a_pair) for one in run.calls)
+        calls = tuple(one.call(heads, attention.size, self.products_per_pair) for one in run.calls)
         return Attending(q, run.kv, out, run.first, pairs, adds, calls=calls)
 
 
@@ -265,8 +265,8 @@ class KeyRun(NamedTuple):
     calls: tuple[Rectangle, ...]
 
 
-def both(spans: list[Span], other: Span) -> list[Span]:
-    """Intersections of spans with another span."""
+def intersections(spans: list[Span], other: Span) -> list[Span]:
+    """Intersections of spans with another span, without empty ones."""
     common = [(max(first, other[0]), min(last, other[1])) for first, last in spans]
     return [(first, last) for first, last in common if first < last]
 
@@ -416,7 +416,7 @@ class GradientRoute(Route):
                     share.terms,
                 )
                 for share in shares
-                for common in both([share[:2]], rows)
+                for common in intersections([share[:2]], rows)
             )
             labels = (f"d{owner}.{unit.ordinal}>{dst}",)
             parcels.append(Parcel(moves, labels, (), (signal,), unit.group))
@@ -449,7 +449,7 @@ class GradientStage(AttentionStage):
 
     #: One step computes the gradients of a group's rows from all queries.
     cuts_queries = False
-    products_a_pair = BACKWARD_PRODUCTS
+    products_per_pair = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
