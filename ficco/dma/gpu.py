@@ -672,9 +672,9 @@ class GpuEngine(WatchedEngine):
         state: SlotState = slot.state
         try:
             if isinstance(state.watch, Watch):
-                return self._watched_by_words(run, call, slot, state, body)
+                return self._enqueue_with_words(run, call, slot, state, body)
             assert flight is not None
-            self._watched_by_events(run, call, state, body)
+            self._enqueue_with_tail(run, call, state, body)
             # The caller's stream does not wait for the tail.
             state.watch.end(flight, call.state["sync" if run.tail else "compute0"])
             state.retired = flight.after
@@ -682,7 +682,7 @@ class GpuEngine(WatchedEngine):
             self._abort(run, call, slot, flight)
             raise
 
-    def _watched_by_events(
+    def _enqueue_with_tail(
         self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue the body of a call, then its tail on lane ``sync``. The caller tells the watchdog
@@ -695,7 +695,7 @@ class GpuEngine(WatchedEngine):
             for op in run.tail:
                 op(call)
 
-    def _watched_by_words(
+    def _enqueue_with_words(
         self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue a call that writes its begin and end to words for the watchdog. If a graph
