@@ -782,14 +782,14 @@ def perform(workspace: Workspace, invocation: Invocation | Repetition, options: 
     return call
 
 
-#: Traces of the open blocks of :func:`tracing`, innermost last.
+#: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []
 
 
 @contextmanager
-def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
-    """Trace the calls in a block: each call is synchronous and records the times of its steps on
-    this rank. A traced Plan is the one that the engine ran, perhaps split into parts
+def timing_steps() -> Iterator[list[tuple[Plan, list[Span]]]]:
+    """Time the steps of the calls in a block: each call is synchronous and records the times on
+    this rank. The Plan is the one that the engine ran, perhaps split into parts
     (:func:`ficco.plan.in_parts`)."""
     _records.append([])
     try:
@@ -810,10 +810,10 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
 
 def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
     """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
-    traced = bool(_records)
-    if traced:
+    timed = bool(_records)
+    if timed:
         slot = workspace.slot(cached.plan, cached.single)
-        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+        program = compile(cached.plan, workspace.engine, slot, cached.source, timed=True)
     else:
         program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()
@@ -825,12 +825,12 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
                 workspace.engine.execute(program, call)
         else:
             workspace.engine.execute(program, call)
-        if traced:
+        if timed:
             _records[-1].append((program.plan, workspace.engine.spans(program, call)))
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
-        if traced:
+        if timed:
             if slot is not None:
                 slot.programs.pop(program.number, None)
             program.clear()

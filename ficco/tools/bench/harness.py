@@ -36,7 +36,7 @@ from ficco.machine import Machine
 from ficco.machine.model import ATTENTION, flat
 from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem
-from ficco.runtime.workspace import tracing, workspace_of
+from ficco.runtime.workspace import timing_steps, workspace_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
@@ -432,7 +432,7 @@ class _Bench:
             for one in timed:
                 if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
-            timelines = trace_all(calls, watch.group, watch.device)
+            timelines = timelines_of(calls, watch.group, watch.device)
             if watch.rank == 0:
                 write(timelines, settings.csv)
         return [*rows, *work.renamed(rows)]
@@ -520,17 +520,17 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-# Traced calls.
+# Calls whose steps are timed.
 
 
 #: Rate of steps whose time is too short to measure.
 UNSEEN = 1e18
 
-#: About 20 ms of a GPU: a traced call of hundreds of steps is enqueued by then.
+#: About 20 ms of a GPU: a timed call of hundreds of steps is enqueued by then.
 SLEEP_CYCLES = 40_000_000
 
 
-def trace_all(
+def timelines_of(
     calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
 ) -> list[Timeline]:
     """The planned and the measured Timeline of every call that is served here, in turn.
@@ -540,7 +540,7 @@ def trace_all(
     """
     timelines: list[Timeline] = []
     for name, call in calls.items():
-        with suppress(NotImplementedError), tracing() as seen:
+        with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
             if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
@@ -574,7 +574,7 @@ def write(timelines: Sequence[Timeline], csv: Path) -> None:
 def measured(
     title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
 ) -> Timeline:
-    """The Timeline of a traced call: a Plan and its Spans for every rank."""
+    """The Timeline of a timed call: a Plan and its Spans for every rank."""
     ranks = [
         [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
         for plan, mine in zip(plans, spans, strict=True)
