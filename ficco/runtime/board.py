@@ -214,10 +214,7 @@ COUNTS = 1024
 _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
-_ONE, _DIGEST_MASK = (
-    np.uint64(1),
-    np.uint64(_DIGEST),
-)  # converting them takes longer than an operation
+_ONE, _DIGEST_MASK = np.uint64(1), np.uint64(_DIGEST)  # a conversion takes longer than a sum
 
 #: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
@@ -513,8 +510,7 @@ class Board:
 
     def _passed(self, rank: int, number: int) -> bool:
         """Whether a rank has posted a call, even if its entry has been overwritten."""
-        entry = self._rings[rank].item(number % ENTRIES)
-        return not self._behind(entry, number)
+        return not self._behind(self._rings[rank].item(number % ENTRIES), number)
 
     @staticmethod
     def _behind(entry: int, number: int) -> bool:

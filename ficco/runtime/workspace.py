@@ -84,7 +84,8 @@ class CachedCall:
         columns: columns of b in each of several calls, where one call would need more memory than
             ``workspace_bytes``; 0 if one call suffices.
         latest: number of the latest call of this kind.
-        count: what a call adds to the counters; of several calls by columns, each adds its own.
+        increment: addition of a call to the counters; calls by columns add their own.
+        exposure: why a call hides nothing; None if it overlaps.
     """
 
     plan: Plan
@@ -94,7 +95,10 @@ class CachedCall:
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
-    count: counters.Count = field(default_factory=lambda: counters.Count(counters.Counter()))
+    increment: counters.Increment = field(
+        default_factory=lambda: counters.Increment(counters.Sums())
+    )
+    exposure: counters.Exposure | None = None
 
     @cached_property
     def out(self) -> tuple[int, int]:
@@ -694,11 +698,11 @@ def new_kind(
     ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
     ``decision``: of the schedule, None if there was no choice.
     """
-    texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
-    if options.workspace_bytes is not None:
-        texts.append(f"workspace_bytes={options.workspace_bytes}")
-    count = counters.count_of(workspace.group_name, plan, decision)
-    return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
+    cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
+    text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
+    increment, exposure = counters.account_of(workspace.group_name, plan, decision)
+    digest = workspace.board.describe(text)
+    return kind(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
 @dataclass(eq=False, slots=True)
@@ -732,8 +736,8 @@ def begin(
     else:
         key = invocation.key(workspace, options)
         cached = workspace.programs.get(key) or invocation.plan(workspace, options)
-    if counters.blocks and cached.count.exposed:
-        counters.refuse(workspace.group_name, cached.count.exposed)
+    if counters.blocks and cached.exposure:
+        counters.refuse(workspace.group_name, cached.exposure)
     call = invocation.allocate(cached)
     new, number = not cached.latest, workspace.calls
     cached.latest = number
@@ -746,9 +750,9 @@ def begin(
             board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
     if new:
         workspace.keep(key, cached)
-    count = cached.count
-    count.counter.calls += 1
-    count.counter.hidden_s += count.hidden_s
+    sums, hidden_s = cached.increment
+    sums.calls += 1
+    sums.hidden_s += hidden_s
     return cached, call
 
 
