@@ -166,7 +166,7 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert COMPARED in chosen and not {"pytorch-pieces", "pytorch-native"} & names
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
     assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
-    assert "beta" in table.refused(parse("growing:beta"), problem) or problem.kind.sums
+    assert "beta" in table.reason_against(parse("growing:beta"), problem) or problem.kind.sums
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 

@@ -210,8 +210,8 @@ def kind_of(arguments: argparse.Namespace) -> str:
     )
     if others:
         raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
-    refused = (*OF_PRODUCTS, *("schedules", "timelines") * (kind == LAYERS))
-    for name in refused if kind in KINDS else ():
+    unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind == LAYERS))
+    for name in unserved if kind in KINDS else ():
         if getattr(arguments, name, None):
             raise ValueError(f"--{name}: required none for {kind}")
     return kind
@@ -347,12 +347,12 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    from ficco.tools.bench.candidates import refused
+    from ficco.tools.bench.candidates import reason_against
 
-    kinds = {(case.operator, case.dtype): case for case in shapes}
-    by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
+    by_kind = {(case.operator, case.dtype): case for case in shapes}
+    problems = [case.problem(2) for case in by_kind.values()]
     for candidate in candidates:
-        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        reasons = [reason_against(candidate, problem) for problem in problems]
         if reasons and all(reasons):
             raise ValueError(f"--schedules: {reasons[0]}")
 
