@@ -68,7 +68,7 @@ class Steps:
             lane_of += map(number.__getitem__, lanes)
         self.lane = np.array(lane_of, np.int64)
         self._whole()
-        self._works()
+        self._group_works()
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
@@ -159,8 +159,8 @@ class Steps:
         """Rows and columns of a buffer; 0 if the rank's plan does not list the buffer."""
         return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
-    def _works(self) -> None:
-        """Check that the work of each step is of a known type, and is not empty."""
+    def _group_works(self) -> None:
+        """Group the steps by type of work. Checks that engines know each work."""
         self.works: dict[type, list[int]] = {}
         for number, work in enumerate(self.of.work):
             self.works.setdefault(type(work), []).append(number)
@@ -172,7 +172,7 @@ class Steps:
                 if kind is Transfer:
                     wrong = work.mover not in movers[work.local]
                 elif kind in (Products, Attendings):
-                    wrong = not work[0]
+                    wrong = not work[0]  # no products, or no attends
                 if wrong:
                     raise PlanError(f"{self.name(number)} holds no work that engines know")
         if LibraryMove in self.works:

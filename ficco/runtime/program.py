@@ -25,11 +25,11 @@ def compile(
     """
     plan = _taken_apart(plan, engine)
     program = Program(plan, slot, [], source)
-    needed = {earlier for step in plan.steps for earlier in step.after}
+    joined = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
     for run in together(plan):
         lane = plan.steps[run[0]].lane
-        ops = list(_operations(program, engine, run, needed, timed))
+        ops = list(_operations(program, engine, run, joined, timed))
         if ranges.STEPS or timed:
             step = plan.steps[run[0]]
             text = f"{step.label} ({step.op} on {lane})"
@@ -42,9 +42,9 @@ def compile(
 
 
 def _operations(
-    program: Program, engine: Engine, run: Sequence[int], needed: set[int], timed: bool
+    program: Program, engine: Engine, run: Sequence[int], joined: set[int], timed: bool
 ) -> Iterator[Op | None]:
-    """Operations of consecutive steps that are enqueued together."""
+    """Operations of a run of steps, enqueued together. ``joined``: steps that other steps join."""
     index, last = run[0], run[-1]
     step = program.plan.steps[index]
     for earlier in step.after:
@@ -87,7 +87,7 @@ def _operations(
         yield from (engine.stamp(program, one, end=True) for one in run)
     if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
         yield engine.post(program, last, posts)
-    for one in needed.intersection(run):
+    for one in joined.intersection(run):
         yield engine.record(program, one)
 
 

@@ -218,10 +218,10 @@ class _SimulatedRank:
             self.posts[copies[-1]] = tuple(post for i in copies for post in steps[i].posts)
 
     def enqueue(self, host: Host, begin: float) -> None:
-        """Compute the time at which the host has enqueued each step and its signals.
+        """Compute when the GPU can begin each step, and when the signals of the step can be seen.
 
-        The lane ``sync`` is enqueued last, as engines do. A collective is part of its call. A place
-        or a sum costs the host as much as a product.
+        The host enqueues one operation after the other, the lane ``sync`` last. A collective is
+        part of its call. A place or a sum costs the host as much as a product.
         """
         plan = self.plan
         now = begin + (host.collective_call if plan.collective else host.call)
@@ -230,8 +230,8 @@ class _SimulatedRank:
             launch = self.launches[index]
             if launch[0] != index:
                 continue
-            one_launch = step.part > 1  # with the part before
-            if (step.waits or step.after) and not one_launch:
+            same_launch = step.part > 1  # as the part before
+            if (step.waits or step.after) and not same_launch:
                 now += host.signal
             available = now
             work = step.work
@@ -239,7 +239,7 @@ class _SimulatedRank:
                 available = now = now + host.copy + self._looks_up(step)
             elif isinstance(work, MOVES) and index not in self.placed:
                 available = now = now + host.matmul + self._looks_up(step)
-            elif isinstance(work, Products) and not one_launch:
+            elif isinstance(work, Products) and not same_launch:
                 now += LIVE * host.call * (index in self.tiled)
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
@@ -759,7 +759,7 @@ class Simulation:
         else:  # the peer's port mirrors this rank's port
             lane.endpoints = (0,)
             lane.ports = (peer,) if mesh else (0,)
-        self._occupy(lane)
+        self._enter_ports(lane)
 
     def _begin_crossing(
         self, lane: _SimulatedLane, rank: _SimulatedRank, moves: Sequence[Transfer]
@@ -785,7 +785,7 @@ class Simulation:
             ends = moves[0].src.rank, moves[0].dst.rank
             source, target = map(self._card, ends)
             lane.ports, lane.endpoints = (source, target + 1), ends
-        self._occupy(lane)
+        self._enter_ports(lane)
 
     def _card(self, rank: int) -> int:
         """Number of the port through which a rank sends to other hosts. The next number is its port
@@ -793,8 +793,9 @@ class Simulation:
         first = rank // self.local_world * self.local_world
         return 2 * (self.world**2 + first + (rank - first) // self.network.sharing)
 
-    def _occupy(self, lane: _SimulatedLane) -> None:
-        """Occupy a copy's ports, and slow down products at both ends."""
+    def _enter_ports(self, lane: _SimulatedLane) -> None:
+        """Add a copy to its ports and both its ends, and mark all copies and ranks whose rates
+        change."""
         for port in lane.ports:
             sharers = self.sharers.setdefault(port, {})
             sharers[lane] = None

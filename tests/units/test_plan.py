@@ -56,7 +56,7 @@ from ficco.plan import Buffer, LibraryMove, Plan, Product, Reduction, Region, St
 from ficco.plan.model import MANY, aligned, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
-from ficco.proof.order import execute
+from ficco.proof.order import order_steps
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -861,7 +861,7 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
 def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: int | None) -> None:
     problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
     found = Steps(made(name, problem, cap))
-    order = execute(found, SignalColumns(found))
+    order = order_steps(found, SignalColumns(found))
     steps = range(len(found.all))
     over = [1 << step for step in steps]  # by step, what is over before it starts, and itself
     before = defaultdict(list)

@@ -415,11 +415,11 @@ class Stopwatch:
         mode: the mode for times of a device: queued on GPUs, idle on CPUs.
         hosts: hosts of the ranks, determined unless passed. At most one Stopwatch may use the same
             ``hosts``.
-        meets: whether the peers are there.
+        has_peers: whether processes of the other ranks run; false where they are replayed.
         note: remark on the times, for reports.
     """
 
-    meets = True
+    has_peers = True
     note = ""
 
     def __init__(

@@ -438,17 +438,16 @@ def add_tune(parser: Any) -> None:
         "--operator",
         **NAMES,
         choices=OPERATORS,
-        help="measure only the collectives of these operators; take --shapes as shapes of theirs "
-        "(scattering operators take them with n and k exchanged), and of --from-log only their "
-        f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
+        help="measure only the collectives of these operators, time --shapes for each of them "
+        "(for scattering operators with n and k exchanged), and only their problems of --from-log "
+        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
     )
     text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
     measured.add_argument("--shapes", **CSV, help=text)
     text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
     measured.add_argument("--from-log", **FILE, help=text)
-    measured.add_argument(
-        "--check", **FLAG, help="compare a few points with the file; change nothing"
-    )
+    text = "compare a few points with the file; change nothing"
+    measured.add_argument("--check", **FLAG, help=text)
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
     measured.add_argument("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
