@@ -27,8 +27,8 @@ class CallCounts(NamedTuple):
             with an empty result.
         serial: the other calls by source of the decision (:class:`ficco.Decision`), and by
             ``"limits"`` where the engine or ``workspace_bytes`` ruled out the decision.
-        left: collectives of PyTorch's that stayed, under their name: those of a graph once, when
-            the compile pass has seen it; those of a layer with a kernel of its own at each call.
+        left: collectives of PyTorch's that stayed, under their name. A graph's collectives count
+            once, in the compile pass; collectives of a layer with its own kernel at each call.
         hidden_s: seconds that serial would have taken longer, as the decisions measured or
             predicted it. Calls that were decided without times add nothing.
     """

@@ -1,8 +1,8 @@
 """Workload: a layer of experts, by ficco, and by collectives and grouped products in turn.
 
 The baseline is an all-to-all, grouped products and an all-to-all back. It is timed with blocks of
-the same fixed capacity as ficco's, and with exact row counts, for which the host waits, as in
-torchtitan. No token is dropped.
+ficco's fixed capacity, and with exact row counts as in torchtitan, where the host waits for the
+counts. No token is dropped.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 
 
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
-    """Call ficco with blocks of a fixed capacity, or with exact row counts, for which the host
-    waits."""
+    """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
+    for the counts."""
     return ficco.experts(
         data.tokens,
         data.indices,

@@ -65,8 +65,8 @@ LONG_S = 0.05
 #: Least number of warm-up calls: one on each slot, which may allocate memory, and one more.
 LEAST_WARM = 3
 
-#: Sleep of the GPU: a multiple of the fastest host time, plus a constant in which the collective
-#: that aligns the ranks is enqueued; up to a limit.
+#: Sleep of the GPU: a multiple of the fastest host time, plus a constant, up to a limit. The
+#: constant covers the time to enqueue the collective that aligns the ranks.
 SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 SLEEP_MOST_S = 5e-3

@@ -268,7 +268,7 @@ class ReplayEngine(GpuEngine):
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         if any(part.rank != self.rank for part in reduction.parts):
-            raise _without_peers("sums of what lies at the peers")
+            raise _without_peers("sums in peers' memory")
         return super().reduce(program, step, reduction)
 
     def execute(self, program: Program, call: Call) -> None:
@@ -667,8 +667,8 @@ class ReplayOperands(Operands):
 
 
 def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
-    """Make a call for which the courier copies the peers' rows; memory is filled with NaN
-    before."""
+    """Fill the memory with NaN, then make a call during which the courier copies the peers'
+    rows."""
     engine = workspace.engine
     assert isinstance(engine, ReplayEngine)
     with ficco.options(replay=False):

@@ -57,7 +57,7 @@ KINDS = ("attention", "experts", LAYERS)
 
 
 def _add_measured(parser: Any) -> Any:
-    """Add the options of what is measured; returns their group."""
+    """Add the options that select the measured workloads; return their group."""
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
         "--operator",
