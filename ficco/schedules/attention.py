@@ -305,7 +305,7 @@ class GradientWorld(AttentionWorld):
     a host sums the gradients of all ranks of the host (``host sum``).
 
     Attributes:
-        kept: the forward has saved the gathered rows, so that no rows travel.
+        saved: the forward has saved the gathered rows, so that no rows travel.
         most_back: maximum number of units of a shard. Each host has as many words.
         back: route of the gradients.
         first_rows: by rank, the first row in ``returned`` of a block, by sender and owner.
@@ -315,7 +315,7 @@ class GradientWorld(AttentionWorld):
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.kept = problem.saved
+        self.saved = problem.saved
         if problem.saved:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(problem, schedule, words, cap)
@@ -346,7 +346,7 @@ class GradientWorld(AttentionWorld):
             self.host_sums[distance] = host_sum
 
     def _add_slot_buffers(self, shapes: Shapes, packs_columns: bool) -> None:
-        if not self.kept:
+        if not self.saved:
             super()._add_slot_buffers(shapes, packs_columns)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
@@ -455,7 +455,7 @@ class GradientStage(AttentionStage):
         super().__init__(world, builder)
         self.compute_lanes = ["compute0"]  # all steps add to the gradient of the queries
         self.return_lane = f"copy{self.schedule.copy}"
-        self.made: dict[Unit, int] = {}  # unit -> the step that makes the gradients of its rows
+        self.gradient_step: dict[Unit, int] = {}  # by unit, the step that computes its gradients
         self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
 
     def run(self) -> None:
@@ -488,7 +488,7 @@ class GradientStage(AttentionStage):
         added = enumerate(self.steps[before:], before)
         attending = [i for i, step in added if isinstance(step.work, Attendings)]
         for unit in self.groups[group]:
-            self.made[unit] = attending[0]
+            self.gradient_step[unit] = attending[0]
             if unit.peer != self.me:
                 self._send_back(unit)
 
@@ -497,14 +497,14 @@ class GradientStage(AttentionStage):
         gradients for the owner."""
         peer = via(self.problem, self.me, unit.peer)
         if peer != self.me:
-            after = self.made[unit], self.acquired[peer]
+            after = self.gradient_step[unit], self.acquired[peer]
             self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
     def _cross_back(self) -> After:
         """Exchange gradients with other hosts. Returns the steps that receive gradients."""
         ways, steps_of = list(legs(self.problem, self.me)), dict[int, list[int]]()
         for target, _ in ways:
-            steps_of[target] = [self.made[unit] for unit in self.mine.units(target)]
+            steps_of[target] = [self.gradient_step[unit] for unit in self.mine.units(target)]
             if self.world.host_sums:
                 steps_of[target] = [self._sum(target)] * len(steps_of[target])
         self.back.cross(ways, lambda target, number: (steps_of[target][number],), direct=False)
