@@ -14,13 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from ficco.compute.buffers import operands_key
-from ficco.compute.program import Call, Op, callers
+from ficco.compute.program import Call, Op, Program, callers
 from ficco.dma.driver import (
     WAIT_32,
     WORD,
@@ -372,9 +372,20 @@ _SETTINGS = [
 ]
 # In newer releases the old getter raises once the new API has been used.
 if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _SETTINGS.append(lambda: torch._C._get_fp32_precision_getter("cuda", "matmul"))
+    _SETTINGS.append(partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"))
 else:
     _SETTINGS.append(torch._C._get_cublas_allow_tf32)
+
+
+def _records(program: Program) -> bool:
+    """Whether calls of a program are recorded: eager ones that have run."""
+    run: Run | None = program.state.get("run")
+    return run is not None and run.recordable and not (program.slot and program.slot.captured)
+
+
+def _recorded_part(program: Program) -> Run:
+    run: Run = program.state["run"]
+    return run.parts[0] if run.parts else run
 
 
 class _Recorder:
@@ -400,25 +411,32 @@ class Replays:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def find(self, run: Run, call: Call, raw: int) -> Recording | None:
-        """The recording of a body for the addresses of a call's operands; None at their first use.
-        ``raw`` is the caller's stream."""
+    def find(self, program: Program, call: Call, raw: int) -> Recording | None:
+        """The recording of a program for the addresses of a call's operands; None at their first
+        use. ``raw`` is the caller's stream.
+
+        At the second use, calls on all slots are recorded, so that no later call has to be.
+        """
         key = (raw, *operands_key(call), *[setting() for setting in _SETTINGS])
-        recording = run.recorded.get(key)
+        recording = _recorded_part(program).recorded.get(key)
         if recording is not None:
             return recording
-        if key not in run.seen:
-            if len(run.seen) >= MAX_RECORDED:
-                run.seen.clear()
-            run.seen.add(key)
+        kin = filter(_records, program.siblings.values())
+        runs = list(map(_recorded_part, kin)) or [_recorded_part(program)]
+        if not any(key in run.seen for run in runs):
+            if len(runs[0].seen) >= MAX_RECORDED:
+                runs[0].seen.clear()
+            runs[0].seen.add(key)
             return None
         with GATE.recording() as allowed:
-            recording = self._record(run, call, raw) if allowed else None
-        if recording is not None:
-            self._evict()
-            self._recorded.append((weakref.ref(run), key))
-            run.recorded[key] = recording
-        return recording
+            for run in runs if allowed else ():
+                if key in run.recorded or not self.possible:
+                    continue
+                if recording := self._record(run, call, raw):
+                    self._evict()
+                    self._recorded.append((weakref.ref(run), key))
+                    run.recorded[key] = recording
+        return _recorded_part(program).recorded.get(key)
 
     def close(self) -> None:
         self._recorders.clear()

@@ -83,6 +83,7 @@ class CachedCall:
     Attributes:
         columns: columns of b in each of several calls, where one call would need more memory than
             ``workspace_bytes``; 0 if one call suffices.
+        eager: programs of eager calls, by the turn of their slot.
         latest: number of the latest call of this kind.
         increment: addition of a call to the counters; calls by columns add their own.
         exposure: why a call hides nothing; None if it overlaps.
@@ -94,6 +95,7 @@ class CachedCall:
     source: tuple[Symmetric, int] | None
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
+    eager: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
     increment: counters.Increment = field(
         default_factory=lambda: counters.Increment(counters.Sums())
@@ -132,6 +134,7 @@ class CachedCall:
 
     def forget(self, slot: Slot | None = None) -> None:
         """Drop the program of a slot that is about to be freed; by default, all programs."""
+        self.eager.clear()
         for key in list(self.programs) if slot is None else [id(slot)]:
             if (program := self.programs.pop(key, None)) is not None:
                 if program.slot is not None:
@@ -190,8 +193,8 @@ class Workspace:
         limit_s: seconds that a call waits for a peer, unless the options set a limit.
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
         programs: cached Plans and Programs, by the key of a kind of call.
-        repeated: kinds of calls by their arguments alone, with the options of the latest call; for
-            operands that are used as they are. See :class:`Repetition`.
+        repeated: kinds of eager calls by their arguments alone, with the options of the latest
+            call; for operands that are used as they are. See :func:`repeat`.
         error: the error that made the group unusable; None while the group is usable.
         block_open: whether a block of :func:`ficco.arriving` is open.
         thread: identifier of the thread inside a call; 0 if there is none.
@@ -361,7 +364,7 @@ class Workspace:
         self.programs[key] = cached
 
     def remember(self, key: Hashable, cached: CachedCall, options: Options) -> None:
-        """Let a :class:`Repetition` run the next calls with these arguments and options."""
+        """Let :func:`repeat` run the next calls with these arguments and options."""
         if len(self.repeated) >= KINDS:  # calls with other strides or options share a kind
             self.repeated.clear()
         self.repeated[key] = cached, options
@@ -705,41 +708,26 @@ def new_kind(
     return kind(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
-@dataclass(eq=False, slots=True)
-class Repetition:
-    """A call of products of a known kind, whose buffers all have contiguous rows."""
-
-    operator: str
-    purpose: str
-    a: torch.Tensor
-    b: torch.Tensor
-    cached: CachedCall
-
-    def allocate(self, cached: CachedCall) -> Call:
-        """Allocate the results and the local buffers of the call."""
-        tensors = {cached.left: self.a, "b": self.b}
-        for name, shape, dtype in cached.fresh:
-            tensors[name] = self.a.new_empty(shape, dtype=dtype)
-        return Call(tensors)
-
-
 def begin(
-    workspace: Workspace, invocation: Invocation | Repetition, options: Options
+    workspace: Workspace, invocation: Invocation, options: Options
 ) -> tuple[CachedCall, Call]:
     """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
     whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
-    board = workspace.board
     workspace.begin(invocation.operator, options)
-    key: Hashable = None
-    if isinstance(invocation, Repetition):
-        cached = invocation.cached
-    else:
-        key = invocation.key(workspace, options)
-        cached = workspace.programs.get(key) or invocation.plan(workspace, options)
+    key = invocation.key(workspace, options)
+    cached = workspace.programs.get(key) or invocation.plan(workspace, options)
+    call, new = invocation.allocate(cached), not cached.latest
+    _announce(workspace, cached, invocation.operator, invocation.purpose)
+    if new:
+        workspace.keep(key, cached)
+    return cached, call
+
+
+def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: str) -> None:
+    """Post the latest call to the board and count it. The ranks agree if its kind is new."""
+    board, number = workspace.board, workspace.calls
     if counters.blocks and cached.exposure:
         counters.refuse(workspace.group_name, cached.exposure)
-    call = invocation.allocate(cached)
-    new, number = not cached.latest, workspace.calls
     cached.latest = number
     if not cached.columns:
         board.post(number, cached.digest)
@@ -747,13 +735,10 @@ def begin(
             workspace.raise_error()
         if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
             limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
-            board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
-    if new:
-        workspace.keep(key, cached)
+            board.agree(number, limit, operator, schedule, purpose)
     sums, hidden_s = cached.increment
     sums.calls += 1
     sums.hidden_s += hidden_s
-    return cached, call
 
 
 def invoke(
@@ -771,11 +756,11 @@ def invoke(
     return perform(workspace, invocation, options)
 
 
-def perform(workspace: Workspace, invocation: Invocation | Repetition, options: Options) -> Call:
+def perform(workspace: Workspace, invocation: Invocation, options: Options) -> Call:
     """Run a call as :func:`invoke` does."""
     try:
         cached, call = begin(workspace, invocation, options)
-        if cached.columns and not isinstance(invocation, Repetition):
+        if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             invocation.by_columns(workspace, cached, call)
         else:
@@ -784,6 +769,34 @@ def perform(workspace: Workspace, invocation: Invocation | Repetition, options: 
         workspace.end(error)
         raise
     return call
+
+
+def repeat(
+    workspace: Workspace,
+    cached: CachedCall,
+    operator: str,
+    purpose: str,
+    options: Options,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Run an eager call of products of a known kind, as :func:`perform` does in more steps, and
+    return its tensors. Operands are used as they are, and all buffers have contiguous rows."""
+    try:
+        workspace.begin(operator, options)
+        tensors = {cached.left: a, "b": b}
+        for name, shape, dtype in cached.fresh:
+            tensors[name] = a.new_empty(shape, dtype=dtype)
+        _announce(workspace, cached, operator, purpose)
+        turn = workspace.calls % SLOTS
+        program = cached.eager.get(turn)
+        if program is None:
+            program = cached.eager[turn] = program_of(workspace, cached)
+        execute(workspace, cached, Call(tensors), program)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return tensors
 
 
 #: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
@@ -808,17 +821,20 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     program = cached.programs.get(id(slot))
     if program is None:
         program = compile(cached.plan, workspace.engine, slot, cached.source)
-        cached.programs[id(slot)] = program
+        program.siblings, cached.programs[id(slot)] = cached.programs, program
     return program
 
 
-def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
-    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
+def execute(
+    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
+) -> None:
+    """Run the latest call: enqueue it (GPU) or carry it out (CPU). ``program``: see
+    :func:`program_of`."""
     timed = bool(_records)
     if timed:
         slot = workspace.slot(cached.plan, cached.single)
         program = compile(cached.plan, workspace.engine, slot, cached.source, timed=True)
-    else:
+    elif program is None:
         program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()
     try:
