@@ -346,7 +346,7 @@ class Stage:
     ) -> int:
         """Add a copy within the rank, and return its index."""
         # The copy kernel brings own rows to their place in the launch that sends others.
-        mover = self.schedule.mover if src.buffer == self.a else "dma"
+        mover = "kernel" if src.buffer == self.a and self.schedule.mover == "kernel" else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
         return self.add(Step(move, lane, label, waits, posts, after=after))
 
