@@ -666,7 +666,7 @@ class GpuEngine(WatchedEngine):
         state: SlotState = slot.state
         try:
             if flight is None:
-                return self._watched_by_words(run, call, slot, state, body)
+                return self._enqueue_with_words(run, call, slot, state, body)
             lanes, end = call.state, "compute0"
             if recording is None:
                 body(run, call)
@@ -686,7 +686,7 @@ class GpuEngine(WatchedEngine):
             self._abort(run, call, slot, flight)
             raise
 
-    def _watched_by_words(
+    def _enqueue_with_words(
         self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue a call that writes its begin and end to words for the watchdog. If a graph

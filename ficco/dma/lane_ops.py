@@ -55,7 +55,7 @@ class Run:
         before: preparations of tiled launches, called before anything is enqueued.
         parts: for a body with tiled launches, which take longer in a recording: the part that is
             recorded and the part that is not; None if they cannot be separated.
-        recordable: false for collectives, which use no words; traced calls, timed step by step; and
+        recordable: false for collectives, which use no words; calls whose steps are timed; and
             calls between hosts, which hand each exchange to a thread or to a counting library.
         recorded: recordings of the body, by the addresses of the operands.
         seen: addresses of operands that have occurred once.

@@ -10,8 +10,8 @@ from ficco.machine import Machine
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, own_candidates, refusal, same_plans
 
-#: Offers of engines: copies by DMA; and, if kernels can be compiled for the GPU, copies by a kernel
-#: and products whose tiles wait.
+#: Features that engines offer: copies by DMA; and, if kernels can be compiled for the GPU, copies
+#: by a kernel and products whose tiles wait.
 OFFERS = ("dma",)
 ALL_OFFERS = ("dma", "kernel", "tiled")
 
@@ -146,8 +146,8 @@ def candidates(
     Args:
         problem: its operator determines the direction of transfers.
         machine: its topology selects the schedules; None: those of a switch.
-        offers: offers of the engine. Copy kernels, and products whose tiles wait, are compared if
-            the machine has figures for them.
+        offers: features of the engine, and names of own schedules. Copies by kernel, and products
+            whose tiles wait, are compared if the machine has figures for them.
     """
     distinct: dict[Schedule, Schedule] = {}
     for schedule in _candidates(problem, machine, offers):

@@ -392,7 +392,7 @@ class _Local(NamedTuple):
 def _local(request: _Local, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
     """Multiply without communication: [m, k] x [n, k] for several weights -> [m, n] for each."""
     x, *weights = operands
-    saved = x if any(needs[1:]) else None, *(weights if needs[0] else ())
+    saved = (x if any(needs[1:]) else None, *(weights if needs[0] else ()))
     if request.recipe is None:
         return tuple(x @ weight.t() for weight in weights), saved
     joined = request.recipe.product(x, _cat(weights))

@@ -543,7 +543,7 @@ def operate(
     ranks = process_group(group)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(a, b)
-    if scales is not None and scales.given:
+    if scales is not None and scales.passed:
         return _scaled(operator, a, b, ranks, schedule, rows, return_gathered, scales)
     a, b = under_autocast(a, b)
     if watched(a, b):

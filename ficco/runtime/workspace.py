@@ -85,7 +85,8 @@ class CachedCall:
             ``workspace_bytes``; 0 if one call suffices.
         eager: programs of eager calls, by the turn of their slot.
         latest: number of the latest call of this kind.
-        count: what a call adds to the counters; of several calls by columns, each adds its own.
+        increment: addition of a call to the counters; calls by columns add their own.
+        exposure: why a call hides nothing; None if it overlaps.
     """
 
     plan: Plan
@@ -96,7 +97,10 @@ class CachedCall:
     programs: dict[int, Program] = field(default_factory=dict)
     eager: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
-    count: counters.Count = field(default_factory=lambda: counters.Count(counters.Counter()))
+    increment: counters.Increment = field(
+        default_factory=lambda: counters.Increment(counters.Sums())
+    )
+    exposure: counters.Exposure | None = None
 
     @cached_property
     def out(self) -> tuple[int, int]:
@@ -697,11 +701,11 @@ def new_kind(
     ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
     ``decision``: of the schedule, None if there was no choice.
     """
-    texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
-    if options.workspace_bytes is not None:
-        texts.append(f"workspace_bytes={options.workspace_bytes}")
-    count = counters.count_of(workspace.group_name, plan, decision)
-    return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
+    cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
+    text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
+    increment, exposure = counters.account_of(workspace.group_name, plan, decision)
+    digest = workspace.board.describe(text)
+    return kind(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
 def begin(
@@ -721,9 +725,9 @@ def begin(
 
 def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: str) -> None:
     """Post the latest call to the board and count it. The ranks agree if its kind is new."""
-    board, count, number = workspace.board, cached.count, workspace.calls
-    if counters.blocks and count.exposed:
-        counters.refuse(workspace.group_name, count.exposed)
+    board, number = workspace.board, workspace.calls
+    if counters.blocks and cached.exposure:
+        counters.refuse(workspace.group_name, cached.exposure)
     cached.latest = number
     if not cached.columns:
         board.post(number, cached.digest)
@@ -732,8 +736,9 @@ def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: 
         if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
             limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
             board.agree(number, limit, operator, schedule, purpose)
-    count.counter.calls += 1
-    count.counter.hidden_s += count.hidden_s
+    sums, hidden_s = cached.increment
+    sums.calls += 1
+    sums.hidden_s += hidden_s
 
 
 def invoke(
@@ -794,14 +799,14 @@ def repeat(
     return tensors
 
 
-#: Traces of the open blocks of :func:`tracing`, innermost last.
+#: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []
 
 
 @contextmanager
-def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
-    """Trace the calls in a block: each call is synchronous and records the times of its steps on
-    this rank. A traced Plan is the one that the engine ran, perhaps split into parts
+def timing_steps() -> Iterator[list[tuple[Plan, list[Span]]]]:
+    """Time the steps of the calls in a block: each call is synchronous and records the times on
+    this rank. The Plan is the one that the engine ran, perhaps split into parts
     (:func:`ficco.plan.in_parts`)."""
     _records.append([])
     try:
@@ -825,10 +830,10 @@ def execute(
 ) -> None:
     """Run the latest call: enqueue it (GPU) or carry it out (CPU). ``program``: see
     :func:`program_of`."""
-    traced = bool(_records)
-    if traced:
+    timed = bool(_records)
+    if timed:
         slot = workspace.slot(cached.plan, cached.single)
-        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+        program = compile(cached.plan, workspace.engine, slot, cached.source, timed=True)
     elif program is None:
         program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()
@@ -840,12 +845,12 @@ def execute(
                 workspace.engine.execute(program, call)
         else:
             workspace.engine.execute(program, call)
-        if traced:
+        if timed:
             _records[-1].append((program.plan, workspace.engine.spans(program, call)))
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
-        if traced:
+        if timed:
             if slot is not None:
                 slot.programs.pop(program.number, None)
             program.clear()
