@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7330, 4095),
+    "dma": (7350, 4105),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
@@ -34,7 +34,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "plan": (1060, 510),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1965, 1120),
+    "runtime": (1985, 1125),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
     "tools": (13620, 7390),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 42_230
+LINES_OF_TESTS = 42_310
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
