@@ -153,8 +153,8 @@ def replace(
     """Replace collectives that feed a product, or are fed by one, by ficco's operators.
 
     Changes the graph in place. It must consist of ATen operations and have fake tensors, as graphs
-    of torch.compile after autograd or of ``make_fx`` do. A collective that cannot be replaced stays:
-    the report has the reason, and :func:`ficco.counters` counts it.
+    of torch.compile after autograd or of ``make_fx`` do. The report has the reason why a collective
+    stays, and :func:`ficco.counters` counts it.
 
     Args:
         graph: a graph or its module, which is recompiled.

@@ -52,7 +52,9 @@ def legend(meanings: Mapping[str, str], width: int = 100) -> str:
     """
     indent = max(map(len, meanings), default=0) + 2
     return "\n".join(
-        textwrap.fill(text, width, initial_indent=head.ljust(indent), subsequent_indent=" " * indent)
+        textwrap.fill(
+            text, width, initial_indent=head.ljust(indent), subsequent_indent=" " * indent
+        )
         for head, text in meanings.items()
     )
 

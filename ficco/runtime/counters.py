@@ -118,9 +118,7 @@ def count_collective(group: str, collective: str) -> None:
     _counters.setdefault((group, collective, _LEFT), Counter()).calls += 1
 
 
-def stays(
-    group: str, collective: str, reason: str, remedy: str = "see docs/compile.md"
-) -> None:
+def stays(group: str, collective: str, reason: str, remedy: str = "see docs/compile.md") -> None:
     """Count an eager collective of PyTorch's, or refuse it. A compiler does not trace this: in
     graphs the compile pass sees collectives."""
     if not torch.compiler.is_compiling():

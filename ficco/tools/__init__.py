@@ -2,3 +2,6 @@
 
 They import the rest of ficco, which never imports them.
 """
+
+#: Packages of the extra ``bench``, for figures, pictures and tables; ``import ficco`` needs none.
+EXTRA = ("pandas", "matplotlib", "rich")

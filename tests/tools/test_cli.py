@@ -440,7 +440,7 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
 
 
 def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {}
     for number in (None, 1, 2):
@@ -463,6 +463,10 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     doctor.show(found)
     shown = capsys.readouterr().out
     assert all(t in shown for t in ("Engine cpu", "What would be used", "right on every rank"))
+    assert "float8 products" in shown and "partial_signals" not in shown
+    monkeypatch.setattr(doctor, "package", lambda name: "" if name == "rich" else "1")
+    extra = doctor.use()["demo, bench, tune"]
+    assert extra == 'required rich; `pip install "ficco[bench]"` adds what is missing'
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,7 @@ MEANINGS = {
     "collective": "the library's collective, and nothing else",
     "copies": "the copies of the operator, and nothing else",
     "ideal": "the longer of computation and communication, each timed separately",
-    "of ideal": "ideal over this time; above 1 if the parts took longer separately than in the call",
+    "of ideal": "ideal over this time; above 1 if the parts took longer than within the call",
     "x serial": "the better serial composition over this time",
     "x PyTorch": "PyTorch's fused operator over this time",
     "x baseline": "the fastest baseline over this time",

@@ -535,8 +535,7 @@ def show_shape(rows: pd.DataFrame) -> None:
 
 def show_best(rows: pd.DataFrame) -> None:
     """Print the figures of the best schedule for each shape, a table per operator and mode."""
-    print("Medians of the rounds; ratios are medians of each round's ratio. The best schedule has the")
-    print("largest share of the ideal.")
+    print("Times and ratios are medians of the rounds. The best schedule has the largest ratio.")
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
             shapes = lines(mine, mode)

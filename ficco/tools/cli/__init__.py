@@ -31,7 +31,7 @@ from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import CAST_KINDS
 from ficco.problems.sizes import ASKABLE, Size, problem_of
-from ficco.tools import launch
+from ficco.tools import EXTRA, launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
 from ficco.tools.launch import RankFailed, check_load
 from ficco.version import version
@@ -201,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, 1)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in PACKAGES:
+        if package not in EXTRA:
             raise
         return _fail(not_installed(package), 2)
     except BrokenPipeError as error:
@@ -275,9 +275,6 @@ DTYPE_TEXT = (
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
 
-#: Packages of the extra ``bench``, for figures, pictures and tables; ``import ficco`` needs none.
-PACKAGES = ("pandas", "matplotlib", "rich")
-
 #: Kinds of options, as argparse takes them.
 FLAG: dict[str, Any] = {"action": "store_true"}
 NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
@@ -294,9 +291,9 @@ def require_extra() -> None:
     """Refuse to begin what needs the extra.
 
     Raises:
-        ModuleNotFoundError: a package is missing; its ``name`` is one of ``PACKAGES``.
+        ModuleNotFoundError: a package is missing; its ``name`` is one of ``EXTRA``.
     """
-    for package in PACKAGES:
+    for package in EXTRA:
         installed = False
         with suppress(ValueError):  # imports of it are blocked
             installed = find_spec(package) is not None

@@ -283,8 +283,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 #: Meaning of the steps of a Plan, whichever there are.
 PLAN_LEGEND = (
-    "a line is a lane, a column a tick; 2.0 is piece 0 of rank 2, 2.0>1 its copy to rank 1; acquire "
-    "waits\nuntil peers have memory for the call, retire tells them that it is over"
+    "a line is a lane, a column a tick; 2.0 is piece 0 of rank 2, 2.0>1 its copy to rank 1\n"
+    "acquire waits until peers have memory for the call, retire tells them that it is over"
 )
 
 
