@@ -185,18 +185,15 @@ def replace_in(graph: GraphModule | Graph, group: str | None, schedule: str) -> 
             f"graph: required a torch.fx Graph or GraphModule, got {type(graph).__name__}; "
             "compile a model with ficco.passes.backend()"
         )
-    report = Report()
     if isinstance(graph, Graph):
-        report = _replace(graph, group, schedule)
-    else:
-        for module in graph.modules():  # regions that are compiled separately are modules inside
-            if isinstance(module, GraphModule):
-                part = _replace(module.graph, group, schedule)
-                if part:
-                    module.recompile()
-                report.add(part)
-    for entry in report.left:
-        counters.count_collective(entry.group, entry.collective)
+        return _replace(graph, group, schedule)
+    report = Report()
+    for module in graph.modules():  # regions that are compiled separately are modules inside
+        if isinstance(module, GraphModule):
+            part = _replace(module.graph, group, schedule)
+            if part:
+                module.recompile()
+            report.add(part)
     return report
 
 
@@ -215,6 +212,8 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
         if not entries[node].replaced:
             entries |= _visit(node, group, schedule)
     report = Report(list(entries.values()), graphs=1)
+    for entry in report.left:
+        counters.count_collective(entry.group, entry.collective)
     if report:
         # Results of operators need no wait: calls run on the current stream.
         for node in list(graph.nodes):
