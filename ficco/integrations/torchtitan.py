@@ -233,7 +233,7 @@ def _count(
             stays(group.group_name, collective, refusal, "see docs/clients/torchtitan.md")
 
 
-class LeftAttention(_Left, GQAttention):
+class _LeftAttention(_Left, GQAttention):
     """torchtitan's own attention, counted."""
 
     @dataclass(kw_only=True, slots=True)
@@ -242,7 +242,7 @@ class LeftAttention(_Left, GQAttention):
         refusal: str
 
 
-class LeftFeedForward(_Left, FeedForward):
+class _LeftFeedForward(_Left, FeedForward):
     """torchtitan's own feed-forward, counted."""
 
     @dataclass(kw_only=True, slots=True)
@@ -328,7 +328,7 @@ def attention(cfg: Any) -> Any:
             "out this override"
         )
     if refusal:
-        return _left(cfg, LeftAttention, cfg.wo, refusal)
+        return _left(cfg, _LeftAttention, cfg.wo, refusal)
     columns = {name: _states(getattr(qkv, name)) for name in names}
     return _derived(
         cfg,
@@ -342,7 +342,7 @@ def attention(cfg: Any) -> Any:
 def feed_forward(cfg: Any) -> Any:
     """The feed-forward of a dense block between sequence shards."""
     if refusal := _refusal(cfg, "x", [cfg.w1, cfg.w3], cfg.w2):
-        return _left(cfg, LeftFeedForward, cfg.w2, refusal)
+        return _left(cfg, _LeftFeedForward, cfg.w2, refusal)
     layers = {name: _states(getattr(cfg, name)) for name in ("w1", "w2", "w3")}
     return _derived(cfg, FiccoFeedForward.Config, **layers)
 

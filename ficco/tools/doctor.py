@@ -34,7 +34,6 @@ from ficco.hip_kernels.build import cache_dir, can_compile
 from ficco.options import current
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
-from ficco.tools import EXTRA
 from ficco.version import version
 
 #: Seconds that a vendor's tool may take.
@@ -47,6 +46,9 @@ VARIABLES = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
 
+
+#: Parts of a report that a command adds, and their titles.
+MORE = {"extra": "The extra bench", "call": "A call"}
 
 #: Capabilities of engines, in words.
 LABELS = {
@@ -269,7 +271,6 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         "tensors on cuda": on_cuda,
         "schedule='auto'": _auto(ranks, device),
         "kernels": _kernels(),
-        "demo, bench, tune": _extra(),
     }
 
 
@@ -280,13 +281,6 @@ def _kernels() -> str:
     if can_compile("hip" if torch.version.hip else "cuda"):
         return f"compiled at first use, into {cache_dir()}"
     return "PyTorch's operations instead: no compiler is installed (nvrtc, nvcc, or ROCm's clang)"
-
-
-def _extra() -> str:
-    """Whether the packages of the extra are installed."""
-    if missing := [name for name in EXTRA if not package(name)]:
-        return f'required {", ".join(missing)}; `pip install "ficco[bench]"` adds what is missing'
-    return f"installed: {', '.join(EXTRA)}"
 
 
 def _auto(ranks: int | None, device: str | None) -> str:
@@ -316,8 +310,7 @@ def show(report: dict[str, Any]) -> None:
     parts = {"Versions": report["versions"], "Devices": devices, "Links": report["links"]}
     parts |= {f"Engine {name}": value for name, value in report["engines"].items()}
     parts["What would be used"] = report["use"]
-    if "call" in report:
-        parts["A call"] = report["call"]
+    parts |= {title: report[key] for key, title in MORE.items() if key in report}
     for title, values in parts.items():
         values = values if isinstance(values, dict) else {"": values}
         values = {LABELS.get(name, name): value for name, value in values.items()}

@@ -464,9 +464,10 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     shown = capsys.readouterr().out
     assert all(t in shown for t in ("Engine cpu", "What would be used", "right on every rank"))
     assert "float8 products" in shown and "partial_signals" not in shown
-    monkeypatch.setattr(doctor, "package", lambda name: "" if name == "rich" else "1")
-    extra = doctor.use()["demo, bench, tune"]
-    assert extra == 'required rich; `pip install "ficco[bench]"` adds what is missing'
+    assert found["extra"] == dict.fromkeys(cli.EXTRA, "installed")
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.run(["doctor", "--device", "cpu"]) == 0
+    assert "rich        rich: required, and not installed; `pip install" in capsys.readouterr().out
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

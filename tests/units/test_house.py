@@ -31,13 +31,13 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "nn": (2150, 1020),
     "ops": (5985, 2775),
     "passes": (1960, 1161),
-    "plan": (1020, 490),
+    "plan": (1028, 493),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1955, 1115),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13527, 7325),
+    "tools": (13515, 7317),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_683
+LINES_OF_TESTS = 41_684
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -27,7 +27,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from ficco.errors import ConfigError
-from ficco.tools import doctor, legend
+from ficco.plan.render import legend
+from ficco.tools import doctor
 
 #: By the type of a column: its dtype in a frame, and its default.
 KINDS: dict[type, tuple[str, Any]] = {

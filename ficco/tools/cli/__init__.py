@@ -31,7 +31,7 @@ from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import CAST_KINDS
 from ficco.problems.sizes import ASKABLE, Size, problem_of
-from ficco.tools import EXTRA, launch
+from ficco.tools import launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
 from ficco.tools.launch import RankFailed, check_load
 from ficco.version import version
@@ -275,11 +275,21 @@ DTYPE_TEXT = (
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
 
+#: Packages of the extra ``bench``, for figures, pictures and tables; ``import ficco`` needs none.
+EXTRA = ("pandas", "matplotlib", "rich")
+
 #: Kinds of options, as argparse takes them.
 FLAG: dict[str, Any] = {"action": "store_true"}
 NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    with suppress(ValueError):  # imports of it are blocked
+        return find_spec(package) is not None
+    return False
 
 
 def not_installed(package: str) -> str:
@@ -294,10 +304,7 @@ def require_extra() -> None:
         ModuleNotFoundError: a package is missing; its ``name`` is one of ``EXTRA``.
     """
     for package in EXTRA:
-        installed = False
-        with suppress(ValueError):  # imports of it are blocked
-            installed = find_spec(package) is not None
-        if not installed:
+        if not is_installed(package):
             raise ModuleNotFoundError(not_installed(package), name=package)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.errors import ConfigError
-from ficco.plan.render import SECONDS, column, seconds_text
+from ficco.plan.render import SECONDS, column, legend, seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
-from ficco.tools import launch, legend
+from ficco.tools import launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import BenchSettings, Case
 from ficco.tools.cli import (
