@@ -339,6 +339,19 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
+def test_tables_fit_into_a_terminal_and_are_explained(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    sizes = "--m 8192 --n 3584 --k 4096 --machine h200-4".split()
+    assert cli.run([*command.split(), *sizes]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    meanings = {"plan": "2.0>1 its copy to rank 1", "explain": "\nCIL ", "simulate": "\nideal "}
+    assert meanings[command.split()[0]] in text
+
+
 @pytest.mark.parametrize("operator", OTHERS)
 def test_attention_and_experts_are_planned_simulated_and_explained(
     operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1955, 1115),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13515, 7317),
+    "tools": (13518, 7320),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_684
+LINES_OF_TESTS = 41_697
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -513,15 +514,17 @@ def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> Non
 
     from ficco.heuristics.decide import too_large
 
+    on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = shutil.get_terminal_size().columns if on_terminal else None
+    why = f"  {decision.why}"
     print(decision.problem)
-    print(f"{decision.schedule}\n  {decision.why}")
+    print(decision.schedule)
+    print(textwrap.fill(why, width, subsequent_indent="    ") if width else why)
     for one in decision.candidates:
         if one.schedule == str(decision.schedule):
-            if why := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
-                print(f"  {why}")
+            if large := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
+                print(f"  {large}")
     if decision.candidates:
-        on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-        width = shutil.get_terminal_size().columns if on_terminal else None
         table = decision.table(measured, width)
         print(f"{table}\n")
         meanings = {head: text for head, text in LEGEND.items() if f"  {head}" in table}
