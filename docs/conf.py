@@ -23,7 +23,7 @@ project, author = "ficco", "The ficco authors"
 release = ficco.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
-# Sources lie in the root of the repository, so that pages can link to files beside docs/.
+# The source folder is the root of the repository, so that pages can link to files outside docs/.
 root_doc = "docs/index"
 # CHANGELOG, CODE_OF_CONDUCT, CONTRIBUTING, SECURITY, THIRD_PARTY
 include_patterns = ["docs/**.md", "[CST]*.md"]
