@@ -22,19 +22,19 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3486, 1831),
-    "dma": (7233, 4033),
-    "heuristics": (1614, 725),
+    "compute": (3485, 1830),
+    "dma": (7215, 4025),
+    "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (917, 462),
     "machine": (1445, 635),
-    "nn": (2177, 1039),
-    "ops": (5980, 2778),
+    "nn": (2150, 1020),
+    "ops": (5985, 2775),
     "passes": (1960, 1161),
     "plan": (1028, 493),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1973, 1120),
+    "runtime": (1955, 1115),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
     "tools": (13520, 7319),
@@ -626,8 +626,8 @@ def test_tests_are_within_their_lines() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "budgets"),
     [
-        ("ops/call.py", "\n" * 9, {"ops": (5980, 2778)}),
-        ("ops/call.py", "x = 1; y = 2; z = 3\n" * 4, {"ops": (5980, 2778)}),
+        ("ops/call.py", "\n" * 9, {"ops": (9, 10)}),
+        ("ops/call.py", "x = 1; y = 2; z = 3\n" * 4, {"ops": (10, 10)}),
         ("attic/old.py", "x = 1\n", {}),
         ("plan/model.py", "class Model:\n    pass\n", {"lines of the longest file": 1}),
         ("plan/model.py", "def scales(): ...\n", {"files that name fp8": 0}),
