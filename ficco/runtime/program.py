@@ -27,7 +27,7 @@ def compile(
     program = Program(plan, slot, [], source)
     needed = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for run in together(plan):
+    for run in together(plan, exchanges=engine.exchanges(plan) and not trace):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, needed, trace))
         if ranges.STEPS or trace:
@@ -85,7 +85,8 @@ def _operations(
             raise unknown(step, f"the {engine.name} engine")
     if trace:
         yield from (engine.stamp(program, one, end=True) for one in run)
-    if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
+    posts = [signal for one in run for signal in program.plan.steps[one].posts]
+    if posts and not (len(run) > 1 and isinstance(step.work, Reduction)):  # else within the launch
         yield engine.post(program, last, posts)
     for one in needed.intersection(run):
         yield engine.record(program, one)

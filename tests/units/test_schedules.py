@@ -36,7 +36,7 @@ PIECES = st.one_of(
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     base = NAMED[draw(st.sampled_from(list(NAMED)))]
-    ring, one_shot = base.grouping == "ring", base.grouping == "one-shot"
+    ring, one_shot = base.grouping == "ring", base.sums_in_place
     tiled = base.grouping == "tiled"
     movers = ["kernel"] if one_shot else ["dma"] if tiled else ["dma", "kernel"]
     return replace(
