@@ -139,7 +139,7 @@ def served(problem: Problem, knobs: str) -> list[str]:
     for name in NAMED:
         with suppress(ValueError):  # it does not have the knobs
             schedule = Schedule.parse(f"{name}:{knobs}" if knobs else name)
-            if schedule.grouping != "one-shot" and not refusal(problem, schedule):
+            if not schedule.sums_in_place and not refusal(problem, schedule):
                 names.append(str(schedule))
     return names
 
@@ -341,7 +341,7 @@ def test_arrivals_are_those_of_the_link() -> None:
 
 def test_what_needs_peers_is_refused() -> None:
     problem = problem_of("matmul_reduce_scatter", 2)
-    for schedule in ("serial:kernel", "serial:collective", "one-shot"):
+    for schedule in ("serial:kernel", "serial:collective", "one-shot", "two-shot"):
         with played(0, 2) as (group, _):
             with pytest.raises(NotImplementedError, match="no peers|no mover"):
                 caller(operands_of(problem, 0), group, schedule)()

@@ -473,6 +473,14 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
             "may still use a slot when its rank hands it on",
         ),
     },
+    (RETURNED, "two-shot"): {
+        "sums that stay behind": (idle("sum 0>1"), UNWRITTEN),
+        "sent before they are summed": (move("sum 0", retires, "waits"), EARLY),
+        "kept before they arrive": (move("keep 1.0", retires, "waits", "clears"), EARLY),
+        "kept as the sums of others": (change("keep 1.0", src=down(1)), LOST),
+        "a word that stays dirty": (change("keep 1.0", clears=()), "never cleared"),
+        "a slot that is still read": (change(retires, after=()), IN_USE),
+    },
     (RETURNED, "one-shot:pieces=2"): {
         "a slot that its peer still has": (change(sums, after=(0,)), "has not handed it over"),
     },
