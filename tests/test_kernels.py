@@ -58,6 +58,7 @@ COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
 EXCHANGES = ("ficco_exchange_aligned", "ficco_exchange_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
 ONE_SHOTS = tuple(name for name in launch.NAMES if "one_shot" in name)
+TWO_SHOTS = tuple(name for name in launch.NAMES if "two_shot" in name)
 
 
 def places(lines: Sequence[str], pattern: str) -> list[int]:
@@ -250,6 +251,7 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Nvidia:
 
 
 LOAD_16, STORE_16 = r"ld\.global\.v4\.", r"st\.global\.v4\."
+ACQUIRE = r"ld\.acquire\.sys\.global\.u32"
 
 
 def test_nvidia_accesses_are_by_16_bytes_and_nothing_is_spilt(nvidia: Nvidia) -> None:
@@ -273,6 +275,20 @@ def test_nvidia_signals_are_ordered_for_the_system(nvidia: Nvidia) -> None:
     (fence,) = wait.at(fences)
     assert fence > max(wait.at(r"ld\.relaxed\.sys"))
     assert any("globaltimer" in line for line in wait.lines)
+
+
+def test_nvidia_two_shot_is_ordered(nvidia: Nvidia) -> None:
+    """A block has stored its sums before it posts, and it polls before it reads those of peers."""
+    for name in TWO_SHOTS:
+        kernel = nvidia.kernel(name)
+        begun, summed, heard, over = kernel.at(r"bar\.sync")
+        assert begun < min(kernel.at(LOAD_16)) and max(kernel.at(STORE_16)) < over
+        assert kernel.at(STORE_16, begun, summed) and not kernel.at(STORE_16, summed, heard)
+        (fence,), (poll,) = (
+            kernel.at(pattern, summed, heard) for pattern in (r"fence\.acq_rel\.sys", ACQUIRE)
+        )
+        post, clear = kernel.at(r"st\.relaxed\.sys\.global\.u32", summed, heard)
+        assert fence < post < poll < clear and kernel.at(LOAD_16, heard, over)
 
 
 def test_nvidia_cast_is_by_the_instruction(nvidia: Nvidia, tmp_path: Path) -> None:

@@ -642,9 +642,13 @@ struct Shares {
        u64 width, u64 pitch, u64 out_pitch, u32* arrived, CONSTANT Script front,                 \
        CONSTANT Script rear, CONSTANT Shares shares) {                                           \
     carry_out_front(front);                                                                      \
-    reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,     \
-                                                       width, pitch, out_pitch, blocks,          \
-                                                       shares.sent, shares.sends);               \
+    if (vectors <= blocks * ONE_SHOT_THREADS) /* no thread has a second unit to read */          \
+      reduce<ONE_SHOT_THREADS, 1, T, T>(out, parts, count, vectors, elements, width, pitch,      \
+                                        out_pitch, blocks, shares.sent, shares.sends);           \
+    else                                                                                         \
+      reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,   \
+                                                         width, pitch, out_pitch, blocks,        \
+                                                         shares.sent, shares.sends);             \
     exchange_sums(shares, blocks);                                                               \
     barrier();                                                                                   \
     if (thread_index() != ONE_SHOT_THREADS - 1) return;                                          \
