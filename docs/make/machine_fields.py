@@ -27,7 +27,10 @@ FROM: dict[str, dict[str, str]] = {
     "Machine": {"asked": "name accelerator ranks", "by hand": "also margin"},
     "Topology": {"measured": "kind bandwidth sharing"},
     "Network": {"fitted": "bandwidth latency", "measured": "sharing"},
-    "Copies": {"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},
+    "Copies": {
+        **{"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},
+        "by hand": "two_shot",
+    },
     "Collective": {"measured": "curve"},
     "Gemm": {
         "kept": "peak",
