@@ -209,6 +209,18 @@ def test_amd_sum_at_the_peers_is_behind_what_is_waited_for(amd: Amd) -> None:
         assert through < counted < max(words)
 
 
+def test_amd_two_shot_is_ordered(amd: Amd) -> None:
+    """A block has stored its sums before it posts, and polls before it reads those of peers."""
+    for name in TWO_SHOTS:
+        kernel = amd.kernel(name)
+        begun, summed, heard, over = kernel.at("s_barrier")
+        assert kernel.at(STORE, begun, summed) and not kernel.at(STORE, summed, heard)
+        (back,), (poll,) = kernel.at(amd.back, summed, heard), kernel.at(amd.poll, summed, heard)
+        post, clear = kernel.at(rf"global_store_dword v.*{amd.scope}$", summed, heard)
+        assert kernel.at(OVER, back, post) and back < post < poll < clear
+        assert kernel.at(amd.drop, poll, heard) and kernel.at(LOAD, heard, over)
+
+
 def test_amd_script_tells_behind_what_came_before(amd: Amd) -> None:
     script = amd.kernel("ficco_script")
     (back,) = script.at(amd.back)

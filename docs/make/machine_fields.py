@@ -28,7 +28,9 @@ FROM: dict[str, dict[str, str]] = {
     "Topology": {"measured": "kind bandwidth sharing"},
     "Network": {"fitted": "bandwidth latency", "measured": "sharing"},
     "Copies": {
-        **{"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},
+        "asked": "engines",
+        "fitted": "latency gap curve",
+        "measured": "in_front",
         "by hand": "two_shot",
     },
     "Collective": {"measured": "curve"},
