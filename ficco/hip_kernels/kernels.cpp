@@ -663,12 +663,11 @@ INLINE void exchange_sums(const Shares& shares, u32 blocks) {
     release_system();
     store_system(shares.posts[thread] + block, 1u);
   }
-  if (thread >= ASIDE_THREAD && thread - ASIDE_THREAD < shares.keeps) {  // after the posts
-    u32* const word = shares.waits[thread - ASIDE_THREAD] + block;
-    wait_system(word, 1);
-    store_system(word, 0u);
-  }
+  // After the posts. No word is cleared before all are there: the watchdog names who is missing.
+  const u32 peer = thread - ASIDE_THREAD;  // of another warp than the posts on CUDA
+  if (peer < shares.keeps) wait_system(shares.waits[peer] + block, 1);
   barrier();
+  if (peer < shares.keeps) store_system(shares.waits[peer] + block, 0u);
   const u64 first = (u64)block * ONE_SHOT_THREADS + thread, stride = (u64)blocks * ONE_SHOT_THREADS;
   for (u32 p = 0; p < shares.keeps; p++) {
     for (u64 n = first; n < shares.units[p]; n += ONE_SHOT_IN_FLIGHT * stride) {

@@ -218,8 +218,9 @@ def together(plan: Plan, exchanges: bool = False) -> tuple[tuple[int, ...], ...]
 
 def exchanged(plan: Plan, index: int) -> tuple[int, ...]:
     """The steps from a sum on that one launch can carry out: the sum of this rank's rows, copies of
-    the sums to peers, and places of the sums of peers in the same buffer. The number of signals of
-    each copy is that of each place. Empty if the steps are not these, all on the caller's lane.
+    the sums to peers, and places of the sums of peers in the same buffer. Each copy posts as many
+    signals as each place waits for; the places clear these. Empty if the steps are not these, all
+    on the caller's lane.
     """
     steps, first = plan.steps, plan.steps[index]
     if not isinstance(first.work, Reduction) or first.lane != "compute0":
@@ -230,13 +231,17 @@ def exchanged(plan: Plan, index: int) -> tuple[int, ...]:
         if not isinstance(move, Transfer) or step.lane != first.lane or step.after:
             break
         sends = not move.local and move.src == out and not (step.waits or step.clears or places)
-        keeps = move.local and move.dst.buffer == out.buffer and step.waits == step.clears
+        keeps = move.local and move.dst.buffer == out.buffer and bool(step.waits)
         if not (sends or keeps and not step.posts) or move.mover != "kernel":
             break
         places += keeps
         run.append(number)
+    both = places and places < len(run) - 1
     counts = {len(steps[i].posts or steps[i].waits) for i in run[1:]}
-    return tuple(run) if places and places < len(run) - 1 and len(counts) == 1 else ()
+    waits, clears = (
+        {s for i in run[1:] for s in getattr(steps[i], of)} for of in ("waits", "clears")
+    )
+    return tuple(run) if both and len(counts) == 1 and waits == clears else ()
 
 
 def _joins(plan: Plan, run: list[int], step: Step) -> bool:

@@ -193,14 +193,17 @@ class OneShotStage(Stage):
                 self.add(Step(move, self.sum_lane, f"{label}>{peer}", posts=posts))
 
     def _keep(self) -> None:
-        """Copy the sums of the peers to the result."""
-        world = self.world
-        for peer in self.peers:
-            for piece, (first, last) in enumerate(world.summed[peer]):
-                out = Region(world.out.name, self.me, first, last, 0, self.problem.n)
-                move = self._sums(world.landing(self.me, peer, piece), out)
-                waits, label = world.returned(peer, self.me, piece), f"keep {peer}.{piece}"
-                self.add(Step(move, self.sum_lane, label, waits, clears=waits))
+        """Copy the sums of the peers to the result. The last step clears all words, so that a word
+        that is not posted names a peer whose sums are missing."""
+        world, clears = self.world, tuple[Signal, ...]()
+        pieces = [(peer, i) for peer in self.peers for i in range(len(world.summed[peer]))]
+        for peer, piece in pieces:
+            out = Region(world.out.name, self.me, *world.summed[peer][piece], 0, self.problem.n)
+            move = self._sums(world.landing(self.me, peer, piece), out)
+            waits = world.returned(peer, self.me, piece)
+            clears += waits
+            step = Step(move, self.sum_lane, f"keep {peer}.{piece}", waits)
+            self.add(step._replace(clears=clears if (peer, piece) == pieces[-1] else ()))
 
     def _sums(self, src: Region, dst: Region) -> Transfer:
         return Transfer(src, dst, (1 << self.world.world) - 1, mover=self.schedule.mover)
