@@ -292,8 +292,8 @@ class GpuEngine(WatchedEngine):
 
         def work(call: Call, signals: Signals) -> None:
             parts = [view(call) for view in views]
-            kept = [(come, word, view(call)) for come, word, view in keeps]
-            ends = sends, kept, len(words)
+            homes = [(come, word, view(call)) for come, word, view in keeps]
+            ends = sends, homes, len(words)
             kernels.two_shot(result(call), parts, *ends, signals, call.state[lane])
 
         return Launch(work, self._counter(program, lane), self._words(program).own, sums=True)
