@@ -23,7 +23,7 @@ project, author = "ficco", "The ficco authors"
 release = ficco.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
-# Sources lie in the root of the repository, so that pages can link to files beside docs/.
+# The source folder is the root of the repository, so that pages can link to files outside docs/.
 root_doc = "docs/index"
 # CHANGELOG, CODE_OF_CONDUCT, CONTRIBUTING, SECURITY, THIRD_PARTY
 include_patterns = ["docs/**.md", "[CST]*.md"]
@@ -147,7 +147,7 @@ def index_results(app: Sphinx) -> None:
     for name in names:
         title, page = app.env.titles[name].astext(), app.env.get_doctree(name)
         index.feed(name, str(app.env.doc2path(name, base=False)), title, page)
-    index.prune(names)  # the environment shares what it has of other pages
+    index.prune(names)  # the environment shares its entries of other pages
     index._index_entries = {}
     with Path(app.outdir, "results-index.js").open("w") as file:
         index.dump(file, app.builder.indexer_format)

@@ -29,7 +29,7 @@ from ficco.tools.bench.report import geomean, measured
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "results/mi300x-simulated.md"
 
-#: All-gathers in which the paper's schedules were timed.
+#: Results of all-gathers that timed the paper's schedules.
 GATHERS = tuple(
     f"{shapes}-{place}"
     for place in ("h200-4", "h200-2", "h100-2")

@@ -90,7 +90,7 @@ def rule_table(machine: Machine, cases: Sequence[Case]) -> str:
     body.append((f"**within {HIT:.0%} of the fastest**", "", "", *hits, ""))
     body.append(("**mean loss**", "", "", *means, ""))
     return (
-        f"Simulated on `{machine.name}`; in brackets what is lost to the fastest of the four. "
+        f"Simulated on `{machine.name}`; in brackets the loss against the fastest of the four. "
         f"Literal thresholds: {at_its_word.low:.3g} and {at_its_word.high:.3g} operations, "
         f"the card's peak per second taken as a number. Fitted to the simulated times of this "
         f"table: {fitted.low:.2g} and {fitted.high:.2g} operations of a rank.\n\n"

@@ -639,7 +639,7 @@ class CpuEngine(Engine):
         self._end(program, call)
 
     def _alone(self, program: Program, call: Call) -> None:
-        """Run a call of one lane without the means by which lanes stop each other."""
+        """Run a call of one lane, without the events that synchronize and stop lanes."""
         call.state = SoleLane(self.timeout_s)
         for _, op in program.ops:
             op(call)

@@ -426,7 +426,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     out, gathered = _call(*where, shard, of_a, chosen, call, schedule, bool(pattern.others))
     if gathered is not None:
         gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
-        notes.append(f"what was gathered is kept for {_list(pattern.others)}")
+        notes.append(f"the gathered tensor is kept for {_list(pattern.others)}")
     at = chosen.node
     out = write.lying(at, write.moved(at, out, ordered, pattern.rows, n, tensor_of(at).shape))
     if pattern.rows != ordered:

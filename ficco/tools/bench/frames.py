@@ -44,7 +44,7 @@ class Schema:
         columns: their types, in the order of the file.
         optional: values of columns that a file may lack, since it is older or trimmed.
         case: column with the name of a case.
-        ways: columns that name what was measured of a case.
+        ways: columns that name the measured variant of a case.
         figure: column of the figure that pictures show.
     """
 

@@ -103,7 +103,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "them; `ficco explain` says for which"
         )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    requests = list(_asked(arguments, where.world * arguments.hosts))
+    requests = list(_problems(arguments, where.world * arguments.hosts))
     drawn = arguments.draw or arguments.trace or arguments.timelines
     if drawn and len(requests) > 1:
         raise ValueError(
@@ -121,7 +121,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(map(_what, problems))))
+        print(", ".join(dict.fromkeys(map(_heading, problems))))
         names = ASKABLE[problems[0].operator].required
         heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
         values = sizes(arguments)
@@ -134,8 +134,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Problems, and what rows say of them."""
+def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The requested problems, each with the columns that describe it in rows."""
     from ficco.tools.bench.simulated import shape_of
 
     values, operator = sizes(arguments), arguments.operator
@@ -175,7 +175,7 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
         print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _what(problem: Any) -> str:
+def _heading(problem: Any) -> str:
     """Heading of a table: the operator, or the problem with its sizes."""
     return problem.operator if problem.operator in OPERATORS else str(problem)
 
