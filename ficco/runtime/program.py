@@ -27,7 +27,7 @@ def compile(
     program = Program(plan, slot, [], source)
     joined = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for run in together(plan, exchanges=engine.exchanges(plan) and not trace):
+    for run in together(plan, exchanges=engine.exchanges(plan) and not timed):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, joined, timed))
         if ranges.STEPS or timed:
