@@ -341,7 +341,7 @@ def test_arrivals_are_those_of_the_link() -> None:
 
 def test_what_needs_peers_is_refused() -> None:
     problem = problem_of("matmul_reduce_scatter", 2)
-    for schedule in ("serial:kernel", "serial:collective", "one-shot", "two-shot"):
+    for schedule in ("serial:kernel", "serial:collective", "one-shot"):
         with played(0, 2) as (group, _):
             with pytest.raises(NotImplementedError, match="no peers|no mover"):
                 caller(operands_of(problem, 0), group, schedule)()

@@ -32,7 +32,7 @@ Rows = tuple[int, int]
 
 #: Bytes of sums that a share of a two-shot's piece has at least, and the most shares. Each has a
 #: signal to each peer, so that a block of a launch waits for one block of each peer.
-SHARE_BYTES, MOST_SHARES = 8192, 64
+SHARE_BYTES, MOST_SHARES = 8192, 48
 
 
 class OneShotWorld(World):
