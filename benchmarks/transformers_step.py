@@ -23,11 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 import ficco
-from ficco.integrations.transformers import plan, register
 from ficco.tools.bench.frames import Schema, append, describe
 
 LAYERS = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
@@ -66,6 +63,12 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def models(folder: str) -> dict[str, Any]:
     """The same weights under stock's plan and under ficco's."""
+    # Not above: README's table reads ROWS without Transformers.
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ficco.integrations.transformers import plan, register
+
     config = AutoConfig.for_model(
         "llama", **LAYERS, **HEADS, max_position_embeddings=16384, pad_token_id=0, eos_token_id=None
     )

@@ -1,6 +1,6 @@
 """Write the choices of the paper's rule for its Table I between the markers of a page.
 
-python -m docs.make.rule_table [docs/choosing.md]
+python -m docs.make.rule_table [docs/results/choosing.md]
 """
 
 from __future__ import annotations
@@ -106,4 +106,4 @@ def main(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/choosing.md"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/choosing.md"))

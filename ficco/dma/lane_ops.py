@@ -409,7 +409,7 @@ class Replays:
         self._driver = driver
         self._recorders: dict[int, _Recorder] = {}
         self._recorded: deque[tuple[weakref.ref[Run], Any]] = deque()  # the oldest first
-        self._made = self._replayed = 0  # recordings and replays so far
+        self._total = self._replayed = 0  # recordings made, and replays of them
         # A graph need not launch its nodes in the order of recording: with a single hardware queue
         # a wait could be queued before the operation that it waits for.
         self.possible = driver.records and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
@@ -436,7 +436,7 @@ class Replays:
                 runs[0].seen.clear()
             runs[0].seen.add(key)
             return None
-        if self._made >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._made:
+        if self._total >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._total:
             return None
         with GATE.recording() as allowed:
             for run in runs if allowed else ():
@@ -446,7 +446,7 @@ class Replays:
                     self._evict()
                     self._recorded.append((weakref.ref(run), key))
                     run.recorded[key] = recording
-                    self._made += 1
+                    self._total += 1
         return _recorded_part(program).recorded.get(key)
 
     def close(self) -> None:

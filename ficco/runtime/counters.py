@@ -28,7 +28,8 @@ class CallCounts(NamedTuple):
         serial: the other calls by source of the decision (:class:`ficco.Decision`), and by
             ``"limits"`` where the engine or ``workspace_bytes`` ruled out the decision.
         left: collectives of PyTorch's that stayed, under their name. A graph's collectives count
-            once, in the compile pass; collectives of a layer with its own kernel at each call.
+            once, in the compile pass; collectives of a layer with its own kernel, or of a layer
+            that an integration leaves to its client, at each call.
         hidden_s: seconds that serial would have taken longer, as the decisions measured or
             predicted it. Calls that were decided without times add nothing.
     """
@@ -107,9 +108,11 @@ def refuse(group: str, exposure: Exposure) -> None:
         raise NotOverlapped(*exposure)
 
 
-def refuse_collective(group: str, collective: str, reason: str) -> None:
+def refuse_collective(
+    group: str, collective: str, reason: str, remedy: str = "see docs/compile.md"
+) -> None:
     """As :func:`refuse`, for a collective of PyTorch's that stays."""
-    refuse(group, (f"{collective} of group {group}", "collective", reason, "see docs/compile.md"))
+    refuse(group, (f"{collective} of group {group}", "collective", reason, remedy))
 
 
 def count_collective(group: str, collective: str) -> None:
@@ -117,11 +120,11 @@ def count_collective(group: str, collective: str) -> None:
     _sums.setdefault((group, collective, _LEFT), Sums()).calls += 1
 
 
-def stays(group: str, collective: str, reason: str) -> None:
+def stays(group: str, collective: str, reason: str, remedy: str = "see docs/compile.md") -> None:
     """Count an eager collective of PyTorch's, or refuse it. A compiler does not trace this: in
     graphs the compile pass sees collectives."""
     if not torch.compiler.is_compiling():
-        refuse_collective(group, collective, reason)
+        refuse_collective(group, collective, reason, remedy)
         count_collective(group, collective)
 
 

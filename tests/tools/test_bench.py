@@ -669,6 +669,8 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
     harness.show_ways(room.SUBJECT, rows)
     table = capsys.readouterr().out
     assert "│ auto (" in table and "│ serial " in table and "---" not in table
+    case = ("layer: 8 experts, top 2; tokens a rank: 256; ", "positions: 256; heads (of keys), ")
+    assert case[which] in table and "\nx baseline  the fastest baseline over" in table
     assert f"all ways of odd: skipped: {note}\n" in table
     assert cli.run(["plot", str(tmp_path / "ways.csv"), "--report"]) == 0
     assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in text

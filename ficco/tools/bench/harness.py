@@ -41,7 +41,7 @@ from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show
+from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show, show_meanings
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
 from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
@@ -488,14 +488,16 @@ def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataF
 
 
 def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
-    """Print a table for each mode; a case is named on its first line."""
+    """Print a table for each case and mode."""
+    headings: list[str] = []
     for mode, table in tables(subject, rows):
-        words = list(table).index("way") + 1
-        again = (cases := table.iloc[:, : words - 1]).eq(cases.shift()).all(axis=1)
-        table.iloc[again.to_numpy(), : words - 1] = ""
-        ends = [number - 1 for number, same in enumerate(again) if not same]
-        title = f"{subject.name}, {mode}: {MODE_WORDS[mode]}"
-        show(title, table, left=range(words), sections=ends, width=140)
+        words = list(table)[: list(table).index("way")]
+        headings += [name for name in table if name not in (*words, *headings)]
+        print(f"{subject.name}, {mode}: {MODE_WORDS[mode]}")
+        for case, ways in table.groupby(words, sort=False):
+            print("; ".join(f"{word}: {text}" for word, text in zip(words, case, strict=True)))
+            show("", ways.drop(columns=words), width=100)
+    show_meanings(headings)
     for line in left_out(subject, rows):
         print(f"  {line}")
 

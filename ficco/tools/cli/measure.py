@@ -24,6 +24,7 @@ from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli import (
     CSV,
+    EXTRA,
     FAMILIES,
     FILE,
     FLAG,
@@ -36,6 +37,8 @@ from ficco.tools.cli import (
     add_ranks,
     command,
     field_values,
+    is_installed,
+    not_installed,
     shapes,
     writable,
 )
@@ -609,6 +612,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if ranks is not None:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
     report = doctor.report(ranks, device)
+    report["extra"] = {
+        one: "installed" if is_installed(one) else not_installed(one) for one in EXTRA
+    }
     if ranks is not None:
         name, seen = launch.launch(
             doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
