@@ -98,7 +98,8 @@ def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
     targets, ways = targets_in_order(*where)[: len(builder.peers)], list(legs(problem, me))
     builder.lane_of = {peer: f"copy{i % schedule.copy}" for i, peer in enumerate(targets)}
     traffic, made = Traffic(builder, schedule, route), list[int]()
-    builder.acquire(traffic.begun())
+    traffic.announce()
+    builder.acquire()
     for unit in route.units[me]:
         lane, b = f"compute{unit.ordinal % schedule.compute}", Region("b", me, 0, k, 0, problem.n)
         out = route.rows(me, unit)
@@ -113,7 +114,7 @@ def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
     for source, i, _ in chain.from_iterable(traffic.coming(peers_in_order(*where))):
         traffic.home(source, i, REDUCE_LANE, partial(at_home, unit=route.units[source][i]))
     if builder.peers:
-        builder.retire(traffic.silent())
+        builder.retire()
     return builder.plan(str(schedule), route.buffers, route.words)
 
 

@@ -189,7 +189,7 @@ def _plans(
     gathered, gather = GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
     if schedule.grouping == "tiled":
         gathered, gather = TiledGatherWorld, TiledGatherStage
-    world = gathered(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
+    world = gathered(problem, schedule, words, cap=staging_bytes, packs_columns=packs_columns)
     return [gather(world, Builder(problem, rank)).plan() for rank in ranks]
 
 

@@ -118,15 +118,16 @@ class Traffic:
 
     # Opening and closing a call.
 
-    def begun(self) -> dict[int, tuple[Signal, ...]]:
-        """The signals that this rank's call has begun, by peer."""
-        posts_begun, begun, me = self.route.posts_begun, self.route.begun, self.me
-        return {peer: (begun(me, peer),) for peer in self.peers if posts_begun(me, peer)}
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers have begun, of peers without data for this rank."""
-        gives, begun, me = self.route.gives, self.route.begun, self.me
-        return tuple(begun(peer, me) for peer in self.peers if not gives(peer, me))
+    def announce(self) -> None:
+        """Signal to peers without data of this rank that its call has begun, and wait for the
+        signals of peers without data for this rank."""
+        builder, route, me = self.builder, self.route, self.me
+        for peer in self.peers:
+            if route.posts_begun(me, peer):
+                posts = builder.begun.get(peer, ())
+                builder.begun[peer] = (*posts, route.begun(me, peer))
+        silent = [peer for peer in self.peers if not route.gives(peer, me)]
+        builder.silent += tuple(route.begun(peer, me) for peer in silent)
 
     def close(self) -> None:
         """Wait until the peers have fetched the pieces of this rank."""

@@ -246,7 +246,7 @@ class ExpertStage:
             first, last = own, []
         for share in first:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
-        self.builder.acquire({})
+        self.builder.acquire()
         if layer.dispatches:
             for items in self.out.leaving(self.builder.lane_of):
                 self.out.push(items, self._brought)
@@ -267,7 +267,7 @@ class ExpertStage:
         for _, step in sorted(self.aside, key=lambda one: one[0]):
             self.add(step)
         if self.peers:
-            self.builder.retire(())
+            self.builder.retire()
         return self.builder.plan(str(self.schedule), world.buffers, world.words)
 
     def _own_shares(self) -> list[Share]:

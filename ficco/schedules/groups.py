@@ -253,6 +253,13 @@ class Groups:
         """Number of units of a peer."""
         return len(self.cuts[peer] if self.tail == 1 else self.units(peer))
 
+    def size(self, unit: Unit) -> tuple[int, int]:
+        """Rows and columns of a unit."""
+        length = unit.stop - unit.start
+        return (
+            (length, self.columns) if self.schedule.dims == 1 else (self.block(unit.peer), length)
+        )
+
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
         """The region of a unit in a buffer. The unit's block begins at ``row`` of the buffer."""
         return self.regions(buffer, rank, row, [unit])[0]

@@ -16,7 +16,6 @@ from weakref import proxy
 
 from ficco.plan import Product, Products, Reduction, Region, Signal, Step, Transfer
 from ficco.plan.model import PLAIN, new
-from ficco.problems.products import Problem
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import (
     REDUCE_LANE,
@@ -24,14 +23,12 @@ from ficco.schedules.builder import (
     Builder,
     EachRank,
     Stage,
-    WordAllocator,
     World,
     merged,
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
 from ficco.schedules.groups import Departures, Unit, legs, names, returning, sources_of, via
-from ficco.schedules.space import Schedule
 
 
 class ScatterWorld(World, Route):
@@ -47,16 +44,8 @@ class ScatterWorld(World, Route):
 
     returns = True
 
-    def __init__(
-        self,
-        problem: Problem,
-        schedule: Schedule,
-        words: WordAllocator,
-        operands: tuple[Buffer, Buffer, Buffer] | None = None,
-        suffix: str = "",
-        packs_columns: bool = False,
-    ) -> None:
-        super().__init__(problem, schedule, words, operands, suffix)
+    def lay_out(self) -> None:
+        problem, schedule, words = self.problem, self.schedule, self.words
         self.ring = schedule.grouping == "ring" and self.world > 1
         ranks, pull, hosts = range(self.world), schedule.pull, problem.hosts
         self.departures = EachRank(partial(Departures, problem, schedule))
@@ -72,16 +61,16 @@ class ScatterWorld(World, Route):
         most = max(len(one.sums) for one in leaving) * problem.kind.returns
         self.back = SumRoute(self, words.block(most * hosts))
         self.reads = words.block(int(pull))
-        self.staging = "staging" + suffix
+        self.staging = "staging" + self.suffix
         self.product = self.out
         if self.world > 1:
-            self._add_buffers(packs_columns)
+            self._add_buffers()
 
-    def _add_buffers(self, packs_columns: bool) -> None:
+    def _add_buffers(self) -> None:
         problem, schedule, ranks = self.problem, self.schedule, range(self.world)
-        packs = packs_columns and schedule.dims == 2 and not schedule.pull
         # A tail cuts some rows otherwise than the rest; the own rows that are summed are whole.
-        packs = packs and schedule.tail == 1 and (schedule.uniform or not problem.kind.sums)
+        packs = self.packs_columns and schedule.tail == 1
+        packs = packs and (schedule.uniform or not problem.kind.sums)
         rows = [self.rows(rank) for rank in ranks]
         if problem.kind.returns:  # sums come back
             rows = [rows[rank] + problem.m - problem.rows[rank] for rank in ranks]
@@ -263,9 +252,9 @@ class ScatterStage(Stage):
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.world, self.mine = world, world.departures[self.me]
+        self.mine = world.departures[self.me]
         self.traffic = Traffic(builder, self.schedule, world)
-        self.begun, self.silent = self.traffic.begun, self.traffic.silent
+        self.traffic.announce()
         self.back = Traffic(builder, self.schedule, world.back)
         self.ways = list(legs(self.problem, self.me))
         self.sums = self.problem.kind.sums
@@ -296,7 +285,7 @@ class ScatterStage(Stage):
     def _open(self) -> list[list[Item]]:
         """Take over the slots of the peers. Returns the pieces to fetch, by group."""
         if self.peers:
-            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
+            self.acquired = tuple(dict.fromkeys(self.builder.acquire().values()))
         return self.traffic.coming(self.lane_of) if self.schedule.pull else []
 
     def finish(self) -> None:
