@@ -15,7 +15,7 @@ from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step,
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
-from ficco.schedules.builder import Builder, WordAllocator, scaled
+from ficco.schedules.builder import Builder, WordAllocator, scaled, whole
 from ficco.schedules.gather import GatherStage, GatherWorld, InnerGatherStage, StagingTooSmall
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
@@ -199,10 +199,6 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     b, out, added = specification.operands[1], specification.results[0], list[Buffer]()
     factors, builder = problem.factors if problem.scaling else a, Builder(problem, rank)
 
-    def whole(buffer: Buffer) -> Region:
-        rows, cols = buffer.shapes[rank]
-        return Region(buffer.name, rank, 0, rows, 0, cols)
-
     left, target, moves = a, out, []
     if not kind.scatters:
         left = problem.gathered("result" if problem.return_gathered else "local")
@@ -210,19 +206,21 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         if problem.sends_factors:
             gathered = problem.gathered_factors("gathered scale", "local")
             added.append(gathered)
-            moves.append(LibraryMove(whole(factors), whole(gathered)))
+            moves.append(LibraryMove(whole(factors, rank), whole(gathered, rank)))
             factors = gathered
-        moves.append(LibraryMove(whole(a), whole(left)))
+        moves.append(LibraryMove(whole(a, rank), whole(left, rank)))
     elif kind.returns:  # the library sums in place
-        moves.append(LibraryMove(whole(out), whole(out)))
+        moves.append(LibraryMove(whole(out, rank), whole(out, rank)))
     else:
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
         target = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
         added = [target]
-        moves.append(LibraryMove(whole(target), whole(out)))
-    products = [Product(whole(left), whole(b), whole(target), transposed=kind.inner)]
+        moves.append(LibraryMove(whole(target, rank), whole(out, rank)))
+    products = [
+        Product(whole(left, rank), whole(b, rank), whole(target, rank), transposed=kind.inner)
+    ]
     if problem.scaling:
-        products = list(_scaled(problem, products[0], whole(factors), rank))
+        products = list(_scaled(problem, products[0], whole(factors, rank), rank))
     steps = [
         *(Step(move, "compute0", kind.collective) for move in moves),
         Step(Products(tuple(products)), "compute0", "all"),
@@ -231,7 +229,7 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         steps.reverse()
     if problem.given is not problem:
         added += [a, problem.factors]
-        builder.cast(problem, whole(a))
+        builder.cast(problem, whole(a, rank))
     steps = [*builder.steps, *steps]
     buffers = (*specification.operands, *specification.results, *added)
     return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ficco.plan import Applied, Attendings, Plan, Products, Reduction, Region, Signal, Step
-from ficco.plan.model import Payload, Product, Transfer
+from ficco.plan.model import Payload, Product, Transfer, new
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
@@ -97,6 +97,12 @@ class WordAllocator:
         block = Block(self.count, per_poster)
         self.count += self.world * per_poster
         return block
+
+
+def whole(buffer: Buffer, rank: int) -> Region:
+    """The region of all rows of a rank's buffer."""
+    rows, cols = buffer.shapes[rank]
+    return Region(buffer.name, rank, 0, rows, 0, cols)
 
 
 def released(poster: int, waiter: int) -> Signal:
@@ -319,10 +325,9 @@ class Stage:
         """The copy lane of each peer."""
         return self.builder.lane_of
 
-    @remembered
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
         """The region of rows and columns of the local b."""
-        return Region(self.b, self.me, row, row_stop, col, col_stop)
+        return new(Region, (self.b, self.me, row, row_stop, col, col_stop))
 
     def _product(
         self,

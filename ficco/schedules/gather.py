@@ -28,6 +28,7 @@ from ficco.schedules.builder import (
     joined,
     merged,
     remembered,
+    whole,
 )
 from ficco.schedules.exchange import LANE, LOOKAHEAD, After, Item, Parcel, Route, Traffic
 from ficco.schedules.groups import Arrivals, Unit, legs, names, near_targets, via
@@ -58,17 +59,15 @@ class Stages:
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.arrivals, self.rows, self.cols, self.groups = arrivals, 0, 0, list[int]()
-        self._first = dict[tuple[int, int], int]()  # first row in the stage, by peer and number
+        self._first = dict[Unit, int]()  # first row of a unit in the stage
         for group, units in enumerate(arrivals.by_group):
-            if all(unit.peer == arrivals.rank for unit in units):
-                continue
             row = 0
-            self.groups.append(group)
             for unit in units:
                 rows, cols = arrivals.size(unit)
-                self._first[unit[:2]], row = row, row + rows
-                self.cols = max(self.cols, cols)
-            self.rows = max(self.rows, row)
+                self._first[unit], row = row, row + rows
+            if any(unit.peer != arrivals.rank for unit in units):
+                self.groups.append(group)
+                self.rows, self.cols = max(self.rows, row), max(self.cols, cols)
 
     def set_count(self, most: int) -> None:
         """Set the number of stages: ``most``, or the number of groups if that is smaller."""
@@ -80,7 +79,7 @@ class Stages:
     def region(self, buffer: str, unit: Unit) -> Region:
         """The region of a unit in the stage of its group."""
         rows, cols = self.arrivals.size(unit)
-        row = self._first[unit[:2]] + self._begin[unit.group]
+        row = self._first[unit] + self._begin.get(unit.group, 0)
         return Region(buffer, self.arrivals.rank, row, row + rows, 0, cols)
 
 
@@ -119,8 +118,7 @@ class GatherWorld(World, Route):
         needed = max(rows for rows, _ in shapes) * problem.k * self.a.itemsize
         if self.cap is not None and needed > self.cap:
             shapes = self._take_turns(self.cap, needed)
-        self.source, self._sources = self.a.name, dict[tuple[int, int, int, int], list[Region]]()
-        self.factors_from = self.factors_at = "scale_a"
+        self.source, self.factors_from, self.factors_at = self.a.name, "scale_a", "scale_a"
         if self.world > 1:
             self._add_slot_buffers(shapes)
         self.product = self.out
@@ -168,28 +166,16 @@ class GatherWorld(World, Route):
 
     # Places.
 
-    def sources(self, owner: int, rank: int) -> list[Region]:
-        """Source regions of an owner's units for a rank. Receivers share them if possible."""
-        arrivals, first = self.arrivals[rank], self.problem.leaves(owner, rank)
-        key = owner, first, arrivals.block(owner), arrivals.count(owner)
-        regions = self._sources.get(key)
-        if regions is None:
-            units = arrivals.units(owner)
-            regions = self._sources[key] = arrivals.regions(self.source, owner, first, units)
-        return regions
-
     @remembered
-    def landings(self, owner: int, rank: int) -> list[Region]:
-        """Destination regions of an owner's units at their last receiver."""
-        return self.places(owner, rank, self.arrivals[rank].units(owner))
-
-    def places(self, owner: int, rank: int, units: list[Unit], offset: int = 0) -> list[Region]:
-        """Regions of an owner's units in a rank's staging. The units may be those of another
-        receiver, whose block begins ``offset`` rows after the rank's block."""
+    def landed(self, owner: int, dst: int, rank: int) -> list[Region]:
+        """Regions of an owner's units for a receiver in the staging of a rank: the receiver, or
+        the rank that relays them to it."""
+        problem, units = self.problem, self.arrivals[dst].units(owner)
         if self.stages:
             return [self.stages[rank].region(self.staging, unit) for unit in units]
-        row = self.problem.lands(owner, rank) - (self.absent[rank] if owner > rank else 0)
-        return self.arrivals[rank].regions(self.staging, rank, row + offset, units)
+        row = problem.lands(owner, rank) - (self.absent[rank] if owner > rank else 0)
+        row += problem.leaves(owner, dst) - problem.leaves(owner, rank)
+        return self.arrivals[dst].regions(self.staging, rank, row, units)
 
     def block(self, src: int, dst: int) -> Span:
         """Rows of a rank's block at its receiver."""
@@ -226,16 +212,15 @@ class GatherWorld(World, Route):
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
         units, problem, pull = self.arrivals[dst].units(owner), self.problem, self.schedule.pull
         if src == owner:
-            leaving, factors_from = self.sources(owner, dst), self.factors_from
+            leaving, factors_from = self.arrivals[dst].in_shard(self.source, src), self.factors_from
         else:
-            skipped = problem.leaves(owner, dst) - problem.leaves(owner, src)
-            leaving, factors_from = self.places(owner, src, units, skipped), self.factors_at
+            leaving, factors_from = self.landed(owner, dst, src), self.factors_at
         rooms, posts = self.rooms(owner, dst), list[Signals]([()]) * len(units)
         if not pull:
             posts = [(signal,) for signal in self.signals(owner, dst, owner)]
         elif units:  # the first piece waits for the owner's call, and the last one ends the reading
             rooms, posts[-1] = {units[0].group: (self.begun(src, dst),)}, (self.read(dst, src),)
-        pieces, landings = list[Parcel](), self.landings(owner, dst)
+        pieces, landings = list[Parcel](), self.landed(owner, dst, dst)
         ends = zip(units, names(owner, len(units)), leaving, landings, posts, strict=True)
         for unit, name, source, landing, signals in ends:
             labels: tuple[str, ...] = (f"{name}>{dst}",)
@@ -305,12 +290,9 @@ class Gather(Stage):
         self.traffic.announce()
         self.stages = world.stages[self.me] if world.stages else None
         self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
-        self.regions = {peer: world.landings(peer, self.me) for peer in self.senders}
+        self.regions = {peer: world.landed(peer, self.me, self.me) for peer in self.senders}
         if self.me in self.mine.set_of:
-            self.regions[self.me] = self.mine.in_shard(self.a, self.me)
-            for own in map(self._own_among, self.groups):
-                for unit, region in zip(own, world.places(self.me, self.me, own), strict=True):
-                    self.regions[self.me][unit.ordinal] = region
+            self.regions[self.me] = self._own_regions()
         self.published: After = ()  # the steps that copy or cast A for peers
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
@@ -325,10 +307,13 @@ class Gather(Stage):
         if launched and schedule.uniform and most <= 1:
             builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
-    def _own_among(self, units: list[Unit]) -> list[Unit]:
-        """The rank's own units of a group if it also has units of peers, else none."""
-        own = [unit for unit in units if unit.peer == self.me]
-        return own if len(own) < len(units) else []
+    def _own_regions(self) -> list[Region]:
+        units, here = self.mine.units(self.me), self.mine.in_shard(self.a, self.me)
+        if len(self.mine.sets[self.mine.set_of[self.me]]) == 1:
+            return here
+        ends = zip(units, here, self.world.landed(self.me, self.me, self.me), strict=True)
+        mixed = [any(unit.peer != self.me for unit in units) for units in self.groups]
+        return [landed if mixed[unit.group] else region for unit, region, landed in ends]
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sort key of a peer: when this rank first copies from it (pull) or to it."""
@@ -362,21 +347,19 @@ class Gather(Stage):
         if problem.sends_factors:
             copies.append((problem.factors, world.factors_from))
         for source, target in copies:
-            rows, cols = source.shapes[self.me]
-            whole = Region(source.name, self.me, 0, rows, 0, cols)
             if target != source.name:
-                move = Transfer(whole, whole._replace(buffer=target))
+                rows = whole(source, self.me)
+                move = Transfer(rows, rows._replace(buffer=target))
                 self.published += (self.add(Step(move, "compute0", "publish")),)
 
     def _cast_all(self) -> After:
         """Cast the pieces of A in the order of their copies, then the other rows. If peers fetch,
         one step casts all of A. Returns the step that peers wait for."""
-        rows, cols = self.world.a.shapes[self.me]
         far = [target for target, _ in legs(self.problem, self.me)]
         targets = [] if self.schedule.pull else [*far, *self._in_turn()]
         for _, _, piece in chain.from_iterable(self.traffic.leaving(targets)):
             self._cast(piece.moves[-1].src, "compute0")
-        self._cast(Region(self.a, self.me, 0, rows, 0, cols), "compute0")
+        self._cast(whole(self.world.a, self.me), "compute0")
         return (self.casts[-1][1],) if self.schedule.pull else ()
 
     def open(self) -> list[list[Item]]:
@@ -441,9 +424,10 @@ class Gather(Stage):
         stage. With ``return_gathered`` also copy them to the gathered A. Returns the step."""
         units = self.groups[group]
         coming = [unit[:2] for unit in units if unit.peer in self.senders]
-        after = self._after_casts(lane) if self.casts and len(coming) < len(units) else ()
-        if coming and len(coming) < len(units):
-            self._place_own(group, lane, after)
+        own = [unit for unit in units if unit.peer == self.me] if len(coming) < len(units) else []
+        after = self._after_casts(lane) if own and self.casts else ()
+        if own and coming:
+            self._place_own(own, lane, after)
             after = ()
         waits, brought = self.traffic.arrivals(coming, lane)
         posts, acquired = self._release(group) if self.stages else ((), ())
@@ -461,11 +445,12 @@ class Gather(Stage):
         self.after_casts.add(lane)
         return (self.casts[-1][1],)
 
-    def _place_own(self, group: int, lane: str, after: After) -> None:
-        """Copy the own units and their factors to staging, next to units of peers."""
-        after += tuple(i for i in self._room(group) if self.steps[i].lane != lane)
+    def _place_own(self, units: list[Unit], lane: str, after: After) -> None:
+        """Copy own units and their factors to staging, next to units of peers."""
+        room = self._room(units[0].group)
+        after += tuple(i for i in room if self.steps[i].lane != lane)
         me, shard, factors_at = self.me, self.mine.in_shard(self.a, self.me), self.world.factors_at
-        for unit in self._own_among(self.groups[group]):
+        for unit in units:
             self._place(lane, shard[unit.ordinal], self.regions[me][unit.ordinal], after)
             if self.world.brings_factors(unit) and not self.factors_stay(me):
                 src, dst = (self.world.factors(unit, me, me, at) for at in ("scale_a", factors_at))
