@@ -32,7 +32,7 @@ from ficco.plan.model import (
 )
 from ficco.problems.attention import AttentionProblem, KeyGather
 from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Rectangle, Span, merged
-from ficco.problems.specification import MERGE, SUMS, Buffer
+from ficco.problems.specification import MERGE, SUMS
 from ficco.schedules.builder import Block, Builder, Shapes, Stage, WordAllocator, remembered
 from ficco.schedules.exchange import After, Item, Parcel, Route, Traffic
 from ficco.schedules.gather import OWN, Gather, GatherWorld
@@ -353,10 +353,10 @@ class GradientWorld(AttentionWorld):
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(problem, schedule, words, cap)
         keys, ranks, dkv = problem.keys, range(self.world), problem.specification.results[1]
-        cols, hosts = problem.kv_cols, problem.hosts
+        cols = problem.kv_cols
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
         self.most_back = max(counts, default=0)
-        self.back = GradientRoute(self, words.block(self.most_back * hosts))
+        self.back = GradientRoute(self, words.block(self.most_back * problem.hosts))
         self.first_rows: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
@@ -365,18 +365,11 @@ class GradientWorld(AttentionWorld):
             self.first_rows.append(dict(zip(blocks, ends, strict=False)))
             returned.append((ends[-1], cols))
         self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
-        self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
             leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
             self.buffer("leaving", dkv, leaving, "local", leaves=True)
             self.buffer("returned", dkv, tuple(returned))
-        for distance in range(1, hosts) if keys.local_world > 1 else ():
-            owners = [keys.on_host(keys.host(rank) + distance, rank) for rank in ranks]
-            pairs = list(zip(owners, ranks, strict=True))
-            shapes = tuple((keys.block(*pair), cols) for pair in pairs)
-            first, name = tuple(keys.lands(*pair) for pair in pairs), f"host sum {distance}"
-            host_sum = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
-            self.host_sums[distance] = host_sum
+        self.host_sums = self.host_sum_buffers(dkv, self.block, leaves=True)
 
     def _add_slot_buffers(self, shapes: Shapes) -> None:
         if not self.kept:

@@ -177,11 +177,6 @@ class GatherWorld(World, Route):
         row += problem.leaves(owner, dst) - problem.leaves(owner, rank)
         return self.arrivals[dst].regions(self.staging, rank, row, units)
 
-    def block(self, src: int, dst: int) -> Span:
-        """Rows of a rank's block at its receiver."""
-        first = self.problem.lands(src, dst)
-        return first, first + self.problem.block(src, dst)
-
     def brings_factors(self, unit: Unit) -> bool:
         """Whether factors travel with a unit. Units that share factors send them once."""
         scaling = self.problem.scaling

@@ -135,7 +135,7 @@ class TiledScatterStage(ScatterStage):
             signals, after = list(self.announced.values()), ()
         step = Step(Products(products), "compute0", "all", after=after, announces=tuple(signals))
         index = self.add(step)
-        self.made_by = dict.fromkeys([*leave, *stay], index)
+        self.step_of = dict.fromkeys([*leave, *stay], index)
         for unit, signal in self.announced.items():
             if unit.peer != self.me:
                 self._send(unit, waits=(signal,))
