@@ -349,7 +349,7 @@ class ScatterStage(Stage):
         return self.mine.regions(self.world.out.name, self.me, row, self.mine.sums)
 
     def _lane(self, turn: int) -> str:
-        """The compute lane of a group or, after the groups, of a separate product of an own unit."""
+        """The compute lane of a group or, after the groups, of a product of an own unit."""
         return f"compute{turn % self.compute_lanes}"
 
     # Arrivals.
