@@ -65,37 +65,46 @@ def plans(
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
     """Why a schedule cannot serve a Problem; empty if it can."""
-    kind = problem.kind
     if schedule.own:
         try:
             own_plans(problem, schedule)
         except ValueError as error:
             return str(error)
-    if (schedule.beta or schedule.grouping == "one-shot") and not kind.sums:
-        option = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
-        return (
-            f"schedule {schedule}: {option} is for operators that sum over ranks, which "
-            f"{problem.operator} does not; leave it out"
-        )
-    if schedule.grouping == "tiled" and kind.inner:
-        return (
-            f"schedule {schedule}: tiled is for operators each of whose rows is one product, which "
-            f"{problem.operator} has not: its products add up to all rows; take another schedule"
-        )
-    if problem.hosts > 1 and not schedule.own and (why := _between_hosts(problem, schedule)):
-        instead = "a schedule that pushes" if schedule.pull else "another schedule"
-        return f"schedule {schedule}: {why}, which no rank can do between hosts; take {instead}"
-    if problem.transposed and (why := _turned(schedule)):
-        return (
-            f"schedule {schedule}: {why}, which is not served for rows that lie as columns; leave "
-            "it out"
-        )
-    if problem.scaling and schedule.beta:
-        reason = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
-        return f"schedule {schedule}: {reason} products of float8 operands; take another schedule"
-    if problem.scaling and schedule.grouping == "tiled" and (why := _untiled(problem.scaling)):
-        return f"schedule {schedule}: tiled has no kernel for {why}; take another schedule"
-    return ""
+    why = next(_refusals(problem, schedule), "")
+    return why and f"schedule {schedule}: {why}"
+
+
+def _refusals(problem: Problem, schedule: Schedule) -> Iterator[str]:
+    """Yield reasons why a schedule cannot serve a Problem, each with a remedy."""
+    kind, scaling, other = problem.kind, problem.scaling, "take another schedule"
+    grouping, operator, tiled = schedule.grouping, problem.operator, schedule.grouping == "tiled"
+    reads = "ranks read memory of their peers (pull)"
+    if (schedule.beta or grouping == "one-shot") and not kind.sums:
+        option = grouping if grouping in ("ring", "one-shot") else "beta"
+        why = f"which {operator} does not; leave it out"
+        yield f"{option} is for operators that sum over ranks, {why}"
+    if tiled and kind.inner:
+        why = f"which {operator} has not: its products add up to all rows; {other}"
+        yield f"tiled is for operators each of whose rows is one product, {why}"
+    if problem.hosts > 1 and not schedule.own:
+        why = "which no rank can do between hosts; take"
+        if schedule.pull:
+            yield f"{reads}, {why} a schedule that pushes"
+        if tiled:
+            yield f"tiles wait for signals, {why} another schedule"
+        if schedule.beta:
+            yield f"blocks go from rank to rank, or sums come first (beta), {why} another schedule"
+    if problem.transposed:
+        why = "which is not served for rows that lie as columns; leave it out"
+        if schedule.own or tiled:
+            yield f"the schedule is {grouping}, {why}"
+        if schedule.pull or schedule.mover != "dma":
+            yield f"{reads if schedule.pull else f'the mover is {schedule.mover}'}, {why}"
+    if scaling and schedule.beta:
+        adds = "ring" if grouping == "ring" else "beta"
+        yield f"{adds} adds to a sum, unlike products of float8 operands; {other}"
+    if scaling and tiled and (why := _untiled(scaling)):
+        yield f"tiled has no kernel for {why}; {other}"
 
 
 def _untiled(scaling: Scaling) -> str:
@@ -105,27 +114,6 @@ def _untiled(scaling: Scaling) -> str:
     if scaling.source:
         return "operands that the call casts"
     return "" if ITEMSIZES[scaling.out] == 2 else f"results of {scaling.out}"
-
-
-def _turned(schedule: Schedule) -> str:
-    """Reason why a schedule does not serve operands that travel transposed; empty if it serves
-    them."""
-    if schedule.own or schedule.grouping == "tiled":
-        return f"the schedule is {schedule.grouping}"
-    if schedule.pull:
-        return "ranks read memory of their peers (pull)"
-    return "" if schedule.mover == "dma" else f"the mover is {schedule.mover}"
-
-
-def _between_hosts(problem: Problem, schedule: Schedule) -> str:
-    """Operation of a schedule that is impossible between hosts; empty if all are possible."""
-    if schedule.pull:
-        return "ranks read memory of their peers (pull)"
-    if schedule.grouping == "tiled":
-        return "tiles wait for signals"
-    if schedule.beta:
-        return "blocks go from rank to rank, or sums come first (beta)"
-    return ""
 
 
 def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
