@@ -334,10 +334,8 @@ class Stage:
         self.run()
         if self.builder.problem.world > 1 and self.steps:
             self.builder.retire(self.silent())
-        buffers, words = self.world.buffers, self.world.words
-        return self.builder.plan(
-            str(self.schedule), buffers, words, self.world.stage_count(self.me)
-        )
+        world, stages = self.world, self.world.stage_count(self.me)
+        return self.builder.plan(str(self.schedule), world.buffers, world.words, stages)
 
     @property
     def lane_of(self) -> dict[int, str]:
@@ -382,15 +380,13 @@ class Stage:
         dst: Region,
         after: tuple[int, ...] = (),
         posts: tuple[Signal, ...] = (),
-        waits: tuple[Signal, ...] = (),
         terms: int = 0,
     ) -> int:
         """Add a copy within the rank, and return its index."""
         # The copy kernel brings own rows to their place in the launch that sends others.
-        launched = self.schedule.mover == "kernel" and src.buffer == self.a
-        mover = "kernel" if launched else "dma"
+        mover = "kernel" if self.schedule.mover == "kernel" and src.buffer == self.a else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
-        return self.add(Step(move, lane, label, waits, posts, after=after))
+        return self.add(Step(move, lane, label, (), posts, after=after))
 
 
 def _meet(one: Region, two: Region) -> bool:

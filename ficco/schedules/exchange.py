@@ -280,12 +280,12 @@ class Traffic:
         lanes and have brought a piece, or have already waited for its signal."""
         waits, after, index = list[Signal](), dict[str, int](), len(self.steps)
         me, route, brought = self.me, self.route, self.brought
+        owner = me if owner < 0 and route.returns else owner
         for piece in pieces:
             step = brought.get(piece)
             if step is None:
                 source, number = piece
-                whose = route.owner(source, me) if owner < 0 else owner
-                signal = route.signals(source, me, whose)[number]
+                signal = route.signals(source, me, source if owner < 0 else owner)[number]
                 step = self.waited.setdefault(signal.word, index)
                 if step == index:
                     waits.append(signal)

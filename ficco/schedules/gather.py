@@ -28,6 +28,7 @@ from ficco.schedules.builder import (
     joined,
     merged,
     remembered,
+    scaled,
     whole,
 )
 from ficco.schedules.exchange import LANE, LOOKAHEAD, After, Item, Parcel, Route, Traffic
@@ -292,7 +293,10 @@ class Gather(Stage):
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
         self.after_casts = {"compute0"}  # lanes that run after all casts of A
-        in_turn = sorted(self.peers, key=self._turn)
+        turns = {peer: self._turn(peer) for peer in self.peers}
+        in_turn = sorted(self.peers, key=turns.__getitem__)
+        #: Peers in the order of the copies of one group.
+        self.in_turn = sorted(self.peers, key=lambda peer: turns[peer][1:])
         builder.assign_lanes(in_turn, self.schedule.copy)
         # Copies by a kernel go on the lane of the product if it waits for all of them and there is
         # no other work meanwhile.
@@ -351,7 +355,7 @@ class Gather(Stage):
         """Cast the pieces of A in the order of their copies, then the other rows. If peers fetch,
         one step casts all of A. Returns the step that peers wait for."""
         far = [target for target, _ in legs(self.problem, self.me)]
-        targets = [] if self.schedule.pull else [*far, *self._in_turn()]
+        targets = [] if self.schedule.pull else [*far, *self.in_turn]
         for _, _, piece in chain.from_iterable(self.traffic.leaving(targets)):
             self._cast(piece.moves[-1].src, "compute0")
         self._cast(whole(self.world.a, self.me), "compute0")
@@ -368,11 +372,7 @@ class Gather(Stage):
         """The pieces to copy, by group."""
         if self.schedule.pull:
             return self.traffic.coming(self.senders)
-        return self.traffic.leaving(self._in_turn())
-
-    def _in_turn(self) -> list[int]:
-        """Peers in the order of the copies of one group."""
-        return sorted(self.peers, key=lambda peer: self._turn(peer)[1:])
+        return self.traffic.leaving(self.in_turn)
 
     def copy(self, group: int, items: list[Item]) -> None:
         """Enqueue the copies of a group."""
@@ -540,29 +540,30 @@ class GatherStage(Stage):
 
     def _of_peer(self, peer: int) -> list[Product]:
         """The products of a peer's units, in order."""
-        by_columns, k, adds = self.schedule.dims == 2, self.problem.k, self.world.partial
-        rows, regions = self.mine.rows(peer), self.gather.regions[peer]
-        return [
-            self._times(
-                *(peer, a, span, (unit.start, unit.stop) if by_columns else (0, k)),
-                *(self.product, adds and unit.ordinal > 0),
-            )
-            for unit, a, span in zip(self.mine.units(peer), regions, rows, strict=True)
-        ]
+        by_columns, cols, adds = self.schedule.dims == 2, (0, self.problem.k), self.world.partial
+        regions, rows, products = self.gather.regions[peer], self.mine.rows(peer), list[Product]()
+        for unit, a, span in zip(self.mine.units(peer), regions, rows, strict=True):
+            _, ordinal, first, last, _ = unit
+            cols = (first, last) if by_columns else cols
+            products.append(self._times(peer, a, span, cols, self.product, adds and ordinal > 0))
+        return products
 
     def _times(
         self, peer: int, a: Region, rows: Span, cols: Span, out: str, adds: bool = False
     ) -> Product:
         """The product of an operand ``a`` from a peer, which adds to ``out`` or writes it. ``rows``
         are those of the gathered A, ``cols`` those of A."""
-        scaling, n, factors = self.problem.scaling, self.problem.n, None
-        product = new(Region, (out, self.me, *rows, 0, n))
-        local = a.buffer == self.a and not (scaling and scaling.replicated)
-        if scaling and not local and not self.gather.factors_stay(peer):
+        me, n, scaling, factors = self.me, self.problem.n, self.problem.scaling, None
+        right, result = new(Region, (self.b, me, *cols, 0, n)), new(Region, (out, me, *rows, 0, n))
+        product = Product(a, right, result, adds)
+        if scaling is None:
+            return product
+        staged = a.buffer != self.a or scaling.replicated
+        if staged and not self.gather.factors_stay(peer):
             rows = (peer, peer + 1) if scaling.by_rank else rows
-            cols_of_factors = factors_of(cols, scaling.rules.a[1])
-            factors = Region(self.world.factors_at, self.me, *rows, *cols_of_factors)
-        return self._product(a, self._right(*cols, 0, n), product, adds, factors=factors)
+            cols = factors_of(cols, scaling.rules.a[1])
+            factors = Region(self.world.factors_at, me, *rows, *cols)
+        return scaled(self.problem, product, factors)
 
     def completed(self, group: int) -> Iterable[Span]:
         """Ranges of rows of the result that a group completes, in rising order."""
@@ -588,7 +589,10 @@ class InnerGatherStage(GatherStage):
         super().__init__(world, builder)
         begun = [(0, self.problem.k)] if self._own_is_separate() else []
         self.products = [
-            [one._replace(accumulate=not _is_first(one, begun)) for one in joined(products)]
+            [
+                product if _is_first(product, begun) else product._replace(accumulate=True)
+                for product in joined(products)
+            ]
             for products in self.products
         ]
         self.adds = any(one.accumulate for one in chain.from_iterable(self.products))
@@ -640,7 +644,8 @@ class InnerGatherStage(GatherStage):
 def _is_first(product: Product, spans: list[Span]) -> bool:
     """Whether a product's rows of the result are in no span. Adds them to the spans."""
     row = product.out.row
-    outside = not any(first <= row < last for first, last in spans)
-    if outside:
-        spans.append((row, product.out.row_stop))
-    return outside
+    for first, last in spans:
+        if first <= row < last:
+            return False
+    spans.append((row, product.out.row_stop))
+    return True
