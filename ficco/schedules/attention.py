@@ -36,7 +36,7 @@ from ficco.problems.specification import MERGE, SUMS
 from ficco.schedules.builder import Block, Builder, Shapes, Stage, WordAllocator, remembered
 from ficco.schedules.exchange import After, Item, Parcel, Route, Traffic
 from ficco.schedules.gather import OWN, Gather, GatherWorld
-from ficco.schedules.groups import Unit, cut, legs, returning, via
+from ficco.schedules.groups import Unit, cut, host_sums, legs, returning, via
 from ficco.schedules.space import Schedule
 
 
@@ -369,7 +369,7 @@ class GradientWorld(AttentionWorld):
             leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
             self.buffer("leaving", dkv, leaving, "local", leaves=True)
             self.buffer("returned", dkv, tuple(returned))
-        self.host_sums = self.host_sum_buffers(dkv, self.block, leaves=True)
+        self.host_sums = host_sums(self, dkv, self.block, leaves=True)
 
     def _add_slot_buffers(self, shapes: Shapes) -> None:
         if not self.kept:

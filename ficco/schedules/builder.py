@@ -170,20 +170,6 @@ class World:
         self.buffers.append(added._replace(**fields))
         return self.buffers[-1]
 
-    def host_sum_buffers(
-        self, like: Buffer, rows: Callable[[int, int], tuple[int, int]], **fields: Any
-    ) -> dict[int, Buffer]:
-        """Add the buffers of the sums that a rank forms of its host's rows for another host, by
-        distance of the hosts. ``rows`` returns first and last row of an owner at a rank."""
-        problem, ranks, buffers = self.problem, range(self.world), dict[int, Buffer]()
-        for distance in range(1, problem.hosts) if problem.local_world > 1 else ():
-            owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
-            spans = [rows(owner, rank) for owner, rank in zip(owners, ranks, strict=True)]
-            shapes = tuple((last - first, like.shapes[0][1]) for first, last in spans)
-            fields["first"], name = tuple(first for first, _ in spans), f"host sum {distance}"
-            buffers[distance] = self.buffer(name, like, shapes, "local", **fields)
-        return buffers
-
 
 class Builder:
     """The Plan of one rank, ``me``, to which stages add their steps. Its ``peers`` are the other

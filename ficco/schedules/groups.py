@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region, new
 from ficco.problems.products import Problem
-from ficco.problems.specification import AnyProblem
-from ficco.schedules.builder import remembered
+from ficco.problems.specification import AnyProblem, Buffer
+from ficco.schedules.builder import World, remembered
 from ficco.schedules.space import Schedule
 
 #: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of
@@ -166,6 +166,22 @@ def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
     ways = list(legs(problem, rank))
     own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
     return own + [(source, owner) for owner, _ in ways for source in near]
+
+
+def host_sums(
+    world: World, like: Buffer, rows: Callable[[int, int], tuple[int, int]], leaves: bool = False
+) -> dict[int, Buffer]:
+    """Add the buffers of sums that a rank forms of its host's rows for another host, by distance of
+    the hosts. ``rows`` returns first and last row of an owner at a rank."""
+    problem, ranks, buffers = world.problem, range(world.world), dict[int, Buffer]()
+    for distance in range(1, problem.hosts) if problem.local_world > 1 else ():
+        owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
+        spans = [rows(owner, rank) for owner, rank in zip(owners, ranks, strict=True)]
+        shapes = tuple((last - first, like.shapes[0][1]) for first, last in spans)
+        fields = {"first": tuple(first for first, _ in spans), "leaves": leaves}
+        name = f"host sum {distance}"
+        buffers[distance] = world.buffer(name, like, shapes, "local", **fields)
+    return buffers
 
 
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:

@@ -28,7 +28,16 @@ from ficco.schedules.builder import (
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
-from ficco.schedules.groups import Departures, Unit, legs, names, returning, sources_of, via
+from ficco.schedules.groups import (
+    Departures,
+    Unit,
+    host_sums,
+    legs,
+    names,
+    returning,
+    sources_of,
+    via,
+)
 
 
 class ScatterWorld(World, Route):
@@ -80,7 +89,7 @@ class ScatterWorld(World, Route):
         lies = {"leaves": True, "layout": problem.layout}
         self.product = self.buffer(name, self.out, shapes, memory, **lies)
         if problem.kind.sums:
-            self.host_sums = self.host_sum_buffers(self.out, lambda to, rank: self.block(rank, to))
+            self.host_sums = host_sums(self, self.out, lambda owner, rank: self.block(rank, owner))
 
     def host_terms(self, rank: int) -> int:
         """The ranks of a rank's host, rank r as bit r."""
