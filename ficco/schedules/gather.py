@@ -322,11 +322,6 @@ class Gather(Stage):
         first = next((unit.group for unit in target.units(self.me)), target.group_count)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
-    @property
-    def own_is_separate(self) -> bool:
-        """Whether the rank's own rows are used separately, before all others."""
-        return not self.schedule.uniform and self.problem.block(self.me, self.me) > 0
-
     def own_rows(self) -> Region:
         """The rank's own rows in its operand."""
         first, rows = self.problem.leaves(self.me, self.me), self.problem.block(self.me, self.me)
@@ -483,7 +478,11 @@ class Gather(Stage):
 
 
 class GatherStage(Stage):
-    """Products of one rank. ``group`` is the number of a group of units, or ``OWN``."""
+    """Products of one rank. ``group`` is the number of a group of units, or ``OWN``.
+
+    Attributes:
+        own_is_separate: the own rows have a separate product, before all others.
+    """
 
     world: GatherWorld
     transfers: type[Gather] = Gather
@@ -493,8 +492,8 @@ class GatherStage(Stage):
         self.gather = self.transfers(world, builder)
         self.mine, self.groups = self.gather.mine, self.gather.groups
         self.product = world.product.name
-        lanes = min(self.schedule.compute, len(self.groups) + 1)
-        self.compute_lanes = [f"compute{i}" for i in range(lanes)]
+        own_rows = self.problem.block(self.me, self.me)
+        self.own_is_separate = not self.schedule.uniform and own_rows > 0
 
     def run(self) -> None:
         for _ in self.flow():
@@ -503,7 +502,7 @@ class GatherStage(Stage):
     def flow(self) -> Iterator[int]:
         """Add the steps of :meth:`run`, and yield each group after its product."""
         self.gather.publish()
-        if self._own_is_separate():
+        if self.own_is_separate:
             self.add(Step(Products((self._own_product(),)), "compute0", "own"))
             self.gather.keep_own()
             yield OWN
@@ -515,14 +514,10 @@ class GatherStage(Stage):
                     self._round(lane, group)
             yield group
 
-    def _own_is_separate(self) -> bool:
-        """Whether the rank's own rows have a separate product, before all others."""
-        return self.gather.own_is_separate
-
     def _lane(self, group: int, units: list[Unit]) -> str:
         """The lane of a group. Groups take turns; groups of the same sums share a lane."""
         turn = self.mine.set_of[units[0].peer] if self.schedule.dims == 2 else group
-        return self.compute_lanes[turn % self.schedule.compute]
+        return f"compute{turn % self.schedule.compute}"
 
     def _own_product(self) -> Product:
         rows, cols, out = self.world.block(self.me, self.me), (0, self.problem.k), self.world.out
@@ -587,7 +582,9 @@ class InnerGatherStage(GatherStage):
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        begun = [(0, self.problem.k)] if self._own_is_separate() else []
+        if not self.problem.product_rows(self.me):  # the own product writes a result of zeros
+            self.own_is_separate = True
+        begun = [(0, self.problem.k)] if self.own_is_separate else []
         self.products = [
             [
                 product if _is_first(product, begun) else product._replace(accumulate=True)
@@ -616,11 +613,6 @@ class InnerGatherStage(GatherStage):
             for unit, a, rows in pieces
         ]
 
-    def _own_is_separate(self) -> bool:
-        """Whether the own rows have a separate product. Without any row for this rank they have
-        one, too: it writes a result of zeros."""
-        return super()._own_is_separate() or not self.problem.product_rows(self.me)
-
     def _own_product(self) -> Product:
         rows = self.world.block(self.me, self.me)
         return self._inner(self.gather.own_rows(), rows, (0, self.problem.k))
@@ -632,7 +624,7 @@ class InnerGatherStage(GatherStage):
         return Product(a, self._right(*rows, 0, n), result, transposed=True)
 
     def _lane(self, group: int, units: list[Unit]) -> str:
-        return self.compute_lanes[0 if self.adds else group % self.schedule.compute]
+        return f"compute{0 if self.adds else group % self.schedule.compute}"
 
     def _products(self, group: int) -> tuple[Product, ...]:
         return tuple(self.products[group])

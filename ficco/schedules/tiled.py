@@ -60,14 +60,15 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """Steps of one rank. The step whose rows wait is the caller's work if ``callers``."""
+    """Steps of one rank. The step whose rows wait is the caller's work if ``callers``. It is needed
+    even without own rows."""
 
-    callers, label = False, "all"
+    callers = False
 
     def flow(self) -> Iterator[int]:
         gather = self.gather
         gather.publish()
-        if own := self._own_is_separate():
+        if own := self.own_is_separate or self.callers:
             gather.keep_own()
         for group, items in enumerate(gather.open()):
             gather.copy(group, items)
@@ -78,7 +79,8 @@ class TiledGatherStage(GatherStage):
             arrived = {peer: self.world.signals(peer, self.me, peer) for peer in gather.regions}
             gates = tuple(chain.from_iterable(self.mine.in_groups(arrived)))
             work = Products(products, self.callers)
-            self.add(Step(work, "compute0", self.label, gates=gates))
+            label = "caller" if self.callers else "all"
+            self.add(Step(work, "compute0", label, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
                 rows = product.out.row, product.out.row_stop
@@ -218,10 +220,7 @@ class ArrivingGather(Gather):
 class ArrivingStage(TiledGatherStage):
     """Steps of one rank: own rows and copies as for a tiled product, then the caller's step."""
 
-    callers, label, transfers = True, "caller", ArrivingGather
-
-    def _own_is_separate(self) -> bool:
-        return True  # the caller's step is needed even without own rows
+    callers, transfers = True, ArrivingGather
 
 
 def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
