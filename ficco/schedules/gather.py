@@ -206,7 +206,8 @@ class GatherWorld(World, Route):
         return via(self.problem, receiver, owner)
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
-        units, problem, pull = self.arrivals[dst].units(owner), self.problem, self.schedule.pull
+        units, pull = self.arrivals[dst].units(owner), self.schedule.pull
+        sends_factors = self.problem.sends_factors
         if src == owner:
             leaving, factors_from = self.arrivals[dst].in_shard(self.source, src), self.factors_from
         else:
@@ -221,7 +222,7 @@ class GatherWorld(World, Route):
         for unit, name, source, landing, signals in ends:
             labels: tuple[str, ...] = (f"{name}>{dst}",)
             moves: tuple[Transfer, ...] = (new(Transfer, (source, landing, 0, *PLAIN)),)
-            if problem.sends_factors and self.brings_factors(unit):
+            if sends_factors and self.brings_factors(unit):
                 factors = self.factors(unit, dst, src, factors_from)
                 move = Transfer(factors, self.factors(unit, dst, dst, self.factors_at))
                 labels, moves = (f"scale {labels[0]}", *labels), (move, *moves)
@@ -307,6 +308,7 @@ class Gather(Stage):
             builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
     def _own_regions(self) -> list[Region]:
+        """Regions of own units: in staging if peers have units in the same group."""
         units, here = self.mine.units(self.me), self.mine.in_shard(self.a, self.me)
         if len(self.mine.sets[self.mine.set_of[self.me]]) == 1:
             return here
