@@ -193,6 +193,7 @@ class AttentionStage(Stage):
             self.add(Step(Attendings(attends), turn, label, after=after))
             self._merge(turn, group, queries)
 
+    @remembered
     def slices(self, group: int) -> list[Span]:
         """Ranges of queries that attend to a group; several for the last group if it is cut."""
         ends = [end for run in self.runs[group] for end in run.queries] or [0]

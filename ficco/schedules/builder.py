@@ -241,11 +241,12 @@ class Builder:
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
 
     def plan(
-        self, schedule: str, buffers: Iterable[Buffer], words: WordAllocator, stages: int = 0
+        self, schedule: str, buffers: Sequence[Buffer], words: WordAllocator, stages: int = 0
     ) -> Plan:
         """The Plan of the steps so far. It lists only local buffers that a step writes."""
         problem, specification = self.problem, self.problem.specification
-        written = {one.buffer for step in self.steps for one in _written(step.work) if one}
+        steps = self.steps if any(one.memory != "slot" for one in buffers) else []
+        written = {one.buffer for step in steps for one in _written(step.work) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,

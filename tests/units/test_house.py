@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1955, 1115),
-    "schedules": (4845, 2840),
+    "schedules": (4771, 2800),
     "simulate": (1250, 815),
     "tools": (13420, 7295),
     "__init__.py": (190, 50),
