@@ -129,8 +129,7 @@ def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
     problem, words = Asked(specification, len(rows)), WordAllocator(len(rows))
     gathering = GatherWorld(first, Schedule.parse(gathers), words, operands=(a, b, hidden))
     scattering = ScatterWorld(second, Schedule.parse(scatters), words, (active, c, y), suffix=" 2")
-    added = [*gathering.buffers, hidden, active, *scattering.buffers]
-    found = []
+    added, found = [*gathering.buffers, hidden, active, *scattering.buffers], list[Plan]()
     for rank in range(problem.world):
         builder = Builder(problem, rank)
         gather, scatter = GatherStage(gathering, builder), ScatterStage(scattering, builder)
@@ -498,7 +497,7 @@ PUSH, PULL = "tiled:pieces=2", "tiled:pieces=2,pull"
 QUEUE = "share one hardware queue"
 MUTANTS: dict[str, tuple[Problem, tuple[str, ...], Callable[[Plans], Plans], str]] = {
     "a gate missing": (GATHER, (PUSH, PULL), no_gate, EARLY),
-    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "gates other rows"),
+    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "out copied rows"),
     "the product before the copies": (GATHER, (PUSH,), reordered(multiplies), QUEUE),
     "an announcement too early": (SCATTER, (PUSH, PULL), told_early, EARLY),
     "announcements swapped": (SCATTER, (PUSH, PULL), swapped, EARLY),

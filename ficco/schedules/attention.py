@@ -44,7 +44,7 @@ class AttentionWorld(GatherWorld):
     """The route of the rows of KV, and the buffers of attention. They are equal on all ranks.
 
     Attributes:
-        asked: the problem of attention. ``problem`` is the gather of its keys.
+        attention: the problem of attention. ``problem`` is the gather of its keys.
         product: buffer of partial results: ``parts``, one for each step, or their ``sum``.
         function: name of the function that merges parts; empty if partial results are a sum.
         begins: words of the signal that a rank's call has begun, in a ring.
@@ -55,15 +55,15 @@ class AttentionWorld(GatherWorld):
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.asked, whole = problem, problem.specification
+        self.attention, whole = problem, problem.specification
         q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group. It cuts no keys.
         super().__init__(problem.keys, replace(schedule, tail=1), words, operands, cap=cap)
         self.schedule = schedule
-        attention, wide = whole.attentions[0], SUMS[problem.dtype]
-        merges = attention.out != self.out.holds
-        shapes, holds = self.out.shapes, {"holds": attention.out, "dtype": wide}
+        request, wide = whole.attentions[0], SUMS[problem.dtype]
+        merges = request.out != self.out.holds
+        shapes, holds = self.out.shapes, {"holds": request.out, "dtype": wide}
         self.product = self.buffer("parts" if merges else "sum", self.out, shapes, "local", **holds)
         self.function = MERGE if merges else ""
         self.begins = words.block(int(problem.ring))
@@ -71,13 +71,14 @@ class AttentionWorld(GatherWorld):
     # In a ring, rows go from each rank to the next one, and on from there.
 
     def carrier(self, receiver: int, owner: int) -> int:
-        return (receiver - 1) % self.world if self.asked.ring else super().carrier(receiver, owner)
+        ring = self.attention.ring
+        return (receiver - 1) % self.world if ring else super().carrier(receiver, owner)
 
     def gives(self, src: int, dst: int) -> bool:
         return super().gives(src, dst) and self.carrier(dst, src) == src
 
     def begun(self, poster: int, waiter: int) -> Signal:
-        if not self.asked.ring:
+        if not self.attention.ring:
             return super().begun(poster, waiter)
         return self.begins.signal("begun", poster, waiter)
 
@@ -107,19 +108,21 @@ class RingGather(Gather):
             self.traffic.send(self.target, number, owner=owner)
 
 
-class KeptGather(Gather):
+class SavedGather(Gather):
     """Rows that the forward has saved, so that none travels."""
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.regions = {peer: list(map(self._kept, self.mine.rows(peer))) for peer in self.regions}
+        self.regions = {
+            peer: list(map(self._saved_rows, self.mine.rows(peer))) for peer in self.regions
+        }
         self.senders = {}
 
-    def _kept(self, rows: Span) -> Region:
+    def _saved_rows(self, rows: Span) -> Region:
         return Region(self.a, self.me, *rows, 0, self.problem.k)
 
     def own_rows(self) -> Region:
-        return self._kept(self.world.block(self.me, self.me))
+        return self._saved_rows(self.world.block(self.me, self.me))
 
     def turns(self) -> list[list[Item]]:
         return []
@@ -141,17 +144,17 @@ class AttentionStage(Stage):
 
     #: Whether the queries of the last group are cut into slices.
     cuts_queries = True
-    #: Products for each pair of a query and a key.
-    products_a_pair = FORWARD_PRODUCTS
+    #: Matrix products for each pair of a query and a key.
+    products_per_pair = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.asked, self.product = world.asked, world.product.name
-        transfers = RingGather if self.asked.ring else Gather
-        self.gather = (KeptGather if self.asked.saved else transfers)(world, builder)
+        self.attention, self.product = world.attention, world.product.name
+        transfers = RingGather if self.attention.ring else Gather
+        self.gather = (SavedGather if self.attention.saved else transfers)(world, builder)
         self.mine, self.groups = self.gather.mine, self.gather.groups
         self.compute_lanes = min(self.schedule.compute, len(self.groups) + 1)
-        self.own_is_separate = not self.schedule.uniform and self.asked.rows > 0
+        self.own_is_separate = not self.schedule.uniform and self.attention.rows > 0
 
     def run(self) -> None:
         self.gather.publish()
@@ -206,14 +209,14 @@ class AttentionStage(Stage):
     def _merge(self, lane: str, group: int, queries: Span) -> None:
         """Add the steps that merge or round the results of the ``queries`` that a group completes,
         after the steps on other lanes that attend to these queries."""
-        for first, last in both(self.last[group], queries):
+        for first, last in intersections(self.completed_spans[group], queries):
             attending = {
                 step.lane: index
                 for index, step in enumerate(self.steps)
                 if isinstance(step.work, Attendings) and step.work.meets(first, last)
             }
             after = tuple(index for other, index in attending.items() if other != lane)
-            src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
+            src = Region(self.product, self.me, first, last, 0, self.attention.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
             move = Transfer(src, dst, function=function)
@@ -243,14 +246,14 @@ class AttentionStage(Stage):
         return [run for span in spans if (run := self._run(*span))]
 
     def _run(self, kv: Region, first: int, last: int) -> KeyRun | None:
-        rectangles = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
+        rectangles = self.attention.rectangles(self.me, (0, self.attention.rows), (first, last))
         if not rectangles:
             return None
         queries = min(one.q for one in rectangles), max(one.q_stop for one in rectangles)
         return KeyRun(kv, first, queries, rectangles)
 
     @cached_property
-    def last(self) -> dict[int, list[Span]]:
+    def completed_spans(self) -> dict[int, list[Span]]:
         """Ranges of queries that each group completes: no later group has a part of them."""
         completed, over = {}, list[Span]()
         for group, runs in reversed(self.runs.items()):
@@ -265,10 +268,10 @@ class AttentionStage(Stage):
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
         sums, attends = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
-            (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
+            (rows,) = intersections([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
-                calls = self.asked.rectangles(self.me, rows, keys)
+                calls = self.attention.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
             adds = sums and (group != begun or number > 0)
             attends.append(self._attending(run, adds))
@@ -276,10 +279,10 @@ class AttentionStage(Stage):
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
         """Attention of the queries of ``run`` to its keys; ``adds``: to the earlier sum."""
-        q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
-        out = q._replace(buffer=self.product)
-        pairs, heads = sum(one.pairs for one in run.calls), self.asked.batch * self.asked.heads
-        calls = tuple(one.call(heads, self.asked.size, self.products_a_pair) for one in run.calls)
+        attention, pairs = self.attention, sum(one.pairs for one in run.calls)
+        q = Region("q", self.me, *run.queries, 0, attention.q_cols)
+        out, heads = q._replace(buffer=self.product), attention.batch * attention.heads
+        calls = tuple(one.call(heads, attention.size, self.products_per_pair) for one in run.calls)
         return Attending(q, run.kv, out, run.first, pairs, adds, calls=calls)
 
 
@@ -299,8 +302,8 @@ class KeyRun(NamedTuple):
     calls: tuple[Rectangle, ...]
 
 
-def both(spans: list[Span], other: Span) -> list[Span]:
-    """Intersections of spans with another span."""
+def intersections(spans: list[Span], other: Span) -> list[Span]:
+    """Intersections of spans with another span, without empty ones."""
     common = [(max(first, other[0]), min(last, other[1])) for first, last in spans]
     return [(first, last) for first, last in common if first < last]
 
@@ -339,7 +342,7 @@ class GradientWorld(AttentionWorld):
     a host sums the gradients of all ranks of the host (``host sum``).
 
     Attributes:
-        kept: the forward has saved the gathered rows, so that no rows travel.
+        saved: the forward has saved the gathered rows, so that no rows travel.
         most_back: maximum number of units of a shard. Each host has as many words.
         back: route of the gradients.
         first_rows: by rank, the first row in ``returned`` of a block, by sender and owner.
@@ -349,7 +352,7 @@ class GradientWorld(AttentionWorld):
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.kept = problem.saved
+        self.saved = problem.saved
         if problem.saved:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(problem, schedule, words, cap)
@@ -373,21 +376,21 @@ class GradientWorld(AttentionWorld):
         self.host_sums = host_sums(self, dkv, self.block, leaves=True)
 
     def _add_slot_buffers(self, shapes: Shapes) -> None:
-        if not self.kept:
+        if not self.saved:
             super()._add_slot_buffers(shapes)
 
     def gives(self, src: int, dst: int) -> bool:
-        return self.back.gives(src, dst) if self.kept else super().gives(src, dst)
+        return self.back.gives(src, dst) if self.saved else super().gives(src, dst)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
         """Region where gradients of rows of an owner's keys arrive at a rank."""
         row = self.first_rows[rank][sender, owner] - self.problem.leaves(owner, sender)
-        return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
+        return Region("returned", rank, row + first, row + last, 0, self.attention.kv_cols)
 
     def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
         """Region at a rank of gradients for an owner: from the rank's queries or, if ``summed``,
         from the queries of its host."""
-        number, cols = partial(self.problem.number, rank, owner), (0, self.asked.kv_cols)
+        number, cols = partial(self.problem.number, rank, owner), (0, self.attention.kv_cols)
         buffer, begin = "leaving", 0
         if summed and self.host_sums:
             buffer, *_ = self.host_sums[self.problem.hosts_ahead(rank, owner)]
@@ -446,7 +449,7 @@ class GradientRoute(Route):
                     share.terms,
                 )
                 for share in shares
-                for common in both([share[:2]], rows)
+                for common in intersections([share[:2]], rows)
             )
             labels = (f"d{owner}.{unit.ordinal}>{dst}",)
             parcels.append(Parcel(moves, labels, (), (signal,), unit.group))
@@ -479,18 +482,18 @@ class GradientStage(AttentionStage):
 
     #: One step computes the gradients of a group's rows from all queries.
     cuts_queries = False
-    products_a_pair = BACKWARD_PRODUCTS
+    products_per_pair = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.compute_lanes = 1  # all steps add to the gradient of the queries
         self.return_lane = f"copy{self.schedule.copy}"
-        self.step_of: dict[Unit, int] = {}  # unit -> the step that computes its gradients
+        self.gradient_step: dict[Unit, int] = {}  # unit -> the step that computes its gradients
         self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
 
     def run(self) -> None:
         super().run()
-        if self.asked.rows:
+        if self.attention.rows:
             arrived = self._cross_back() if self.problem.hosts > 1 else ()
             self._sum(self.me, arrived)
 
@@ -509,13 +512,13 @@ class GradientStage(AttentionStage):
         row, buffer = run.first, "leaving"
         if (run.first, run.first + rows) == own:
             row, buffer = 0, "own"
-        back = Region(buffer, self.me, row, row + rows, 0, self.asked.kv_cols)
+        back = Region(buffer, self.me, row, row + rows, 0, self.attention.kv_cols)
         return super()._attending(run, adds)._replace(back=back)
 
     def _use(self, group: int) -> int:
         step = super()._use(group)
         for unit in self.groups[group]:
-            self.step_of[unit] = step
+            self.gradient_step[unit] = step
             if unit.peer != self.me:
                 self._send_back(unit)
         return step
@@ -525,14 +528,14 @@ class GradientStage(AttentionStage):
         gradients for the owner."""
         peer = via(self.problem, self.me, unit.peer)
         if peer != self.me:
-            after = self.step_of[unit], self.gather.acquired[peer]
+            after = self.gradient_step[unit], self.gather.acquired[peer]
             self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
     def _cross_back(self) -> After:
         """Exchange gradients with other hosts. Returns the steps that receive gradients."""
         ways, steps_of = list(legs(self.problem, self.me)), dict[int, list[int]]()
         for target, _ in ways:
-            steps_of[target] = [self.step_of[unit] for unit in self.mine.units(target)]
+            steps_of[target] = [self.gradient_step[unit] for unit in self.mine.units(target)]
             if self.world.host_sums:
                 steps_of[target] = [self._sum(target)] * len(steps_of[target])
         self.back.cross(ways, lambda target, number: (steps_of[target][number],), direct=False)
@@ -552,8 +555,8 @@ class GradientStage(AttentionStage):
                 elif owner != me:
                     parts.append(world.leaving(me, owner, *rows, summed=False))
                 else:
-                    parts.append(Region("own", me, *rows, 0, self.asked.kv_cols))
-            out = Region("dkv", me, *rows, 0, self.asked.kv_cols)
+                    parts.append(Region("own", me, *rows, 0, self.attention.kv_cols))
+            out = Region("dkv", me, *rows, 0, self.attention.kv_cols)
             if owner != me:
                 out = world.leaving(me, owner, *rows, summed=True)
             terms = tuple(share.terms for share in shares)

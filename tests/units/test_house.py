@@ -26,18 +26,18 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "dma": (7215, 4025),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
-    "integrations": (845, 415),
+    "integrations": (917, 462),
     "machine": (1445, 635),
     "nn": (2150, 1020),
     "ops": (5985, 2775),
-    "passes": (1955, 1160),
-    "plan": (1020, 490),
+    "passes": (1960, 1161),
+    "plan": (1028, 493),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1955, 1115),
-    "schedules": (4771, 2800),
+    "schedules": (4774, 2801),
     "simulate": (1250, 815),
-    "tools": (13420, 7295),
+    "tools": (13520, 7319),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_580
+LINES_OF_TESTS = 41_780
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
