@@ -94,15 +94,15 @@ def at_home(rows: Region, unit: Unit) -> Region:
 def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
     """The Plan of a rank: products, each sent as it is made, then what arrives, to its place."""
     problem, builder = route.problem, Builder(asked(route.problem), me)
-    where, k = (me, problem.world, problem.hosts), problem.k
+    where, b = (me, problem.world, problem.hosts), Region("b", me, 0, problem.k, 0, problem.n)
     targets, ways = targets_in_order(*where)[: len(builder.peers)], list(legs(problem, me))
     builder.lane_of = {peer: f"copy{i % schedule.copy}" for i, peer in enumerate(targets)}
     traffic, made = Traffic(builder, schedule, route), list[int]()
-    builder.acquire(traffic.begun())
+    traffic.announce()
+    builder.acquire()
     for unit in route.units[me]:
-        lane, b = f"compute{unit.ordinal % schedule.compute}", Region("b", me, 0, k, 0, problem.n)
-        out = route.rows(me, unit)
-        products = (Product(out._replace(buffer="a", col_stop=k), b, out),)
+        lane, out = f"compute{unit.ordinal % schedule.compute}", route.rows(me, unit)
+        products = (Product(out._replace(buffer="a", col_stop=problem.k), b, out),)
         made.append(builder.add(Step(Products(products), lane, f"{unit.ordinal}")))
         for peer in targets:
             traffic.send(peer, unit.ordinal, (made[-1],))
@@ -113,7 +113,7 @@ def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
     for source, i, _ in chain.from_iterable(traffic.coming(peers_in_order(*where))):
         traffic.home(source, i, REDUCE_LANE, partial(at_home, unit=route.units[source][i]))
     if builder.peers:
-        builder.retire(traffic.silent())
+        builder.retire()
     return builder.plan(str(schedule), route.buffers, route.words)
 
 

@@ -101,7 +101,8 @@ def composed(route: HaloRoute, schedule: Schedule, me: int) -> Plan:
         out = Region("out", me, first, first + a.rows, 0, problem.n)
         builder.add(Step(Products((Product(a, b, out),)), lane, label, waits, after=after))
 
-    builder.acquire(traffic.begun())
+    traffic.announce()
+    builder.acquire()
     for items in traffic.leaving(neighbours):
         traffic.push(items)
     if rows := problem.rows[me]:
@@ -109,7 +110,7 @@ def composed(route: HaloRoute, schedule: Schedule, me: int) -> Plan:
     for source, i, piece in chain.from_iterable(traffic.coming(neighbours)):
         multiply(piece.moves[-1].dst, piece.posts[0].first, f"{source}.{i}", (source, i))
     if builder.peers:
-        builder.retire(traffic.silent())
+        builder.retire()
     return builder.plan(str(schedule), route.buffers, route.words)
 
 

@@ -129,14 +129,12 @@ def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
     problem, words = Asked(specification, len(rows)), WordAllocator(len(rows))
     gathering = GatherWorld(first, Schedule.parse(gathers), words, operands=(a, b, hidden))
     scattering = ScatterWorld(second, Schedule.parse(scatters), words, (active, c, y), suffix=" 2")
-    added = [*gathering.buffers, hidden, active, *scattering.buffers]
-    found = []
+    added, found = [*gathering.buffers, hidden, active, *scattering.buffers], list[Plan]()
     for rank in range(problem.world):
         builder = Builder(problem, rank)
         gather, scatter = GatherStage(gathering, builder), ScatterStage(scattering, builder)
-        made: set[int] = set()
-        waiting = list(enumerate(scatter.mine.by_group))
-        for group in gather.flow(scatter.begun()):
+        made, waiting = set[int](), list(enumerate(scatter.mine.by_group))
+        for group in gather.flow():
             for begin, end in gather.completed(group):
                 here = Region("hidden", rank, begin, end, 0, h)
                 relu = Transfer(here, here._replace(buffer="active"), function="relu")
@@ -151,7 +149,7 @@ def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
         assert not waiting
         scatter.finish()
         if builder.peers:
-            builder.retire(gather.silent() + scatter.silent())
+            builder.retire()
         found.append(builder.plan(f"{gathers} then {scatters}", added, words))
     return found
 

@@ -32,11 +32,11 @@ from ficco.plan.model import (
 )
 from ficco.problems.attention import AttentionProblem, KeyGather
 from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, Rectangle, Span, merged
-from ficco.problems.specification import MERGE, SUMS, Buffer
-from ficco.schedules.builder import Block, Builder, Shapes, WordAllocator, remembered
+from ficco.problems.specification import MERGE, SUMS
+from ficco.schedules.builder import Block, Builder, Shapes, Stage, WordAllocator, remembered
 from ficco.schedules.exchange import After, Item, Parcel, Route, Traffic
-from ficco.schedules.gather import OWN, GatherStage, GatherWorld
-from ficco.schedules.groups import Unit, cut, legs, returning, via
+from ficco.schedules.gather import OWN, Gather, GatherWorld
+from ficco.schedules.groups import Unit, cut, host_sums, legs, returning, via
 from ficco.schedules.space import Schedule
 
 
@@ -59,7 +59,7 @@ class AttentionWorld(GatherWorld):
         q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group. It cuts no keys.
-        super().__init__(problem.keys, replace(schedule, tail=1), words, cap, operands)
+        super().__init__(problem.keys, replace(schedule, tail=1), words, operands, cap=cap)
         self.schedule = schedule
         request, wide = whole.attentions[0], SUMS[problem.dtype]
         merges = request.out != self.out.holds
@@ -83,7 +83,55 @@ class AttentionWorld(GatherWorld):
         return self.begins.signal("begun", poster, waiter)
 
 
-class AttentionStage(GatherStage):
+class RingGather(Gather):
+    """Copies of one rank in a ring. Own and arriving rows go to the next rank, except the rows
+    that the next rank owns."""
+
+    @cached_property
+    def target(self) -> int:
+        """The next rank."""
+        return (self.me + 1) % self.problem.world
+
+    def turns(self) -> list[list[Item]]:
+        if not self.groups:
+            return super().turns()
+        own = chain.from_iterable(self.traffic.leaving([self.target]))
+        turns = self.traffic.coming(peer for peer in self.mine.set_of if peer != self.target)
+        return [[*own, *chain.from_iterable(turns[:1])], *turns[1:]]
+
+    def copy(self, group: int, items: list[Item]) -> None:
+        for peer, number, _ in items:
+            owner = self.me if peer == self.target else peer
+            if owner != self.me:  # arriving rows are for the next rank and for this one
+                lane, label = self.lane_of[self.target], f"{owner}.{number} is here"
+                self.traffic.hear(owner, number, lane, label)
+            self.traffic.send(self.target, number, owner=owner)
+
+
+class SavedGather(Gather):
+    """Rows that the forward has saved, so that none travels."""
+
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        self.regions = {
+            peer: list(map(self._saved_rows, self.mine.rows(peer))) for peer in self.regions
+        }
+        self.senders = {}
+
+    def _saved_rows(self, rows: Span) -> Region:
+        return Region(self.a, self.me, *rows, 0, self.problem.k)
+
+    def own_rows(self) -> Region:
+        return self._saved_rows(self.world.block(self.me, self.me))
+
+    def turns(self) -> list[list[Item]]:
+        return []
+
+    def cross(self) -> None:
+        return
+
+
+class AttentionStage(Stage):
     """Steps of one rank.
 
     The own rows, each group, and the slices of the last group take turns on the compute lanes.
@@ -93,7 +141,6 @@ class AttentionStage(GatherStage):
     """
 
     world: AttentionWorld
-    problem: KeyGather
 
     #: Whether the queries of the last group are cut into slices.
     cuts_queries = True
@@ -102,53 +149,42 @@ class AttentionStage(GatherStage):
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.attention = world.attention
+        self.attention, self.product = world.attention, world.product.name
+        transfers = RingGather if self.attention.ring else Gather
+        self.gather = (SavedGather if self.attention.saved else transfers)(world, builder)
+        self.mine, self.groups = self.gather.mine, self.gather.groups
+        self.compute_lanes = min(self.schedule.compute, len(self.groups) + 1)
+        self.own_is_separate = not self.schedule.uniform and self.attention.rows > 0
 
-    def _turns(self) -> list[list[Item]]:
-        if not self.attention.ring or not self.groups:
-            return super()._turns()
-        target = self._next_rank()
-        # Own and arriving rows go to the next rank, except the rows that the next rank owns.
-        own = chain.from_iterable(self.traffic.leaving([target]))
-        turns = self.traffic.coming(peer for peer in self.mine.set_of if peer != target)
-        return [[*own, *chain.from_iterable(turns[:1])], *turns[1:]]
+    def run(self) -> None:
+        self.gather.publish()
+        if self.own_is_separate:
+            self.add(Step(self._work(OWN), "compute0", "own"))
+            self.gather.keep_own()
+            self._complete("compute0", OWN)
+        for group in self.gather.stream():
+            if self.groups[group]:
+                self._use(group)
 
-    def _copy(self, group: int, items: list[Item]) -> None:
-        if not self.attention.ring:
-            super()._copy(group, items)
-            return
-        target = self._next_rank()
-        for peer, number, _ in items:
-            owner = self.me if peer == target else peer
-            if owner != self.me:  # arriving rows are for the next rank and for this one
-                label = f"{owner}.{number} is here"
-                self.traffic.hear(owner, number, self.lane_of[target], label)
-            self.traffic.send(target, number, owner=owner)
-
-    def _next_rank(self) -> int:
-        return (self.me + 1) % self.attention.world
-
-    def _own_is_separate(self) -> bool:
-        return not self.schedule.uniform and self.attention.rows > 0
-
-    def _multiply_own(self) -> None:
-        super()._multiply_own()
-        self._round("compute0", OWN)
-
-    def _compute_lane(self, group: int, units: list[Unit]) -> str:
-        return self._lane(group)
+    def _use(self, group: int) -> int:
+        """Attend to the units of a group, and merge the queries that it completes. Returns the step
+        that attends."""
+        lane = self._lane(group)
+        step = self.gather.use(group, lane, self._work(group))
+        self._complete(lane, group)
+        return step
 
     def _lane(self, group: int, number: int = 0) -> str:
         """The compute lane of a group's slice. Own rows, groups and slices take turns."""
-        turn = group + self._own_is_separate() + number
-        return self.compute_lanes[turn % len(self.compute_lanes)]
+        return f"compute{(group + self.own_is_separate + number) % self.compute_lanes}"
 
     def _work(self, group: int) -> Attendings | None:
         slices = self.slices(group)  # of several slices each is a step of its own
         attends = self.attends_of(group, slices[0]) if len(slices) == 1 else ()
         return Attendings(attends) if attends else None
 
-    def _round(self, lane: str, group: int) -> None:
+    def _complete(self, lane: str, group: int) -> None:
+        """Attend to the slices of a group if there are several, and merge completed queries."""
         slices, last_step = self.slices(group), len(self.steps) - 1
         if len(slices) == 1:
             self._merge(lane, group, slices[0])
@@ -160,6 +196,7 @@ class AttentionStage(GatherStage):
             self.add(Step(Attendings(attends), turn, label, after=after))
             self._merge(turn, group, queries)
 
+    @remembered
     def slices(self, group: int) -> list[Span]:
         """Ranges of queries that attend to a group; several for the last group if it is cut."""
         ends = [end for run in self.runs[group] for end in run.queries] or [0]
@@ -189,8 +226,8 @@ class AttentionStage(GatherStage):
     def runs(self) -> dict[int, list[KeyRun]]:
         """Runs of KV rows of each group, ``OWN`` first, with the queries that attend to them."""
         runs_of = {}
-        if self._own_is_separate():
-            own = self._run(self._own_rows(), *self.world.block(self.me, self.me))
+        if self.own_is_separate:
+            own = self._run(self.gather.own_rows(), *self.world.block(self.me, self.me))
             runs_of[OWN] = [own] if own else []
         for group, units in enumerate(self.groups):
             runs_of[group] = self._runs_of(units)
@@ -200,7 +237,7 @@ class AttentionStage(GatherStage):
         """Runs of a group. Units whose regions and landed rows are contiguous form one run."""
         spans: list[tuple[Region, int, int]] = []
         for unit in sorted(units):
-            region = self.regions[unit.peer][unit.ordinal]
+            region = self.gather.regions[unit.peer][unit.ordinal]
             first, last = self.mine.rows(unit.peer)[unit.ordinal]
             if spans and spans[-1][0].row_stop == region.row and spans[-1][2] == first:
                 before, first, _ = spans.pop()
@@ -320,10 +357,10 @@ class GradientWorld(AttentionWorld):
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(problem, schedule, words, cap)
         keys, ranks, dkv = problem.keys, range(self.world), problem.specification.results[1]
-        cols, hosts = problem.kv_cols, problem.hosts
+        cols = problem.kv_cols
         counts = [len(self.arrivals[i].units(j)) for i in ranks for j in ranks if i != j]
         self.most_back = max(counts, default=0)
-        self.back = GradientRoute(self, words.block(self.most_back * hosts))
+        self.back = GradientRoute(self, words.block(self.most_back * problem.hosts))
         self.first_rows: list[dict[tuple[int, int], int]] = []
         returned = []
         for rank in ranks:
@@ -332,22 +369,18 @@ class GradientWorld(AttentionWorld):
             self.first_rows.append(dict(zip(blocks, ends, strict=False)))
             returned.append((ends[-1], cols))
         self.buffer("own", dkv, dkv.shapes, "local", first=dkv.first)
-        self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
             leaving = tuple((keys.product_rows(rank), cols) for rank in ranks)
             self.buffer("leaving", dkv, leaving, "local", leaves=True)
             self.buffer("returned", dkv, tuple(returned))
-        for distance in range(1, hosts) if keys.local_world > 1 else ():
-            owners = [keys.on_host(keys.host(rank) + distance, rank) for rank in ranks]
-            pairs = list(zip(owners, ranks, strict=True))
-            shapes = tuple((keys.block(*pair), cols) for pair in pairs)
-            first, name = tuple(keys.lands(*pair) for pair in pairs), f"host sum {distance}"
-            host_sum = self.buffer(name, dkv, shapes, "local", first=first, leaves=True)
-            self.host_sums[distance] = host_sum
+        self.host_sums = host_sums(self, dkv, self.block, leaves=True)
 
-    def _add_slot_buffers(self, shapes: Shapes, packs_columns: bool) -> None:
+    def _add_slot_buffers(self, shapes: Shapes) -> None:
         if not self.saved:
-            super()._add_slot_buffers(shapes, packs_columns)
+            super()._add_slot_buffers(shapes)
+
+    def gives(self, src: int, dst: int) -> bool:
+        return self.back.gives(src, dst) if self.saved else super().gives(src, dst)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
         """Region where gradients of rows of an owner's keys arrive at a rank."""
@@ -453,9 +486,9 @@ class GradientStage(AttentionStage):
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.compute_lanes = ["compute0"]  # all steps add to the gradient of the queries
+        self.compute_lanes = 1  # all steps add to the gradient of the queries
         self.return_lane = f"copy{self.schedule.copy}"
-        self.gradient_step: dict[Unit, int] = {}  # by unit, the step that computes its gradients
+        self.gradient_step: dict[Unit, int] = {}  # unit -> the step that computes its gradients
         self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
 
     def run(self) -> None:
@@ -482,22 +515,20 @@ class GradientStage(AttentionStage):
         back = Region(buffer, self.me, row, row + rows, 0, self.attention.kv_cols)
         return super()._attending(run, adds)._replace(back=back)
 
-    def _consume(self, group: int) -> None:
-        before = len(self.steps)
-        super()._consume(group)
-        added = enumerate(self.steps[before:], before)
-        attending = [i for i, step in added if isinstance(step.work, Attendings)]
+    def _use(self, group: int) -> int:
+        step = super()._use(group)
         for unit in self.groups[group]:
-            self.gradient_step[unit] = attending[0]
+            self.gradient_step[unit] = step
             if unit.peer != self.me:
                 self._send_back(unit)
+        return step
 
     def _send_back(self, unit: Unit) -> None:
         """Send the gradients of a unit's rows to their owner, or to the rank that sums this host's
         gradients for the owner."""
         peer = via(self.problem, self.me, unit.peer)
         if peer != self.me:
-            after = self.gradient_step[unit], self.acquired[peer]
+            after = self.gradient_step[unit], self.gather.acquired[peer]
             self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
     def _cross_back(self) -> After:
@@ -534,30 +565,6 @@ class GradientStage(AttentionStage):
             self.add(Step(total, "compute0", label, waits, after=after))
             waits, after = (), ()
         return len(self.steps) - 1
-
-
-class KeptGradientStage(GradientStage):
-    """Steps of one rank if the forward has saved the gathered rows. Only gradients travel."""
-
-    def __init__(self, world: GradientWorld, builder: Builder) -> None:
-        super().__init__(world, builder)
-        cols = (0, self.attention.kv_cols)
-        self.regions = {
-            peer: [Region(self.a, self.me, *rows, *cols) for rows in self.mine.rows(peer)]
-            for peer in self.regions
-        }
-        self.senders, self.own_in_group = {}, {}  # no row is on its way
-        self.begun, self.silent = self.back.begun, self.back.silent
-
-    def _own_rows(self) -> Region:
-        own = self.world.block(self.me, self.me)
-        return Region(self.a, self.me, *own, 0, self.attention.kv_cols)
-
-    def _turns(self) -> list[list[Item]]:
-        return []
-
-    def _cross(self) -> None:
-        return
 
 
 def refusal(problem: AttentionProblem, schedule: Schedule) -> str:
@@ -601,7 +608,6 @@ def attention_plans(
         builders = [Builder(problem, rank) for rank in every]
         if problem.backward:
             back = GradientWorld(problem, schedule, words, staging_bytes)
-            stage = KeptGradientStage if problem.saved else GradientStage
-            return [stage(back, one).plan() for one in builders]
+            return [GradientStage(back, one).plan() for one in builders]
         world = AttentionWorld(problem, schedule, words, staging_bytes)
         return [AttentionStage(world, one).plan() for one in builders]

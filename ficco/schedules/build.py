@@ -15,7 +15,7 @@ from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step,
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
-from ficco.schedules.builder import Builder, WordAllocator, scaled
+from ficco.schedules.builder import Builder, WordAllocator, scaled, whole
 from ficco.schedules.gather import GatherStage, GatherWorld, InnerGatherStage, StagingTooSmall
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
@@ -65,43 +65,48 @@ def plans(
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
     """Why a schedule cannot serve a Problem; empty if it can."""
-    kind = problem.kind
     if schedule.own:
         try:
             own_plans(problem, schedule)
         except ValueError as error:
             return str(error)
+    why = next(_refusals(problem, schedule), "")
+    return why and f"schedule {schedule}: {why}"
+
+
+def _refusals(problem: Problem, schedule: Schedule) -> Iterator[str]:
+    """Yield reasons why a schedule cannot serve a Problem, each with a remedy."""
+    kind, scaling, other = problem.kind, problem.scaling, "take another schedule"
+    grouping, operator, tiled = schedule.grouping, problem.operator, schedule.grouping == "tiled"
+    reads = "ranks read memory of their peers (pull)"
     if (schedule.beta or schedule.sums_in_place) and not kind.sums:
-        named = schedule.sums_in_place or schedule.grouping == "ring"
-        option = schedule.grouping if named else "beta"
-        return (
-            f"schedule {schedule}: {option} is for operators that sum over ranks, which "
-            f"{problem.operator} does not; leave it out"
-        )
-    if schedule.grouping == "two-shot" and not kind.returns:
-        return (
-            f"schedule {schedule}: required an operator whose sums return to all ranks, got "
-            f"{problem.operator}; take one-shot"
-        )
-    if schedule.grouping == "tiled" and kind.inner:
-        return (
-            f"schedule {schedule}: tiled is for operators each of whose rows is one product, which "
-            f"{problem.operator} has not: its products add up to all rows; take another schedule"
-        )
-    if problem.hosts > 1 and not schedule.own and (why := _between_hosts(problem, schedule)):
-        instead = "a schedule that pushes" if schedule.pull else "another schedule"
-        return f"schedule {schedule}: {why}, which no rank can do between hosts; take {instead}"
-    if problem.transposed and (why := _turned(schedule)):
-        return (
-            f"schedule {schedule}: {why}, which is not served for rows that lie as columns; leave "
-            "it out"
-        )
-    if problem.scaling and schedule.beta:
-        reason = f"{'ring' if schedule.grouping == 'ring' else 'beta'} adds to a sum, unlike"
-        return f"schedule {schedule}: {reason} products of float8 operands; take another schedule"
-    if problem.scaling and schedule.grouping == "tiled" and (why := _untiled(problem.scaling)):
-        return f"schedule {schedule}: tiled has no kernel for {why}; take another schedule"
-    return ""
+        option = grouping if schedule.sums_in_place or grouping == "ring" else "beta"
+        why = f"which {operator} does not; leave it out"
+        yield f"{option} is for operators that sum over ranks, {why}"
+    if grouping == "two-shot" and not kind.returns:
+        yield f"required an operator whose sums return to all ranks, got {operator}; take one-shot"
+    if tiled and kind.inner:
+        why = f"which {operator} has not: its products add up to all rows; {other}"
+        yield f"tiled is for operators each of whose rows is one product, {why}"
+    if problem.hosts > 1 and not schedule.own:
+        why = "which no rank can do between hosts; take"
+        if schedule.pull:
+            yield f"{reads}, {why} a schedule that pushes"
+        if tiled:
+            yield f"tiles wait for signals, {why} another schedule"
+        if schedule.beta:
+            yield f"blocks go from rank to rank, or sums come first (beta), {why} another schedule"
+    if problem.transposed:
+        why = "which is not served for rows that lie as columns; leave it out"
+        if schedule.own or tiled:
+            yield f"the schedule is {grouping}, {why}"
+        if schedule.pull or schedule.mover != "dma":
+            yield f"{reads if schedule.pull else f'the mover is {schedule.mover}'}, {why}"
+    if scaling and schedule.beta:
+        adds = "ring" if grouping == "ring" else "beta"
+        yield f"{adds} adds to a sum, unlike products of float8 operands; {other}"
+    if scaling and tiled and (why := _untiled(scaling)):
+        yield f"tiled has no kernel for {why}; {other}"
 
 
 def _untiled(scaling: Scaling) -> str:
@@ -111,27 +116,6 @@ def _untiled(scaling: Scaling) -> str:
     if scaling.source:
         return "operands that the call casts"
     return "" if ITEMSIZES[scaling.out] == 2 else f"results of {scaling.out}"
-
-
-def _turned(schedule: Schedule) -> str:
-    """Reason why a schedule does not serve operands that travel transposed; empty if it serves
-    them."""
-    if schedule.own or schedule.grouping == "tiled":
-        return f"the schedule is {schedule.grouping}"
-    if schedule.pull:
-        return "ranks read memory of their peers (pull)"
-    return "" if schedule.mover == "dma" else f"the mover is {schedule.mover}"
-
-
-def _between_hosts(problem: Problem, schedule: Schedule) -> str:
-    """Operation of a schedule that is impossible between hosts; empty if all are possible."""
-    if schedule.pull:
-        return "ranks read memory of their peers (pull)"
-    if schedule.grouping == "tiled":
-        return "tiles wait for signals"
-    if schedule.beta:
-        return "blocks go from rank to rank, or sums come first (beta)"
-    return ""
 
 
 def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule, Schedule]:
@@ -195,7 +179,7 @@ def _plans(
     gathered, gather = GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
     if schedule.grouping == "tiled":
         gathered, gather = TiledGatherWorld, TiledGatherStage
-    world = gathered(problem, schedule, words, staging_bytes, packs_columns=packs_columns)
+    world = gathered(problem, schedule, words, cap=staging_bytes, packs_columns=packs_columns)
     return [gather(world, Builder(problem, rank)).plan() for rank in ranks]
 
 
@@ -205,10 +189,6 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
     b, out, added = specification.operands[1], specification.results[0], list[Buffer]()
     factors, builder = problem.factors if problem.scaling else a, Builder(problem, rank)
 
-    def whole(buffer: Buffer) -> Region:
-        rows, cols = buffer.shapes[rank]
-        return Region(buffer.name, rank, 0, rows, 0, cols)
-
     left, target, moves = a, out, []
     if not kind.scatters:
         left = problem.gathered("result" if problem.return_gathered else "local")
@@ -216,19 +196,21 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         if problem.sends_factors:
             gathered = problem.gathered_factors("gathered scale", "local")
             added.append(gathered)
-            moves.append(LibraryMove(whole(factors), whole(gathered)))
+            moves.append(LibraryMove(whole(factors, rank), whole(gathered, rank)))
             factors = gathered
-        moves.append(LibraryMove(whole(a), whole(left)))
+        moves.append(LibraryMove(whole(a, rank), whole(left, rank)))
     elif kind.returns:  # the library sums in place
-        moves.append(LibraryMove(whole(out), whole(out)))
+        moves.append(LibraryMove(whole(out, rank), whole(out, rank)))
     else:
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in range(problem.world))
         target = Buffer("partial", out.holds, out.dtype, shapes, "local", leaves=True)
         added = [target]
-        moves.append(LibraryMove(whole(target), whole(out)))
-    products = [Product(whole(left), whole(b), whole(target), transposed=kind.inner)]
+        moves.append(LibraryMove(whole(target, rank), whole(out, rank)))
+    products = [
+        Product(whole(left, rank), whole(b, rank), whole(target, rank), transposed=kind.inner)
+    ]
     if problem.scaling:
-        products = list(_scaled(problem, products[0], whole(factors), rank))
+        products = list(_scaled(problem, products[0], whole(factors, rank), rank))
     steps = [
         *(Step(move, "compute0", kind.collective) for move in moves),
         Step(Products(tuple(products)), "compute0", "all"),
@@ -237,7 +219,7 @@ def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:
         steps.reverse()
     if problem.given is not problem:
         added += [a, problem.factors]
-        builder.cast(problem, whole(a))
+        builder.cast(problem, whole(a, rank))
     steps = [*builder.steps, *steps]
     buffers = (*specification.operands, *specification.results, *added)
     return Plan(problem, str(schedule), rank, tuple(steps), buffers, 0)

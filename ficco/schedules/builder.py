@@ -6,11 +6,11 @@ products of contiguous rows, and batches of equal strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ficco.plan import Applied, Attendings, Plan, Products, Reduction, Region, Signal, Step
-from ficco.plan.model import Payload, Product, Transfer
+from ficco.plan.model import Payload, Product, Transfer, new
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, CAST, factors_of
 from ficco.problems.specification import AnyProblem, Buffer
@@ -99,6 +99,12 @@ class WordAllocator:
         return block
 
 
+def whole(buffer: Buffer, rank: int) -> Region:
+    """The region of all rows of a rank's buffer."""
+    rows, cols = buffer.shapes[rank]
+    return Region(buffer.name, rank, 0, rows, 0, cols)
+
+
 def released(poster: int, waiter: int) -> Signal:
     """The signal that the poster's slot is free; its word is the waiter's first for that peer."""
     return Signal("released", poster, waiter, 0, poster)
@@ -113,6 +119,8 @@ class World:
         a, b, out: buffers of the operands and of the result of the stage.
         buffers: buffers that the stage adds.
         suffix: last part of the names of added buffers, if a Plan has several stages.
+        cap: most bytes of staging of a gather; None: no cap.
+        packs_columns: pieces of columns are packed where they land, if they are pushed.
     """
 
     def __init__(
@@ -122,8 +130,11 @@ class World:
         words: WordAllocator,
         operands: tuple[Buffer, Buffer, Buffer] | None = None,
         suffix: str = "",
+        cap: int | None = None,
+        packs_columns: bool = False,
     ) -> None:
-        self.problem, self.schedule, self.words = problem, schedule, words
+        self.problem, self.schedule, self.words, self.cap = problem, schedule, words, cap
+        self.packs_columns = packs_columns and schedule.dims == 2 and not schedule.pull
         self.world = problem.world
         self.largest = range(1 if problem.same_blocks else problem.world)
         inputs, outs = problem.specification.operands, problem.specification.results
@@ -136,6 +147,19 @@ class World:
                 memory = "slot" if read else "local"
                 self.buffer(cast.name, cast, cast.shapes, memory, leaves=cast.leaves)
             self.a = self.buffers[0]
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Allocate words and add buffers, equally on all ranks."""
+
+    def stage_count(self, rank: int) -> int:
+        """Number of stages of a rank's capped staging; 0 without a cap."""
+        return 0
+
+    def block(self, src: int, dst: int) -> tuple[int, int]:
+        """Rows of a rank's block at its receiver."""
+        first = self.problem.lands(src, dst)
+        return first, first + self.problem.block(src, dst)
 
     def buffer(
         self, name: str, like: Buffer, shapes: Shapes, memory: str = "slot", **fields: Any
@@ -157,6 +181,8 @@ class Builder:
         self.peers = [peer for peer in host if peer != rank]
         self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []
+        self.begun: dict[int, tuple[Signal, ...]] = {}  # by peer, signals that the call has begun
+        self.silent: tuple[Signal, ...] = ()  # signals of peers without data for this rank
 
     def add(self, step: Step) -> int:
         """Append a step, and return its index."""
@@ -179,22 +205,21 @@ class Builder:
         """The signals to wait for, and clear, before using the slots of peers."""
         return tuple(released(peer, self.me) for peer in peers)
 
-    def acquire(
-        self, tell: Mapping[int, tuple[Signal, ...]], after: tuple[int, ...] = ()
-    ) -> dict[int, int]:
+    def acquire(self, after: tuple[int, ...] = ()) -> dict[int, int]:
         """Take over the slots of all peers, with one step on each copy lane. The step also posts
-        the signals of ``tell``, which are by peer. Returns the step by peer."""
+        that the call has begun. Returns the step by peer."""
         acquired: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
-            posts = tuple(signal for peer in peers for signal in tell.get(peer, ()))
+            posts = tuple(signal for peer in peers for signal in self.begun.get(peer, ()))
             step = Step(None, lane, "acquire", free, posts, free, after)
             acquired.update(dict.fromkeys(peers, self.add(step)))
         return acquired
 
-    def retire(self, waits: tuple[Signal, ...]) -> None:
-        """Add the last step: wait for ``waits``, clear all words that this rank waited for, and
-        hand its slot to the peers."""
+    def retire(self, waits: tuple[Signal, ...] = ()) -> None:
+        """Add the last step: wait for ``waits`` and for silent peers, clear all words that this
+        rank waited for, and hand its slot to the peers."""
+        waits += self.silent
         cleared = {signal for step in self.steps for signal in step.clears}
         waited = [s for step in self.steps for s in (*step.waits, *step.gates) if s not in cleared]
         posts = tuple(released(self.me, peer) for peer in self.peers)
@@ -217,11 +242,12 @@ class Builder:
         return tuple({step.lane: i for i, step in enumerate(self.steps)}.values())
 
     def plan(
-        self, schedule: str, buffers: Iterable[Buffer], words: WordAllocator, stages: int = 0
+        self, schedule: str, buffers: Sequence[Buffer], words: WordAllocator, stages: int = 0
     ) -> Plan:
         """The Plan of the steps so far. It lists only local buffers that a step writes."""
         problem, specification = self.problem, self.problem.specification
-        written = {one.buffer for step in self.steps for one in _written(step.work) if one}
+        steps = self.steps if any(one.memory != "slot" for one in buffers) else []
+        written = {one.buffer for step in steps for one in _written(step.work) if one}
         added = [one for one in buffers if one.memory == "slot" or one.name in written]
         return Plan(
             problem=problem,
@@ -271,15 +297,12 @@ class Stage:
         builder, steps, add: of the Plan.
         me, peers: the rank, and the other ranks of its host.
         a, b: names of the operands.
-        silent: function that returns the signals of peers without data for this rank.
-        stage_count: number of stages of a capped staging; 0 without a cap.
     """
 
     world: World
-    silent: Callable[[], tuple[Signal, ...]]
-    stage_count = 0
 
     def __init__(self, world: World, builder: Builder) -> None:
+        self.world = world
         self.problem, self.schedule = world.problem, world.schedule
         self.builder, self.steps, self.add = builder, builder.steps, builder.add
         self.me, self.peers = builder.me, builder.peers
@@ -290,23 +313,26 @@ class Stage:
         """Add all steps except the last one, which hands over the slot."""
         raise NotImplementedError
 
+    def silent(self) -> tuple[Signal, ...]:
+        """Further signals of peers without data for this rank."""
+        return ()
+
     def plan(self) -> Plan:
         """Add all steps, and return the Plan of a call with this stage only."""
         self.run()
         if self.builder.problem.world > 1 and self.steps:
             self.builder.retire(self.silent())
-        buffers, words = self.world.buffers, self.world.words
-        return self.builder.plan(str(self.schedule), buffers, words, self.stage_count)
+        world, stages = self.world, self.world.stage_count(self.me)
+        return self.builder.plan(str(self.schedule), world.buffers, world.words, stages)
 
     @property
     def lane_of(self) -> dict[int, str]:
         """The copy lane of each peer."""
         return self.builder.lane_of
 
-    @remembered
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
         """The region of rows and columns of the local b."""
-        return Region(self.b, self.me, row, row_stop, col, col_stop)
+        return new(Region, (self.b, self.me, row, row_stop, col, col_stop))
 
     def _product(
         self,
@@ -342,14 +368,13 @@ class Stage:
         dst: Region,
         after: tuple[int, ...] = (),
         posts: tuple[Signal, ...] = (),
-        waits: tuple[Signal, ...] = (),
         terms: int = 0,
     ) -> int:
         """Add a copy within the rank, and return its index."""
         # The copy kernel brings own rows to their place in the launch that sends others.
-        mover = "kernel" if src.buffer == self.a and self.schedule.mover == "kernel" else "dma"
+        mover = "kernel" if self.schedule.mover == "kernel" and src.buffer == self.a else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
-        return self.add(Step(move, lane, label, waits, posts, after=after))
+        return self.add(Step(move, lane, label, (), posts, after=after))
 
 
 def _meet(one: Region, two: Region) -> bool:

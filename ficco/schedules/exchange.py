@@ -118,15 +118,16 @@ class Traffic:
 
     # Opening and closing a call.
 
-    def begun(self) -> dict[int, tuple[Signal, ...]]:
-        """The signals that this rank's call has begun, by peer."""
-        posts_begun, begun, me = self.route.posts_begun, self.route.begun, self.me
-        return {peer: (begun(me, peer),) for peer in self.peers if posts_begun(me, peer)}
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the calls of peers have begun, of peers without data for this rank."""
-        gives, begun, me = self.route.gives, self.route.begun, self.me
-        return tuple(begun(peer, me) for peer in self.peers if not gives(peer, me))
+    def announce(self) -> None:
+        """Signal to peers without data of this rank that its call has begun, and wait for the
+        signals of peers without data for this rank."""
+        builder, route, me = self.builder, self.route, self.me
+        for peer in self.peers:
+            if route.posts_begun(me, peer):
+                posts = builder.begun.get(peer, ())
+                builder.begun[peer] = (*posts, route.begun(me, peer))
+        silent = [peer for peer in self.peers if not route.gives(peer, me)]
+        builder.silent += tuple(route.begun(peer, me) for peer in silent)
 
     def close(self) -> None:
         """Wait until the peers have fetched the pieces of this rank."""
@@ -279,12 +280,12 @@ class Traffic:
         lanes and have brought a piece, or have already waited for its signal."""
         waits, after, index = list[Signal](), dict[str, int](), len(self.steps)
         me, route, brought = self.me, self.route, self.brought
+        owner = me if owner < 0 and route.returns else owner
         for piece in pieces:
             step = brought.get(piece)
             if step is None:
                 source, number = piece
-                whose = route.owner(source, me) if owner < 0 else owner
-                signal = route.signals(source, me, whose)[number]
+                signal = route.signals(source, me, source if owner < 0 else owner)[number]
                 step = self.waited.setdefault(signal.word, index)
                 if step == index:
                     waits.append(signal)

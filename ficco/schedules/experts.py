@@ -21,7 +21,7 @@ from weakref import proxy
 from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer
 from ficco.problems.experts import ExpertLayer
 from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
-from ficco.schedules.exchange import Parcel, Route, Traffic
+from ficco.schedules.exchange import After, Parcel, Route, Traffic
 from ficco.schedules.groups import cut, far_legs, near_targets, peer_sets, sources_of
 from ficco.schedules.space import Schedule
 
@@ -48,6 +48,7 @@ class ExpertWorld:
 
     Attributes:
         shares: the pieces of a block, in order.
+        whole: a block as one piece.
         leaving: name of the buffer from which tokens leave.
         out, back: routes of tokens to their experts, and of results to their tokens.
         buffers: buffers of the schedule.
@@ -61,6 +62,7 @@ class ExpertWorld:
             )
         self.layer, self.schedule = layer, schedule
         self.shares = self.cut(schedule.pieces or layer.world)
+        self.whole = Share(0, layer.experts, 0, layer.capacity)
         self.leaving = "leaving" if layer.indexed else "a"
         self.words = WordAllocator(layer.world)
         self.out = DispatchRoute(self, self.words.block(len(self.shares) * layer.dispatches))
@@ -154,18 +156,13 @@ class DispatchRoute(Route):
         self.data = words
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
-        shares, signals = self.world.shares, self.signals(src, dst, owner)
-        turns = self._turns(src, dst)
-        return [
-            Parcel(
-                (self._move(src, dst, share),),
-                (f"{self.kind} {number}>{dst}",),
-                (),
-                (signals[number],),
-                turns[number],
-            )
-            for number, share in enumerate(shares)
-        ]
+        turns, parcels = self._turns(src, dst), list[Parcel]()
+        ends = zip(self.world.shares, self.signals(src, dst, owner), strict=True)
+        for number, (share, signal) in enumerate(ends):
+            labels = (f"{self.kind} {number}>{dst}",)
+            move = self._move(src, dst, share)
+            parcels.append(Parcel((move,), labels, (), (signal,), turns[number]))
+        return parcels
 
     @remembered
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
@@ -210,6 +207,17 @@ class ReturnRoute(DispatchRoute):
         return _transfer(rows, world.at_home(dst, buffer, src, share))
 
 
+class _Rows(NamedTuple):
+    """Rows that one step multiplies: a share of the rows of sources, in runs of contiguous rows."""
+
+    sources: list[int]
+    share: Share
+    label: str
+    number: int
+    lane: str
+    runs: list[list[int]]
+
+
 class ExpertStage:
     """Steps of one rank.
 
@@ -240,13 +248,16 @@ class ExpertStage:
         world, layer = self.world, self.layer
         if layer.indexed:
             self._bring_tokens()
-        own = [] if self.schedule.uniform or layer.world == 1 else self._own_shares()
-        first, last = own[: len(own) // 2], own[len(own) // 2 :]
-        if not layer.combines:
-            first, last = own, []
+        first, last = list[Share](), list[Share]()
+        if not self.schedule.uniform and layer.world > 1:
+            # Of a whole layer half of the own block hides the first arrival, the rest the last
+            # return. Half a layer has one of these.
+            shares = world.cut(2 if layer.dispatches and layer.combines else 1)
+            half = len(shares) // 2 if layer.combines else 1
+            first, last = shares[:half], shares[half:]
         for share in first:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
-        self.builder.acquire({})
+        self.builder.acquire()
         if layer.dispatches:
             for items in self.out.leaving(self.builder.lane_of):
                 self.out.push(items, self._brought)
@@ -256,7 +267,7 @@ class ExpertStage:
             for sources, number in world.turns(self.me):
                 self._step(sources, world.shares[number], _label(sources, number), number)
         else:
-            self._step([self.me], Share(0, layer.experts, 0, layer.capacity), "own")
+            self._step([self.me], world.whole, "own")
         for share in last:
             self._step([self.me], share, f"own {share.expert}.{share.row}")
         if layer.combines:
@@ -267,13 +278,8 @@ class ExpertStage:
         for _, step in sorted(self.aside, key=lambda one: one[0]):
             self.add(step)
         if self.peers:
-            self.builder.retire(())
+            self.builder.retire()
         return self.builder.plan(str(self.schedule), world.buffers, world.words)
-
-    def _own_shares(self) -> list[Share]:
-        """Pieces of the own block. A whole layer has two: the first one hides the first arrival,
-        and the second one hides the last return. Half a layer has one piece."""
-        return self.world.cut(2 if self.layer.dispatches and self.layer.combines else 1)
 
     # Steps.
 
@@ -289,9 +295,8 @@ class ExpertStage:
         far = [target for target, _ in self.legs]
         targets = [*far, *self.builder.lane_of, *([] if self.mixes else [self.me])]
         numbers = range(len(world.shares))
-        whole = Share(0, layer.experts, 0, layer.capacity)
         if self.schedule.order == "peer" and not layer.gathers:
-            turns = [([target], whole, numbers) for target in targets]
+            turns = [([target], world.whole, numbers) for target in targets]
         else:
             turns = [(targets, world.shares[i], range(i, i + 1)) for i in numbers]
         for owners, share, pieces in turns:
@@ -309,78 +314,64 @@ class ExpertStage:
     def _place_own(self) -> None:
         """Copy the own rows next to rows of other ranks with which they are multiplied."""
         if self.mixes:
-            whole = Share(0, self.layer.experts, 0, self.layer.capacity)
-            here = self.world.at_home(self.me, "a", self.me, whole)
-            move = _transfer(here, self.world.landed(self.me, "staging", [self.me], whole))
+            own = self.world.at_home(self.me, "a", self.me, self.world.whole)
+            landed = self.world.landed(self.me, "staging", [self.me], self.world.whole)
+            move = _transfer(own, landed)
             self.placed = (self.add(Step(move, "compute0", "own")),)
 
     def _step(self, sources: list[int], share: Share, label: str, number: int = -1) -> None:
         """Multiply a share of the rows of sources, and send the results back. ``number`` is the
         number of the piece; -1 for own rows."""
-        layer, me, alone = self.layer, self.me, sources == [self.me]
+        layer = self.layer
         lane = f"compute{self.turn % self.schedule.compute if number >= 0 else 0}"
         self.turn += number >= 0
         runs = _runs(sources, share, layer.capacity)
+        rows = _Rows(sources, share, label, number, lane, runs)
         if layer.dispatches:
-            coming = [(source, number) for source in sources if source != me]
-            waits, brought = self.out.arrivals(coming, lane)
-            left = [
-                self.world.at_home(me, self.world.leaving, me, share)
-                if alone
-                else self.world.landed(self.me, "staging", run, share)
-                for run in runs
-            ]
-            outs = [self.world.landed(self.me, "hidden", run, share) for run in runs]
-            step = self._multiply(left, "b", outs, share)
-            after: tuple[int, ...] = ()
-            if me in sources and lane != "compute0":
-                after = self._brought(me, number) if alone else self.placed
-            after += brought
-            index = self.add(Step(Products(step), lane, label, waits, after=after))
-            if layer.keeps:
-                for run, rows in zip(runs, left, strict=True):
-                    move = _transfer(rows, self.world.landed(self.me, "gathered", run, share))
-                    self._aside(f"{label} kept", move, index)
+            self._multiply_tokens(rows)
         if layer.dispatches and layer.combines:
-            for run in runs:
-                move = _transfer(
-                    self.world.landed(self.me, "hidden", run, share),
-                    self.world.landed(self.me, "active", run, share),
-                    layer.function,
-                )
+            hidden, active = (self._landed(buffer, rows) for buffer in ("hidden", "active"))
+            for src, dst in zip(hidden, active, strict=True):
+                move = _transfer(src, dst, layer.function)
                 self.add(Step(move, lane, f"{label} {layer.function}"))
         if layer.combines:
-            self._send_back(sources, share, label, number, lane, runs)
+            self._send_back(rows)
+
+    def _landed(self, buffer: str, rows: _Rows) -> list[_Strided]:
+        """Rows of a step in a buffer of this rank, by run."""
+        return [self.world.landed(self.me, buffer, run, rows.share) for run in rows.runs]
+
+    def _multiply_tokens(self, rows: _Rows) -> None:
+        """Multiply tokens once they have arrived; if the layer keeps them, copy them."""
+        me, (sources, share, label, number, lane, _), after = self.me, rows, After()
+        alone, home = sources == [me], self.world.at_home(me, self.world.leaving, me, share)
+        left = [home] if alone else self._landed("staging", rows)
+        if me in sources and lane != "compute0":
+            after = self._brought(me, number) if alone else self.placed
+        coming = [(source, number) for source in sources if source != me]
+        waits, brought = self.out.arrivals(coming, lane)
+        products = self._multiply(left, "b", self._landed("hidden", rows), share)
+        index = self.add(Step(products, lane, label, waits, after=after + brought))
+        gathered = self._landed("gathered", rows) if self.layer.keeps else []
+        for src, dst in zip(left, gathered, strict=False):
+            self._aside(f"{label} kept", _transfer(src, dst), index)
 
     def _aside(self, label: str, move: Transfer, after: int) -> None:
         """Defer a copy to a final place, after the step ``after``."""
         step = Step(move, REDUCE_LANE, label, after=(after,))
         self.aside.append((self.turn, step))
 
-    def _send_back(
-        self,
-        sources: list[int],
-        share: Share,
-        label: str,
-        number: int,
-        lane: str,
-        runs: list[list[int]],
-    ) -> None:
-        me, alone = self.me, sources == [self.me]
-        left = [self.world.landed(self.me, "active", run, share) for run in runs]
-        outs = [
-            self.world.at_home(me, "out", me, share)
-            if alone
-            else self.world.landed(self.me, "partial", run, share)
-            for run in runs
-        ]
-        products = self._multiply(left, "c", outs, share)
-        index = self.add(Step(Products(products), lane, f"{label} back"))
+    def _send_back(self, rows: _Rows) -> None:
+        """Multiply results of the function, and send the products to the ranks of their tokens."""
+        me, (sources, share, label, number, lane, _) = self.me, rows
+        home, alone = self.world.at_home(me, "out", me, share), sources == [me]
+        outs = [home] if alone else self._landed("partial", rows)
+        products = self._multiply(self._landed("active", rows), "c", outs, share)
+        index = self.add(Step(products, lane, f"{label} back"))
         for source in sources if not alone else ():
-            rows = self.world.landed(self.me, "partial", [source], share)
             if source == me:
-                move = _transfer(rows, self.world.at_home(me, "out", me, share))
-                self._aside(f"{label} own", move, index)
+                own = self.world.landed(me, "partial", [me], share)
+                self._aside(f"{label} own", _transfer(own, home), index)
             elif source in self.builder.lane_of:
                 self.back.send(source, number, (index,))
             else:
@@ -388,27 +379,19 @@ class ExpertStage:
 
     def _multiply(
         self, left: Sequence[_Strided], right: str, outs: Sequence[_Strided], share: Share
-    ) -> tuple[Product, ...]:
+    ) -> Products:
         """Batches of products of rows with the matrices of their experts, one for each region of
         ``left``. ``right``: ``"b"`` or ``"c"``."""
         per = self.layer.k if right == "b" else self.layer.h
-        b = Region(right, self.me, share.expert * per, (share.expert + 1) * per, 0, 0)
-        b = b._replace(col_stop=self.world.cols[right])
-        experts, products = share.expert_stop - share.expert, []
+        experts = share.expert_stop - share.expert
+        first, cols = share.expert * per, self.world.cols[right]
+        b = Region(right, self.me, first, first + per, 0, cols)
+        stride, products = per if experts > 1 else 0, list[Product]()
         for rows, out in zip(left, outs, strict=True):
-            one, two = _apart(rows, experts), _apart(out, experts)
-            products.append(
-                Product(
-                    one.region,
-                    b,
-                    two.region,
-                    batch=experts,
-                    a_stride=one.stride,
-                    out_stride=two.stride,
-                    b_stride=per if experts > 1 else 0,
-                )
-            )
-        return tuple(products)
+            (a, _, a_stride), (to, _, out_stride) = _apart(rows, experts), _apart(out, experts)
+            product = Product(a, b, to, False, experts, a_stride, out_stride, b_stride=stride)
+            products.append(product)
+        return Products(tuple(products))
 
     def _bring_home(self) -> None:
         """Copy returned rows to the result, in the expected order of arrival."""
@@ -440,15 +423,9 @@ class ExpertStage:
 def _transfer(src: _Strided, dst: _Strided, function: str = "") -> Transfer:
     """A transfer between equally many rows. If one end is a batch, the other end is split into
     the same batch."""
-    one, two = _alike(src, dst)
-    strides = one.stride, two.stride
-    return Transfer(one.region, two.region, 0, function, None, one.batch, *strides)
-
-
-def _alike(one: _Strided, two: _Strided) -> tuple[_Strided, _Strided]:
-    """Both ends of a move with the larger batch of the two."""
-    batch = max(one.batch, two.batch)
-    return _apart(one, batch), _apart(two, batch)
+    batch = max(src.batch, dst.batch)
+    one, two = _apart(src, batch), _apart(dst, batch)
+    return Transfer(one.region, two.region, 0, function, None, batch, one.stride, two.stride)
 
 
 def _apart(rows: _Strided, batch: int) -> _Strided:

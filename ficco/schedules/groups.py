@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from ficco.plan.model import Region, new
 from ficco.problems.products import Problem
-from ficco.problems.specification import AnyProblem
-from ficco.schedules.builder import remembered
+from ficco.problems.specification import AnyProblem, Buffer
+from ficco.schedules.builder import World, remembered
 from ficco.schedules.space import Schedule
 
 #: Boundaries between pieces are multiples of this if the pieces are long enough: 16 bytes of
@@ -168,6 +168,22 @@ def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
     return own + [(source, owner) for owner, _ in ways for source in near]
 
 
+def host_sums(
+    world: World, like: Buffer, rows: Callable[[int, int], tuple[int, int]], leaves: bool = False
+) -> dict[int, Buffer]:
+    """Add the buffers of sums that a rank forms of its host's rows for another host, by distance of
+    the hosts. ``rows`` returns first and last row of an owner at a rank."""
+    problem, ranks, buffers = world.problem, range(world.world), dict[int, Buffer]()
+    for distance in range(1, problem.hosts) if problem.local_world > 1 else ():
+        owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
+        spans = [rows(owner, rank) for owner, rank in zip(owners, ranks, strict=True)]
+        shapes = tuple((last - first, like.shapes[0][1]) for first, last in spans)
+        fields = {"first": tuple(first for first, _ in spans), "leaves": leaves}
+        name = f"host sum {distance}"
+        buffers[distance] = world.buffer(name, like, shapes, "local", **fields)
+    return buffers
+
+
 def peer_sets(schedule: Schedule, rank: int, order: list[int]) -> list[list[int]]:
     """Sets of peers whose pieces are multiplied together, from peers in a given order."""
     if schedule.grouping == "fused":
@@ -253,6 +269,13 @@ class Groups:
         """Number of units of a peer."""
         return len(self.cuts[peer] if self.tail == 1 else self.units(peer))
 
+    def size(self, unit: Unit) -> tuple[int, int]:
+        """Rows and columns of a unit."""
+        length = unit.stop - unit.start
+        return (
+            (length, self.columns) if self.schedule.dims == 1 else (self.block(unit.peer), length)
+        )
+
     def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
         """The region of a unit in a buffer. The unit's block begins at ``row`` of the buffer."""
         return self.regions(buffer, rank, row, [unit])[0]
@@ -260,8 +283,8 @@ class Groups:
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
         """The regions of units of one block, which begins at ``row`` of the buffer."""
         if self.schedule.dims == 1:
-            at, cols = (buffer, rank), (0, self.columns)
-            return [new(Region, (*at, *rows, *cols)) for rows in self.spans(row, units)]
+            ends, cols = [unit[2:4] for unit in units], self.columns
+            return [new(Region, (buffer, rank, row + a, row + b, 0, cols)) for a, b in ends]
         stop = row + self.block(units[0].peer) if units else row
         return [new(Region, (buffer, rank, row, stop, *cols)) for _, _, *cols, _ in units]
 

@@ -193,7 +193,7 @@ class _HeadsStage:
         if self.problem.world == 1:
             builder.add(self._apply((0, self.problem.heads)))
             return builder.plan(str(world.schedule), world.buffers, world.words)
-        builder.acquire({})
+        builder.acquire()
         turns = self.out.leaving(self.targets)
         # One turn further ahead than without results, so that results do not delay later pieces.
         ahead = len(turns) if self.legs else LOOKAHEAD + 1
@@ -205,7 +205,7 @@ class _HeadsStage:
         for peer, piece, _ in chain.from_iterable(self.back.coming(self.order)):
             self.back.home(peer, piece, REDUCE_LANE, _result)
         if builder.peers:
-            builder.retire(())
+            builder.retire()
         return builder.plan(str(world.schedule), world.buffers, world.words)
 
     def _send(self, piece: int, items: list[Item]) -> None:

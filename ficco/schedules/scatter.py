@@ -11,12 +11,11 @@ of an all-to-all cross hosts without a sum.
 from __future__ import annotations
 
 from functools import cached_property, partial
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from weakref import proxy
 
 from ficco.plan import Product, Products, Reduction, Region, Signal, Step, Transfer
 from ficco.plan.model import PLAIN, new
-from ficco.problems.products import Problem
 from ficco.problems.specification import Buffer
 from ficco.schedules.builder import (
     REDUCE_LANE,
@@ -24,14 +23,21 @@ from ficco.schedules.builder import (
     Builder,
     EachRank,
     Stage,
-    WordAllocator,
     World,
     merged,
     remembered,
 )
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
-from ficco.schedules.groups import Departures, Unit, legs, names, returning, sources_of, via
-from ficco.schedules.space import Schedule
+from ficco.schedules.groups import (
+    Departures,
+    Unit,
+    host_sums,
+    legs,
+    names,
+    returning,
+    sources_of,
+    via,
+)
 
 
 class ScatterWorld(World, Route):
@@ -47,64 +53,43 @@ class ScatterWorld(World, Route):
 
     returns = True
 
-    def __init__(
-        self,
-        problem: Problem,
-        schedule: Schedule,
-        words: WordAllocator,
-        operands: tuple[Buffer, Buffer, Buffer] | None = None,
-        suffix: str = "",
-        packs_columns: bool = False,
-    ) -> None:
-        super().__init__(problem, schedule, words, operands, suffix)
+    def lay_out(self) -> None:
+        problem, schedule, words = self.problem, self.schedule, self.words
         self.ring = schedule.grouping == "ring" and self.world > 1
-        ranks, pull, hosts = range(self.world), schedule.pull, problem.hosts
         self.departures = EachRank(partial(Departures, problem, schedule))
         leaving = [self.departures[rank] for rank in self.largest]
-        if not self.ring:
-            arriving = [one.count(dst) for one in leaving for dst in ranks if dst != one.rank]
-        else:  # if some blocks have fewer pieces than others, some words stay unused
-            arriving = [one.group_count for one in leaving]
-        self.most = max([1, *arriving])
+        if self.ring:  # if some blocks have fewer pieces than others, some words stay unused
+            counts = [one.group_count for one in leaving]
+        else:
+            counts = [one.count(peer) for one in leaving for peer in one.set_of if peer != one.rank]
+        self.most = max([1, *counts])
         # Words of the waiter's own units, then of units that it sums for its rail on each host.
-        self.data = words.block(self.most * (hosts if problem.kind.sums else 1))
-        self.kind = "valid" if pull else "ready"
+        self.data = words.block(self.most * (problem.hosts if problem.kind.sums else 1))
+        self.kind = "valid" if schedule.pull else "ready"
         most = max(len(one.sums) for one in leaving) * problem.kind.returns
-        self.back = SumRoute(self, words.block(most * hosts))
-        self.reads = words.block(int(pull))
-        self.staging = "staging" + suffix
-        self.product = self.out
+        self.back = SumRoute(self, words.block(most * problem.hosts))
+        self.reads = words.block(int(schedule.pull))
+        self.staging, self.product = "staging" + self.suffix, self.out
+        self.host_sums: dict[int, Buffer] = {}
         if self.world > 1:
-            self._add_buffers(packs_columns)
+            self._add_buffers()
 
-    def _add_buffers(self, packs_columns: bool) -> None:
+    def _add_buffers(self) -> None:
         problem, schedule, ranks = self.problem, self.schedule, range(self.world)
-        packs = packs_columns and schedule.dims == 2 and not schedule.pull
         # A tail cuts some rows otherwise than the rest; the own rows that are summed are whole.
-        packs = packs and schedule.tail == 1 and (schedule.uniform or not problem.kind.sums)
+        packs = self.packs_columns and schedule.tail == 1
+        packs = packs and (schedule.uniform or not problem.kind.sums)
         rows = [self.rows(rank) for rank in ranks]
         if problem.kind.returns:  # sums come back
             rows = [rows[rank] + problem.m - problem.rows[rank] for rank in ranks]
         shapes = tuple((count, problem.n) for count in rows)
-        layout = "columns" if packs else problem.layout
-        self.buffer("staging", self.out, shapes, layout=layout)
+        self.buffer("staging", self.out, shapes, layout="columns" if packs else problem.layout)
         shapes = tuple((problem.product_rows(rank), problem.n) for rank in ranks)
         name, memory = ("publish", "slot") if schedule.pull else ("partial", "local")
         lies = {"leaves": True, "layout": problem.layout}
         self.product = self.buffer(name, self.out, shapes, memory, **lies)
-        self.host_sums: dict[int, Buffer] = {}
-        for distance in range(1, problem.hosts) if self.host_sums_needed else ():
-            owners = [problem.on_host(problem.host(rank) + distance, rank) for rank in ranks]
-            shapes = tuple((problem.rows[owner], problem.n) for owner in owners)
-            first = tuple(problem.offsets[owner] for owner in owners)
-            self.host_sums[distance] = self.buffer(
-                f"host sum {distance}", self.out, shapes, "local", first=first
-            )
-
-    @property
-    def host_sums_needed(self) -> bool:
-        """Whether a host sums several products for another host."""
-        return self.problem.kind.sums and self.problem.hosts > 1 and self.problem.local_world > 1
+        if problem.kind.sums:
+            self.host_sums = host_sums(self, self.out, lambda owner, rank: self.block(rank, owner))
 
     def host_terms(self, rank: int) -> int:
         """The ranks of a rank's host, rank r as bit r."""
@@ -117,11 +102,9 @@ class ScatterWorld(World, Route):
     def _stacked(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
         """First row in staging of each block that a rank sums, by (sender, owner), and the number
         of rows of all these blocks."""
-        row, first = 0, {}
-        for source, owner in returning(self.problem, rank):
-            first[source, owner] = row
-            row += self.problem.block(source, owner)
-        return first, row
+        blocks = returning(self.problem, rank)
+        ends = [*accumulate((self.problem.block(*pair) for pair in blocks), initial=0)]
+        return dict(zip(blocks, ends, strict=False)), ends[-1]
 
     def rows(self, rank: int) -> int:
         """Rows of a rank's staging for products of peers, without rows for returning sums."""
@@ -172,9 +155,8 @@ class ScatterWorld(World, Route):
         one, problem, pull = self.departures[src], self.problem, self.schedule.pull
         units, (sources, terms) = one.of(owner), self.sources(src, owner)
         terms |= 1 << src
-        if self.host_sums_needed and problem.host(src) != problem.host(dst):
-            buffer = self.host_sums[problem.hosts_ahead(src, dst)].name
-            sources, terms = one.regions(buffer, src, 0, units), self.host_terms(src)
+        if host_sum := self.host_sums.get(problem.hosts_ahead(src, dst)):
+            sources, terms = one.regions(host_sum.name, src, 0, units), self.host_terms(src)
         none, read = NO_SIGNALS, (self.read(dst, src),) if pull else NO_SIGNALS
         signals, landings = self.signals(src, dst, owner), self.landings(src, dst, owner)
         pieces, called = list[Parcel](), names(src if pull else owner, len(units))
@@ -210,9 +192,7 @@ class ScatterWorld(World, Route):
         return any(self.problem.block(src, owner) for owner in owners)
 
     def read(self, poster: int, waiter: int) -> Signal:
-        first = self.problem.lands(waiter, poster)
-        rows = first, first + self.problem.block(waiter, poster)
-        return self.reads.signal("done", poster, waiter, 0, rows)
+        return self.reads.signal("done", poster, waiter, 0, self.block(waiter, poster))
 
 
 class SumRoute(Route):
@@ -263,31 +243,27 @@ class ScatterStage(Stage):
 
     def __init__(self, world: ScatterWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.world, self.mine = world, world.departures[self.me]
+        self.mine, self.ways = world.departures[self.me], list(legs(self.problem, self.me))
         self.traffic = Traffic(builder, self.schedule, world)
-        self.begun, self.silent = self.traffic.begun, self.traffic.silent
         self.back = Traffic(builder, self.schedule, world.back)
-        self.ways = list(legs(self.problem, self.me))
+        self.traffic.announce()
         self.sums = self.problem.kind.sums
         self.own_is_separate = not self.schedule.uniform  # the own rows have a separate product
         self.single = world.ring or len(self.peers) == 1  # one peer sends the sum of all others
         self.acquired: After = ()  # the steps that take over the slots of the peers
-        self.made_by: dict[Unit, int] = {}  # unit -> the step of its product or of its sum
+        self.step_of: dict[Unit, int] = {}  # unit -> the step of its product or of its sum
         self.announced: dict[Unit, Signal] = {}  # unit -> the signal that its rows are multiplied
         #: By own unit and number of a peer's units, the numbers of those that overlap it.
         self.meeting: dict[tuple[Unit, int], list[int]] = {}
         self.posting: set[str] = set()  # compute lanes that have posted to peers that fetch
         groups = self.mine.group_count + (len(self.mine.own) if self.own_is_separate else 0)
-        self.compute_lanes = [f"compute{i}" for i in range(min(self.schedule.compute, groups or 1))]
-        order = list(dict.fromkeys(peer for peers in self.mine.sets for peer in peers))
-        in_order = [peer for peer in order if peer in self.peers]
+        self.compute_lanes = min(self.schedule.compute, groups or 1)
+        in_order = [peer for peer in self.mine.set_of if peer in self.peers]
         builder.assign_lanes(in_order, self.schedule.copy)
 
     def run(self) -> None:
-        fetches = self._open()
-        for group, (units, items) in enumerate(
-            zip_longest(self.mine.by_group, fetches, fillvalue=())
-        ):
+        turns = zip_longest(self.mine.by_group, self._open(), fillvalue=())
+        for group, (units, items) in enumerate(turns):
             if units:
                 self.multiply(group, units)
             self.traffic.fetch(items)
@@ -296,7 +272,7 @@ class ScatterStage(Stage):
     def _open(self) -> list[list[Item]]:
         """Take over the slots of the peers. Returns the pieces to fetch, by group."""
         if self.peers:
-            self.acquired = tuple(dict.fromkeys(self.builder.acquire(self.begun()).values()))
+            self.acquired = tuple(dict.fromkeys(self.builder.acquire().values()))
         return self.traffic.coming(self.lane_of) if self.schedule.pull else []
 
     def finish(self) -> None:
@@ -316,9 +292,9 @@ class ScatterStage(Stage):
 
     def multiply(self, group: int, units: list[Unit]) -> None:
         """Multiply the units of a group, and send them."""
-        index = self._matmul(self.compute_lanes[group % len(self.compute_lanes)], units)
+        index = self._matmul(self._lane(group), units)
         for unit in units:
-            self.made_by[unit] = index
+            self.step_of[unit] = index
             self._send(unit, (index,))
 
     def _send(self, unit: Unit, after: After = (), waits: tuple[Signal, ...] = ()) -> None:
@@ -334,8 +310,7 @@ class ScatterStage(Stage):
         """Add one step that multiplies units, and return its index. It posts to the peers that
         fetch the units. It waits for partial sums that its products add to."""
         world, me, left = self.world, self.me, (self.me - 1) % self.problem.world
-        waits: tuple[Signal, ...] = ()
-        posts, products = list[Signal](), list[Product]()
+        waits, posts, products = NO_SIGNALS, list[Signal](), list[Product]()
         for unit in sorted(units):
             product = self._product_of(unit)
             if product.accumulate and product.out.buffer == world.staging:
@@ -353,8 +328,7 @@ class ScatterStage(Stage):
         for product in products:
             after += tuple(i for i in self._cast(product.a, lane) if i not in after)
         label, calls = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units]), merged(products)
-        step = Step(Products(calls), lane, label, waits, tuple(posts), after=after)
-        return self.add(step)
+        return self.add(Step(Products(calls), lane, label, waits, tuple(posts), after=after))
 
     def _product_of(self, unit: Unit) -> Product:
         """The product of one unit."""
@@ -383,90 +357,87 @@ class ScatterStage(Stage):
             row = 0
         return self.mine.regions(self.world.out.name, self.me, row, self.mine.sums)
 
-    def _own_lane(self, turn: int) -> str:
-        """The lane of the separate product of the own unit number ``turn``."""
-        return self.compute_lanes[(self.mine.group_count + turn) % len(self.compute_lanes)]
+    def _lane(self, turn: int) -> str:
+        """The compute lane of a group or, after the groups, of a product of an own unit."""
+        return f"compute{turn % self.compute_lanes}"
 
     # Arrivals.
 
     def _arrivals(
-        self, peer: int, own: Unit, lane: str = REDUCE_LANE
+        self, peer: int, summed: Unit, lane: str = REDUCE_LANE
     ) -> tuple[tuple[Signal, ...], After]:
         """Signals and steps to wait for before a step on ``lane`` reads the units of a peer that
-        overlap with ``own``, a unit that this rank sums."""
-        sent = self.world.departures[peer].units(own.peer)
-        key = own, len(sent)  # all peers cut their blocks alike, except for a tail
+        overlap with ``summed``, a unit that this rank sums."""
+        sent = self.world.departures[peer].units(summed.peer)
+        key = summed, len(sent)  # all peers cut their blocks alike, except for a tail
         if key not in self.meeting:
-            self.meeting[key] = [unit.ordinal for unit in sent if _overlap(unit, own)]
+            self.meeting[key] = [unit.ordinal for unit in sent if _overlap(unit, summed)]
         pieces = [(peer, number) for number in self.meeting[key]]
-        return self.traffic.arrivals(pieces, lane, own.peer)
+        return self.traffic.arrivals(pieces, lane, summed.peer)
 
     def _sum(self) -> None:
         """Multiply the own block where it is separate, and sum each part with the products of the
         peers. In an all-reduce, send each sum to all peers."""
         sums_come_first = self.schedule.beta and bool(self.peers)
-        for turn, unit in enumerate(self.mine.own):
-            if sums_come_first:
-                after = () if self.single else (self._reduce(unit),)
-                self.made_by[unit] = self._matmul(self._own_lane(turn), [unit], after)
-            elif self.own_is_separate:
-                self.made_by[unit] = self._matmul(self._own_lane(turn), [unit])
-            product = self.made_by[unit]
+        alone = sums_come_first or self.problem.world == 1
+        for turn, unit in enumerate(self.mine.own, self.mine.group_count):
+            if self.own_is_separate:
+                sums = (self._reduce(unit),) if sums_come_first and not self.single else ()
+                self.step_of[unit] = self._matmul(self._lane(turn), [unit], sums)
+            product = self.step_of[unit]
             for part in [one for one in self.mine.sums if _overlap(one, unit)]:
-                alone = sums_come_first or self.problem.world == 1
-                self.made_by[part] = product if alone else self._reduce(part, product)
+                self.step_of[part] = product if alone else self._reduce(part, product)
                 for peer in self.lane_of if self.problem.kind.returns else ():
-                    self.back.send(peer, part.ordinal, (self.made_by[part],))
+                    self.back.send(peer, part.ordinal, (self.step_of[part],))
 
     def _reduce(self, unit: Unit, own: int | None = None) -> int:
         """Add a step that sums the products of a unit, and return its index. ``own`` is the step of
         this rank's product; None: only the products of the other ranks are summed."""
-        problem, me, owner = self.problem, self.me, unit.peer
-        terms_of = {rank: 1 << rank for rank in (*self.peers, me)}
+        me, owner = self.me, unit.peer
+        terms = {peer: 1 << peer for peer in self.peers}
+        if own is not None:
+            terms[me] = 1 << me
         if owner == me:
-            terms_of |= {source: self.world.host_terms(source) for _, source in self.ways}
+            terms |= {source: self.world.host_terms(source) for _, source in self.ways}
+        terms, parts = dict(sorted(terms.items())), list[Region]()
         waits = [self.announced[unit]] if unit in self.announced else []
         after = [] if own is None or waits else [own]
-        parts, terms = list[Region](), list[int]()
-        for rank in sorted(terms_of):
-            if rank != me:
-                parts.append(self.world.landing(rank, me, unit))
-                signals, steps = self._arrivals(rank, unit)
-                waits += signals
-                after += steps
-            elif own is not None:
-                row = problem.leaves(me, owner)
+        for rank in terms:
+            if rank == me:
+                row = self.problem.leaves(me, owner)
                 parts.append(self.mine.region(self.world.product.name, me, row, unit))
-            else:
                 continue
-            terms.append(terms_of[rank])
-        out, label = self.results[unit.ordinal] if owner == me else None, f"sum {unit.ordinal}"
-        if out is None:
+            signals, steps = self._arrivals(rank, unit)
+            parts.append(self.world.landing(rank, me, unit))
+            waits += signals
+            after += steps
+        if owner == me:
+            out, label = self.results[unit.ordinal], f"sum {unit.ordinal}"
+        else:
             out = self.traffic.of(me, owner)[unit.ordinal].moves[0].src
-            label = f"{label} for {owner}"
-        reduction = Reduction(tuple(parts), tuple(terms), out)
+            label = f"sum {unit.ordinal} for {owner}"
+        reduction = Reduction(tuple(parts), tuple(terms.values()), out)
         once = tuple(dict.fromkeys(after))
-        step = Step(reduction, REDUCE_LANE, label, tuple(waits), after=once)
-        return self.add(step)
+        return self.add(Step(reduction, REDUCE_LANE, label, tuple(waits), after=once))
 
     def _cross(self) -> None:
         """Exchange blocks with other hosts or, if the operator sums, the sums of the host."""
-        made_by, targets = dict(self.made_by), {target for target, _ in self.ways}
-        for unit in chain.from_iterable(self.mine.by_group) if self.world.host_sums_needed else ():
+        step_of, targets = dict(self.step_of), {target for target, _ in self.ways}
+        for unit in chain.from_iterable(self.mine.by_group) if self.world.host_sums else ():
             if unit.peer in targets:
-                made_by[unit] = self._reduce(unit, made_by[unit])
+                step_of[unit] = self._reduce(unit, step_of[unit])
         units, direct = self.mine.units, self.problem.kind.blocks
-        self.traffic.cross(self.ways, lambda to, number: (made_by[units(to)[number]],), direct)
+        self.traffic.cross(self.ways, lambda to, number: (step_of[units(to)[number]],), direct)
 
     def _keep_blocks(self) -> None:
         """Multiply or copy the own block to the result of an all-to-all, then copy arrived blocks
         in order of arrival."""
-        for turn, unit in enumerate(self.mine.own):
+        for turn, unit in enumerate(self.mine.own, self.mine.group_count):
             src, dst = self._product_of(unit).out, self.results[unit.ordinal]
-            if unit not in self.made_by:
-                self._matmul(self._own_lane(turn), [unit])
+            if unit not in self.step_of:
+                self._matmul(self._lane(turn), [unit])
             elif src != dst:
-                self._place(REDUCE_LANE, src, dst, (self.made_by[unit],), terms=1 << self.me)
+                self._place(REDUCE_LANE, src, dst, (self.step_of[unit],), terms=1 << self.me)
         order = sources_of(self.problem, self.me)
         order = list(self.lane_of) if self.schedule.pull else order
         self._home(self.traffic, order, self.problem.block(self.me, self.me), 0)
@@ -475,7 +446,7 @@ class ScatterStage(Stage):
         """Copy sums of all other ranks to the result, in order of arrival."""
         problem, me, sums = self.problem, self.me, self.mine.sums
         if self.ways:
-            self.back.cross(self.ways, lambda _, number: (self.made_by[sums[number]],), False)
+            self.back.cross(self.ways, lambda _, number: (self.step_of[sums[number]],), False)
             self.back.relay((source for _, source in self.ways), list(self.lane_of))
         others = sources_of(problem, me)[problem.local_world - 1 :]
         self._home(self.back, [*self.lane_of, *others], problem.rows[me], self.world.rows(me))

@@ -12,18 +12,18 @@ The caller's own kernel can take the place of a gather's product (:class:`Gather
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ficco.plan.model import Plan, Products, Region, Signal, Step
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem, Specification
 from ficco.schedules.builder import Builder, WordAllocator, contiguous, remembered
 from ficco.schedules.exchange import Parcel
-from ficco.schedules.gather import NOTHING, OWN, GatherStage, GatherWorld
+from ficco.schedules.gather import OWN, Gather, GatherStage, GatherWorld
 from ficco.schedules.groups import Unit
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
 from ficco.schedules.space import Schedule
@@ -33,8 +33,8 @@ class TiledGatherWorld(GatherWorld):
     """The route of a tiled gather. The words of a receiver's pieces are contiguous, in order of
     arrival. A rank that fetches a piece posts the signal of the piece to itself."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def lay_out(self) -> None:
+        super().lay_out()
         arrived = self.words.block(self.most).base
         #: By receiver, the words of units, by peer and number.
         self.words_of = [
@@ -60,24 +60,27 @@ class TiledGatherWorld(GatherWorld):
 
 
 class TiledGatherStage(GatherStage):
-    """Steps of one rank. The step whose rows wait is the caller's work if ``callers``."""
+    """Steps of one rank. The step whose rows wait is the caller's work if ``callers``. It is needed
+    even without own rows."""
 
-    callers, label = False, "all"
+    callers = False
 
-    def flow(self, tell: Mapping[int, tuple[Signal, ...]] = NOTHING) -> Iterator[int]:
-        published = self._publish()
-        if own := self._own_is_separate():
-            self._keep_own()
-        for group, items in enumerate(self._open(tell, published)):
-            self._copy(group, items)
-        pieces = list(chain.from_iterable(self._of_peer(peer) for peer in sorted(self.regions)))
+    def flow(self) -> Iterator[int]:
+        gather = self.gather
+        gather.publish()
+        if own := self.own_is_separate or self.callers:
+            gather.keep_own()
+        for group, items in enumerate(gather.open()):
+            gather.copy(group, items)
+        pieces = list(chain.from_iterable(self._of_peer(peer) for peer in sorted(gather.regions)))
         arrive = contiguous(pieces)
         products = (self._own_product(), *arrive) if own else arrive
         if products:
-            arrived = {peer: self.world.signals(peer, self.me, peer) for peer in self.regions}
+            arrived = {peer: self.world.signals(peer, self.me, peer) for peer in gather.regions}
             gates = tuple(chain.from_iterable(self.mine.in_groups(arrived)))
             work = Products(products, self.callers)
-            self.add(Step(work, "compute0", self.label, gates=gates))
+            label = "caller" if self.callers else "all"
+            self.add(Step(work, "compute0", label, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
                 rows = product.out.row, product.out.row_stop
@@ -86,15 +89,15 @@ class TiledGatherStage(GatherStage):
         yield from [OWN] * own
         yield from range(len(self.groups))
         if self.schedule.pull:
-            self.traffic.close()
+            gather.traffic.close()
 
 
 class TiledScatterWorld(ScatterWorld):
     """The route of a tiled scatter. By the words ``multiplied`` a product announces pieces to its
     own rank."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def lay_out(self) -> None:
+        super().lay_out()
         own = max(len(self.departures[rank].own) for rank in self.largest)
         self.multiplied = self.words.block(max(self.most, own) * (not self.schedule.pull))
 
@@ -134,7 +137,7 @@ class TiledScatterStage(ScatterStage):
             signals, after = list(self.announced.values()), ()
         step = Step(Products(products), "compute0", "all", after=after, announces=tuple(signals))
         index = self.add(step)
-        self.made_by = dict.fromkeys([*leave, *stay], index)
+        self.step_of = dict.fromkeys([*leave, *stay], index)
         for unit, signal in self.announced.items():
             if unit.peer != self.me:
                 self._send(unit, waits=(signal,))
@@ -194,25 +197,30 @@ class ArrivingPiece(NamedTuple):
     peer: int
 
 
-class ArrivingStage(TiledGatherStage):
-    """Steps of one rank: own rows and copies as for a tiled product, then the caller's step. All
-    rows are in staging, in the order of the ranks."""
+class ArrivingWorld(TiledGatherWorld):
+    """The route of arriving rows. All rows are in staging, in the order of the ranks."""
 
-    callers, label = True, "caller"
+    own_lands = True
 
-    def _own_is_separate(self) -> bool:
-        return True  # the caller's step is needed even without own rows
 
-    def _own_rows(self) -> Region:
+class ArrivingGather(Gather):
+    """Copies of one rank. Own rows are copied to staging."""
+
+    def own_rows(self) -> Region:
         if not self.peers:
-            return super()._own_rows()
+            return super().own_rows()
         rows = self.world.block(self.me, self.me)
         return Region("staging", self.me, *rows, 0, self.problem.k)
 
-    def _keep_own(self) -> None:
-        """Copy the own rows to staging."""
+    def keep_own(self) -> None:
         if self.peers and self.problem.block(self.me, self.me):
-            self._place("compute0", super()._own_rows(), self._own_rows())
+            self._place("compute0", super().own_rows(), self.own_rows())
+
+
+class ArrivingStage(TiledGatherStage):
+    """Steps of one rank: own rows and copies as for a tiled product, then the caller's step."""
+
+    callers, transfers = True, ArrivingGather
 
 
 def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> list[Plan]:
@@ -224,7 +232,7 @@ def gathering(problem: Gathering, schedule: Schedule, ranks: Sequence[int]) -> l
     if schedule.grouping != "tiled":
         raise ValueError(f"schedule: required a tiled one to gather by, got {schedule}")
     words = WordAllocator(problem.world)
-    world = TiledGatherWorld(problem.product, schedule, words, own_lands=True)
+    world = ArrivingWorld(problem.product, schedule, words)
     return [ArrivingStage(world, Builder(problem, rank)).plan() for rank in ranks]
 
 

@@ -35,7 +35,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "problems": (2430, 1095),
     "proof": (1775, 1230),
     "runtime": (1990, 1125),
-    "schedules": (4915, 2885),
+    "schedules": (4840, 2845),
     "simulate": (1260, 820),
     "tools": (13770, 7440),
     "__init__.py": (190, 50),
