@@ -623,6 +623,7 @@ GPU: Any = SimpleNamespace(
     name="gpu",
     capabilities=lambda: Capabilities(**NOTHING, movers=("dma",), capture=False),
     enter=lambda program, lane: None,
+    exchanges=lambda plan: False,
 )
 
 

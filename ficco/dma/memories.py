@@ -3,8 +3,8 @@
 PyTorch numbers the exchanges of its rendezvous per process, over all groups, and writes them to the
 group's store under that number. Ranks that have had different numbers of exchanges, in groups that
 not all ranks share, never meet (PyTorch 2.11; pytorch #196082). ficco's groups therefore have a
-store that renumbers exchanges. In addition, two threads of a process can neither meet their peers
-nor allocate memory for a rendezvous at the same time: one thread at a time may fill the pool.
+store that renumbers exchanges. In addition, two threads of a process cannot meet their peers at the
+same time.
 
 While a call is recorded as a graph, no thread may wait for the whole device: the wait fails, and
 the recording may fail, too (CUDA Programming Guide, "Prohibited and Unhandled Operations").
@@ -45,15 +45,7 @@ from ficco.dma.patience import Patience
 from ficco.errors import MEETING, BackendError, SignalTimeout
 
 _lock = threading.Lock()
-_filling = threading.Lock()
 _names = itertools.count()  # for names of groups, unique within a process
-
-
-def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that peers can map in a rendezvous."""
-    # PyTorch's Python function would import sympy, which takes more than a second.
-    with _filling:
-        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
 class Renumbered(dist.Store):
@@ -253,7 +245,9 @@ class TorchMapped(Symmetric):
         self._handle: Any = None
         # Not on the caller's stream, which may be captured, nor in the caller's inference mode.
         with torch.cuda.stream(engine.side.torch), torch.inference_mode(False):
-            self.tensor = symmetric(nbytes, engine.device)
+            # PyTorch's Python function would import sympy, which takes more than a second.
+            shape = (nbytes,), (1,)
+            self.tensor = _SymmetricMemory.empty_strided_p2p(*shape, torch.uint8, engine.device)
             self.tensor.zero_()
             engine.settle(engine.side.handle)
             # Every rank zeroes its part before it publishes the part to its peers.

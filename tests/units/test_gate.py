@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -143,22 +142,6 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
     monkeypatch.setattr(memories, "open_engines", {engine})
     memory.free()
     assert not hasattr(memory, "tensor") and not memories.unwanted
-
-
-def test_threads_take_symmetric_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    filling = threading.Lock()
-
-    def empty(nbytes: int, **how: object) -> torch.Tensor:
-        if not filling.acquire(blocking=False):
-            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-        time.sleep(MOMENT_S)  # long enough for the other thread to come
-        filling.release()
-        return torch.empty(nbytes, **how)
-
-    monkeypatch.setattr(memories.symm_mem, "empty", empty)
-    with ThreadPoolExecutor(2) as pool:
-        taken = pool.map(lambda nbytes: memories.symmetric(nbytes, torch.device("cpu")), (8, 8))
-        assert [one.shape for one in taken] == [(8,), (8,)]
 
 
 def test_a_meeting_may_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
