@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch_kernels import TorchKernels
 
 import ficco
+from ficco import dma
 from ficco.dma import cpu
 from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import NAMES, Kernels, Script
@@ -36,14 +37,17 @@ from ficco.machine import Fingerprint
 from ficco.tools import cli, probe, selftest
 from ficco.tools.launch import launch
 from ficco.tools.selftest.checks import CheckFailed, NotOffered, Rank, SelftestSettings
-from ficco.tools.selftest.run import CheckResult, report
+from ficco.tools.selftest.run import CheckResult, document, markdown
 
 FAST = SelftestSettings(
     iterations=8,
     repeat=1,
     large=(96, 64, 16),
+    sizes=(4, 1 << 12, 1 << 20, (1 << 20) + 4),
     pair_bytes=1 << 18,
     rounds=1,
+    shapes="",
+    figures=("memory",),
     timeout_s=2.0,
     limit_s=20.0,
 )
@@ -77,7 +81,7 @@ def results(
     names = [result.check for result in run.results]
     assert names[: len(selftest.run.CHECKS)] == [check.name for check in selftest.run.CHECKS]
     assert len(names) == len(set(names))
-    text = report(run, {})
+    text = markdown(document(run, {}))
     assert f"ranks were started {run.starts} times" in text and run.starts > 0
     assert (" came after the first that failed" in text) == (run.failed > 0)
     for result in run.results:
@@ -125,7 +129,7 @@ def test_it_passes_here(
     refused = {name for name, verdict in verdicts.items() if verdict != "ok"}
     assert refused - {"signals by write", "signals by copy"} == OF_GPUS and len(refused) == 5
     (path,) = tmp_path.glob("ficco-selftest-????-??-??.md")
-    assert found["report"] == path.name
+    assert json.loads(path.with_suffix(".json").read_text()) == found
     text = path.read_text()
     for words in ("0 failed", "| order of copy and signal | ok |", "GPU_MAX_HW_QUEUES=4"):
         assert words in text
@@ -276,16 +280,18 @@ def test_the_command_tells_of_ranks_that_do_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
-    assert failed(found) == {"memory of peers", "timeouts", "start of ranks"}
+    untried = {name for name, result in found.items() if result.verdict == "not tried"}
+    assert failed(found) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
     assert "SIGABRT" in found["start of ranks"].seen
     capsys.readouterr()
     monkeypatch.setattr(selftest.run, "about", dict)
+    monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     out = tmp_path / "report.md"
-    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
+    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--report", str(out)]
     assert cli.run(arguments) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "memory of peers" in printed and "3 failed" in printed and "report.md" in printed
-    assert "## memory of peers: failed" in out.read_text()
+    assert "memory of peers" in printed and "1 failed, 2 not tried" in printed
+    assert "report.md and" in printed and "## start of ranks: failed" in out.read_text()
 
 
 # Kernels: PyTorch's operations in their place, and the compiled ones on this CPU, where launches
@@ -485,10 +491,12 @@ def test_compiled_kernels_that_are_broken(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--selftest --device cpu --out /nowhere/at/all.md", "--out: required"),
-        ("--selftest --device cpu --out /", "--out: required"),
+        ("--selftest --device cpu --report /nowhere/at/all.md", "--report: required"),
+        ("--selftest --device cpu --report /", "--report: required"),
         ("--selftest --device tpu", "required one of cpu, cuda"),
-        ("--out report.md", "required with --selftest"),
+        ("--report report.md", "required with --selftest"),
+        ("--selftest --read report.md", "--read: required without --selftest"),
+        ("--read /nowhere/report.md", "got /nowhere/report.json, which cannot be read"),
         ("--selftest --device cpu", "without torchrun"),
     ],
 )
@@ -568,10 +576,12 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
         assert "calls exact" in found["product whose tiles wait"].seen
     assert COLUMNS[0] in found["2D copies"].seen and COLUMNS[1] not in found["2D copies"].seen
     assert sum(name.startswith("sharing of") for name in found) == 3
-    assert sum(name.startswith("FICCO_HIP") for name in found) == 12
+    ways = dma.WAYS["hip"]
+    rows = sum(map(len, ways.values())) + len(ways["copy"])  # copies of every size, too
+    assert sum(name.startswith("FICCO_HIP") for name in found) == rows
     # Ways are timed by what they are about.
     rates = {
-        **{f"copy={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
+        **{f"copy={value}": "1.0 G" for value in ways["copy"]},
         **{f"columns={value}": "55.0 " for value in ("2d", "pack")},
         **{f"events={value}": "77.0 " for value in ("plain", "write")},
     }
@@ -678,7 +688,7 @@ def test_advice_about_amd_is_for_the_hip_engine_only() -> None:
     }
     assert not re.search("AMD|HIP|HSA|HW_QUEUES", str([advice["cpu"], advice["cuda"]]))
     changed = {name for name, text in advice["hip"].items() if text != advice["cpu"][name]}
-    assert changed == set(probe.ADVICE["hip"]) and len(changed) == 3
+    assert changed == set(probe.ADVICE["hip"]) and len(changed) == 4
     text = advice["hip"]["bandwidth of all pairs"]
     assert "GPU_MAX_HW_QUEUES=16" in text and "fewer copy lanes" in text
 

@@ -6,10 +6,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.dma.engine import Engine
+from ficco.dma.engine import Engine, fingerprint
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.decide import where
+from ficco.machine.files import FOLDER_VARIABLE as FOLDER
+from ficco.machine.files import VARIABLE as MACHINE
 from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
@@ -29,13 +32,21 @@ from ficco.tools import probe
 from ficco.tools.bench.candidates import call, of_problem, parse
 from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
-from ficco.tools.bench.cases import Case
+from ficco.tools.bench.cases import SETS, Case
 from ficco.tools.bench.inputs import Operands, exact_calls
 from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune.communication import slowdowns
-from ficco.tools.tune.effort import GPU
+from ficco.tools.tune.effort import GPU, TuneSettings
 
 # A rank, and the end of a check.
+
+
+#: Bytes of copies on GPUs, at both sides of 16 KiB, up to which AMD's runtime takes a kernel, and
+#: of 128 and 256 MiB, from which on copies have hung (ROCm/rocm-systems #9927).
+SIZES = (
+    *(4, 64, 4 << 10, 16 << 10, (16 << 10) + 4, 1 << 20, 16 << 20, 64 << 20, 128 << 20),
+    *((128 << 20) + 4, 256 << 20, (256 << 20) + 4, 512 << 20),
+)
 
 
 @dataclass(frozen=True)
@@ -48,8 +59,12 @@ class SelftestSettings:
         repeat: calls per schedule in the other checks.
         small, large: rows per rank, k and n of calls.
         dtype: of the operands.
+        sizes: bytes of the copies that are read back, rising.
         pair_bytes: bytes that a rank receives from a peer in measurements of bandwidth.
         rounds: times that each bandwidth is measured; the best counts.
+        shapes: name of the set of timed shapes.
+        shape_seconds: time for each of them.
+        figures: steps of ``ficco tune`` for the machine's file; empty for the usual ones.
         timeout_s: seconds that a call may wait for a peer.
         limit_s: seconds after which a check has hung.
     """
@@ -59,8 +74,12 @@ class SelftestSettings:
     small: tuple[int, int, int] = (24, 40, 16)
     large: tuple[int, int, int] = (512, 512, 32)
     dtype: str = "float32"
+    sizes: tuple[int, ...] = (4, 4096, 1 << 20, 16 << 20)
     pair_bytes: int = 8 << 20
     rounds: int = 3
+    shapes: str = "cpu"
+    shape_seconds: float = 1.0
+    figures: tuple[str, ...] = ()
     timeout_s: float = 3.0
     limit_s: float = 30.0
 
@@ -75,7 +94,10 @@ class SelftestSettings:
             small=(48, 64, 40),
             large=(4096, 4096, 256),
             dtype="bfloat16",
+            sizes=SIZES,
             pair_bytes=64 << 20,
+            shapes="measured",
+            shape_seconds=15.0,
             timeout_s=5.0,
             limit_s=45.0,
         )
@@ -112,7 +134,10 @@ class Rank:
 
     Attributes:
         talk: a group for the ranks' outcomes, independent of devices.
+        folder: a folder of this run, which is empty at first.
         iteration: number of the next inputs.
+        facts: figures of the running check, for programs that read the report.
+        journal: writes them down, so that they outlive this rank.
         pairs: GB/s of each pair of ranks, once they are measured.
     """
 
@@ -121,7 +146,10 @@ class Rank:
     device: torch.device
     settings: SelftestSettings
     talk: ProcessGroup
+    folder: str = ""
     iteration: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    journal: Callable[[dict[str, Any]], None] = lambda facts: None
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -138,6 +166,11 @@ class Rank:
         except RuntimeError as error:
             raise PeerLeft(f"a peer's process is gone: {error}") from error
         return everyone
+
+    def note(self, **facts: Any) -> None:
+        """Add facts of the running check. ``doing``: the operation that may not return."""
+        self.facts |= facts
+        self.journal(self.facts)
 
     def idle(self) -> None:
         """Wait until this rank's device is idle."""
@@ -293,8 +326,12 @@ SLACK_S = 6.0
 
 
 def device(at: Rank, group: ProcessGroup) -> Passed:
-    proven(at, group, ["serial"], (at.settings.small, 1))
+    try:
+        proven(at, group, ["serial"], (at.settings.small, 1))
+    except NotImplementedError as error:  # there is no engine
+        raise CheckFailed(str(error)) from error
     engine = at.engine(group)
+    at.note(accelerator=engine.fingerprint().accelerator)
     mine = {
         "device": engine.fingerprint().accelerator,
         **asdict(engine.capabilities()),
@@ -349,6 +386,64 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
     at.conclude(problems)
     nbytes = rows * k * 4
     return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+
+
+def sizes(at: Rank, group: ProcessGroup, **variables: str) -> Passed:
+    """Test copies of each size to and from every peer, with variables of the environment."""
+    # Without a machine's file, whose largest_copy would cut the copies.
+    variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
+    largest, problems, room = 0, [], ""
+    with ExitStack() as stack:
+        for item in variables.items():
+            stack.enter_context(environment(*item))
+        for nbytes in at.settings.sizes:
+            if not all(at.gather(_fits(at, nbytes))):
+                room = "; there is no memory for more"
+                break
+            for schedule in ("shard-overlap", "shard-overlap:pull"):
+                exact = f"all copies up to {largest} bytes were exact"
+                at.note(largest=largest, doing=f"copies of {nbytes} bytes by {schedule}; {exact}")
+                try:
+                    wrong = _moved(at, group, schedule, nbytes)
+                except NotImplementedError:
+                    raise
+                except BackendError as error:
+                    raise NotOffered(f"{error}") from error
+                problems += [f"{line}; {exact}" for line in wrong]
+            if any(at.gather(bool(problems))):
+                break
+            largest = nbytes
+    at.note(largest=largest, doing="")
+    at.conclude(problems)
+    return Passed(f"exact from {at.settings.sizes[0]} to {largest} bytes, push and pull{room}")
+
+
+def _fits(at: Rank, nbytes: int) -> bool:
+    """Whether a GPU has the memory: two slots of all ranks' bytes, and those of the test."""
+    if at.device.type == "cpu":
+        return True
+    free, _ = gpu.mem_get_info()
+    return (2 * at.world + 8) * nbytes < 0.9 * free
+
+
+def _moved(at: Rank, group: ProcessGroup, schedule: str, nbytes: int) -> list[str]:
+    """Wrong words of one copy to or from every peer, for two patterns of data."""
+    count = torch.arange(nbytes // 4, device=at.device, dtype=torch.int32)[:, None]
+    b = torch.empty(1, 0, device=at.device)
+    problems = []
+    for turn in (1, 2):  # the second finds what the first has left
+        seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
+        shard = (count * 40503 + seeds[at.rank]).view(torch.float32)
+        _, gathered = ficco.all_gather_matmul(
+            shard, b, group=group, schedule=schedule, return_gathered=True
+        )
+        ficco.synchronize(group)
+        for rank, part in enumerate(gathered.view(torch.int32).view(at.world, -1, 1)):
+            if wrong := int((part != count * 40503 + seeds[rank]).sum()):
+                problems.append(
+                    f"{schedule}, {nbytes} bytes: {wrong} of {len(part)} words of rank {rank} wrong"
+                )
+    return problems
 
 
 def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
@@ -596,21 +691,74 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
     Products have ``n`` columns.
     """
     at.settle()
-    rows, k, seconds = 1024, at.settings.pair_bytes // 2048, 0.0
+    sizes, seconds = (1024, n, at.settings.pair_bytes // 2048), 0.0
     if group is not None:
-        parts = MeasuredCalls(group, at.device, torch.bfloat16)
-        a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
-
-        def call() -> None:
-            ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
-            if not watch.on_gpu:  # where the host's clock runs until the call is over
-                ficco.synchronize(group)
-
         rounds = at.settings.rounds
-        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
-            series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
-        seconds = min(series[schedule])
-    return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
+        how = {"seconds": 0.0, "least": rounds, "most": rounds}
+        seconds = min(_times(at, group, [schedule], sizes, torch.bfloat16, **how)[schedule])
+    return peers * sizes[0] * sizes[2] * 2 / max(at.gather(seconds)) / 1e9
+
+
+def _times(
+    at: Rank,
+    group: ProcessGroup,
+    schedules: Sequence[str],
+    sizes: Shape,
+    dtype: torch.dtype,
+    **how: Any,
+) -> dict[str, Any]:
+    """Seconds of all-gathers by schedules, for rows of a rank, n and k; ``how``: as
+    :meth:`Stopwatch.time`."""
+    rows, n, k = sizes
+    parts = MeasuredCalls(group, at.device, dtype)
+    a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
+
+    def call(schedule: str) -> None:
+        ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+        if not watch.on_gpu:  # where the host's clock runs until the call is over
+            ficco.synchronize(group)
+
+    calls = {schedule: partial(call, schedule) for schedule in schedules}
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+        return watch.time(calls, **how)
+
+
+def shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
+    """Time a shape by the library's collective and product, and by ficco's schedules."""
+    case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
+    problem, schedules = case.problem(at.world), ["serial:collective", "serial", "auto"]
+    schedules.insert(2, all_at_once(at))
+    proven(at, group, schedules, (operands_of(at, problem), 1))
+    sizes = problem.rows[at.rank], problem.n, problem.k
+    dtype = getattr(torch, problem.dtype)
+    series = _times(at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds)
+    ms = {schedule: 1e3 * statistics.median(times) for schedule, times in series.items()}
+    at.note(ms=ms)
+    seen = ", ".join(f"{schedule} {one:.3f}" for schedule, one in ms.items())
+    gain = ms["serial:collective"] / ms["auto"]
+    return Passed(f"exact; ms: {seen}; auto is {gain:.2f} times as fast as the collective")
+
+
+def figures(at: Rank, group: ProcessGroup) -> Passed:
+    """Measure a machine's file by the steps of ``ficco tune --quick``."""
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    try:
+        from ficco.tools.tune.run import default_name, tune
+    except ImportError as error:
+        raise NotOffered(f"{error}; pip install 'ficco[bench]'") from None
+    everyone, device = dist.group.WORLD, at.device.type
+    settings = TuneSettings(
+        path=Path(at.folder, f"{default_name(fingerprint(device, at.world))}.yaml"),
+        device=device,
+        quick=True,
+        only=at.settings.figures,
+        command="ficco doctor --selftest",
+    )
+    outcome = tune(settings)
+    ficco.close(everyone)
+    at.conclude(filter(None, (outcome.error, *map(": ".join, outcome.failures.items()))))
+    return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
 def overlap(at: Rank, group: ProcessGroup) -> Passed:
@@ -669,7 +817,9 @@ def pairs(at: Rank) -> dict[tuple[int, int], float]:
 def bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has no peer")
-    return alike(pairs(at), shared=at.device.type == "cpu")
+    rates = pairs(at)
+    at.note(gb_per_s={f"{one}-{two}": rate for (one, two), rate in rates.items()})
+    return alike(rates, shared=at.device.type == "cpu")
 
 
 def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
@@ -696,6 +846,7 @@ def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
     peers, lanes = at.world - 1, all_at_once(at)
     rates = {name: gb_per_s(at, group, name, peers) for name in ("shard-overlap", lanes)}
     best = max(rates, key=rates.__getitem__)
+    at.note(gb_per_s=rates)
     details = "\n".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items())
     seen = f"{rates[best]:.1f} GB/s received per rank from {peers}, by {best}"
     # One peer has one link, whatever lanes there are.
