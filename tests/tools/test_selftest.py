@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from unittest import mock
 import hip_ranks
 import host_gpu
 import pytest
+import ranks
 import test_kernels as on_host
 import torch
 import torch.distributed as dist
@@ -33,8 +35,9 @@ from ficco import dma
 from ficco.dma import cpu
 from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import NAMES, Kernels, Script
-from ficco.machine import Fingerprint
-from ficco.tools import cli, probe, selftest
+from ficco.machine import Fingerprint, load
+from ficco.runtime.workspace import workspace_of
+from ficco.tools import cli, doctor, probe, selftest
 from ficco.tools.launch import launch
 from ficco.tools.selftest.checks import CheckFailed, NotOffered, Rank, SelftestSettings
 from ficco.tools.selftest.run import CheckResult, document, markdown
@@ -629,6 +632,269 @@ def test_columns_without_a_2d_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     beside = "2d:pieces=4,copy=1 takes [0-9.]+ times as long as hetero-fused-1d:pieces=4,copy=1"
     assert re.search(beside, found.seen)
     assert "packs columns" in found.instead
+
+
+# Copies that lie, parts that crash or hang, and what a report says of them.
+
+#: The longest copy that the broken runtimes below make.
+LONGEST = 1 << 20
+
+
+def _breaks_copies(how: str) -> None:
+    """Copies to peers of more than ``LONGEST`` bytes, or those of one kind, go wrong."""
+    from ficco.dma import hip_api
+
+    right, without_units = hip_api.copy, hip_api.calls.hipMemcpyAsync
+
+    def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+        if nbytes <= LONGEST or how == "nocu":
+            right(dst, src, nbytes, stream)
+        elif how == "crash":
+            os._exit(7)
+        elif how == "hang":
+            word = hip_api.malloc(hip_api.SIGNAL_BYTES, "signal")
+            hip_api.wait_equal(stream, word, 7)
+        else:
+            right(dst, src, nbytes - 4, stream)
+
+    def nothing(dst: int, src: int, nbytes: int, kind: Any, stream: Any) -> None:
+        if kind != hip_api.WITHOUT_UNITS:
+            without_units(dst, src, nbytes, kind, stream)
+
+    hip_api.copy = copy
+    if how == "nocu":
+        hip_api.calls.hipMemcpyAsync = nothing
+
+
+def reported(
+    monkeypatch: pytest.MonkeyPatch,
+    only: Sequence[str],
+    breaks: Callable[[], None],
+    **settings: Any,
+) -> tuple[dict[str, CheckResult], dict[str, Any]]:
+    """What the self-test says on the double, and its report as JSON holds it."""
+    runs, right = [], selftest.run.selftest
+
+    def run(*args: Any) -> Any:
+        device, ranks, fast = args
+        runs.append(right(device, ranks, replace(fast, **settings)))
+        return runs[-1]
+
+    monkeypatch.setattr(selftest.run, "selftest", run)
+    found = on_the_double(monkeypatch, only, breaks)
+    return found, json.loads(json.dumps(document(runs[0], {})))
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "limit_s"),
+    [
+        ("short", "1 of 262145 words of rank", 30.0),
+        ("crash", "exit code 7", 30.0),
+        ("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
+    ],
+)
+def test_copies_of_more_than_a_limit(
+    how: str, words: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the limit, and the checks behind it are tried."""
+    only = ["device", "copies of every", "sharing of plain"]
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
+    assert failed(found) == {"copies of every size"}
+    result = found["copies of every size"]
+    assert words in result.seen and "all copies up to 1048576 bytes were exact" in result.seen
+    assert result.facts["largest"] == LONGEST
+    machine = selftest.run.machine(report)
+    assert machine is not None and machine.largest_copy == LONGEST
+    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
+    assert "| refuted |" in line and "copies of every size" in line
+
+
+def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind, from the first size on: no limit helps."""
+    only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
+    assert failed(found) == {"FICCO_HIP=copy=nocu", "FICCO_HIP=copy=nocu, every size"}
+    seen = found["FICCO_HIP=copy=nocu, every size"].seen
+    assert "1 of 1 words of rank" in seen and "up to 0 bytes" in seen
+    assert selftest.run.machine(report) is None
+
+
+def test_a_report_is_read_back_and_limits_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks = partial(_breaks_copies, "short")
+    only = ["device", "copies of every", "figures", "sharing of", "attribute"]
+    _, report = reported(monkeypatch, only, breaks)
+    path = tmp_path / "mi300x.json"
+    path.write_text(json.dumps(report))
+    capsys.readouterr()
+    assert cli.run(["doctor", "--read", str(path.with_suffix(".md"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines[2:]}
+    assert list(verdicts) == [claim.text for claim in probe.CLAIMS["hip"]]
+    assert verdicts["processes can share signal memory"] == "proven"
+    assert verdicts["float8 GEMMs are correct"] == "not tried"
+    assert sum(verdict == "refuted" for verdict in verdicts.values()) == 1
+    machine = load(path.with_suffix(".yaml"))
+    assert machine.largest_copy == LONGEST and machine.memory is not None
+    # With this file the engine is exact, although the runtime is as broken as before.
+    seen = hip_ranks.run(2, _gathers, breaks, env={"FICCO_MACHINE": str(path.with_suffix(".yaml"))})
+    assert seen == [(True, True, 3)] * 2
+    assert hip_ranks.run(2, _gathers, breaks) == [(False, False, 1)] * 2
+
+
+def _gathers(at: ranks.Rank, breaks: Callable[[], None]) -> tuple[bool, bool, int]:
+    """Whether a shard of more than twice the limit arrives, pieces are reported, and their
+    number."""
+    breaks()
+    shard = torch.arange(LONGEST // 2 + 3, dtype=torch.float32)[:, None] + at.rank
+    call = partial(ficco.all_gather_matmul, shard, torch.empty(1, 0), return_gathered=True)
+    call(schedule="shard-overlap")
+    before = hip_ranks.calls("hipMemcpyDtoDAsync")
+    _, gathered = call(schedule="shard-overlap")
+    copies = hip_ranks.calls("hipMemcpyDtoDAsync") - before
+    exact = all(
+        torch.equal(part, shard - at.rank + rank)
+        for rank, part in enumerate(gathered.view(at.world, -1, 1))
+    )
+    text = workspace_of(dist.group.WORLD, shard.device).engine.capabilities().copy
+    hip_ranks.spotless()
+    return exact, f"in pieces of {LONGEST} bytes" in text, copies
+
+
+def _ends_in_a_step() -> None:
+    from ficco.tools.tune import run
+
+    run.MEASURES["memory"] = lambda site: os._exit(7)
+
+
+def test_figures_of_steps_before_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, report = reported(
+        monkeypatch, ["figures", "timeouts"], _ends_in_a_step, figures=("copies", "memory")
+    )
+    assert failed(found) == {"figures of the machine"} and found["timeouts"].verdict == "ok"
+    machine = selftest.run.machine(report)
+    assert machine is not None and machine.copies is not None and machine.memory is None
+
+
+def _stands_still_in_a_shape() -> None:
+    right = selftest.checks._times
+
+    def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
+        if sizes[1] == 128:
+            time.sleep(1000)
+        return right(at, group, schedules, sizes, *rest, **how)
+
+    selftest.checks._times = times
+
+
+def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
+    found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
+    assert failed(found) == {"time of 512x128x256"}
+    others = [one for name, one in found.items() if name.startswith("time") and not one.instead]
+    assert len(others) == 2
+    for one in others:
+        assert min(one.facts["ms"].values()) > 0 and "serial:collective" in one.facts["ms"]
+    line = next(one for one in selftest.run.claims(report) if one.startswith("| any speed"))
+    assert "refuted" in line
+
+
+# Claims of the page, and hosts on which nothing can run.
+
+
+def known_rows() -> list[str]:
+    """Names of all checks on AMD GPUs."""
+    every = (*selftest.run.CHECKS, *selftest.run.timed(SelftestSettings.of("cuda")))
+    return [check.name for check in (*every, *selftest.run.WAYS["hip"])]
+
+
+def test_the_page_has_the_claims_of_the_selftest() -> None:
+    names, claimed = known_rows(), probe.CLAIMS["hip"]
+    lines = [
+        "| claim | depends on | rows of the self-test | if it is refuted |",
+        "|---|---|---|---|",
+    ]
+    for claim in claimed:
+        rows = [f"`{row}`" if row in names else f"`{row} ..`" for row in claim.rows] or ["none"]
+        lines.append(f"| {claim.text} | {claim.why} | {', '.join(rows)} | {claim.advice} |")
+    page = (Path(__file__).parents[2] / "docs/amd.md").read_text()
+    table = "\n".join(lines)
+    assert table in page, f"docs/amd.md needs this table:\n{table}"
+    prefixes = [row for claim in claimed for row in claim.rows]
+    assert not [one for one in prefixes if not any(name.startswith(one) for name in names)]
+    assert not [name for name in names if not name.startswith(tuple(prefixes))]
+
+
+@pytest.mark.parametrize(
+    ("hip", "there", "words"),
+    [
+        (None, ("kfd", "amdgpu"), "is built for CPUs only and cannot use the AMD GPUs"),
+        ("7.2", (), "kfd does not exist; start a container with --device /dev/kfd"),
+        ("7.2", ("kfd",), "hip-python"),
+        (None, (), ""),
+    ],
+)
+def test_hosts_that_cannot_run(
+    hip: str | None,
+    there: Sequence[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(doctor, "AMDGPU", tmp_path / "amdgpu")
+    monkeypatch.setitem(sys.modules, "hip", None)  # as without hip-python
+    monkeypatch.delitem(sys.modules, "ficco.dma.hip_api", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    said = doctor.obstacle()
+    assert words in said and bool(words) == bool(said)
+    if not said:
+        return
+    monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": said})
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["doctor", "--selftest"]) == 2  # before a rank is started
+    assert words in capsys.readouterr().err
+
+
+def test_a_cuda_build_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "is built for CUDA 13.0 and cannot use the AMD GPUs" in doctor.obstacle()
+    monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
+    assert doctor.obstacle() == ""
+
+
+def test_a_driver_without_peer_access_and_no_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kfd = tmp_path / "kfd"
+    kfd.touch()
+    for settings, words in (
+        ({"PEER": 0}, "GPU 0 cannot access the memory of GPU 1 (hipDeviceCanAccessPeer, 56"),
+        ({}, ""),
+    ):
+        (said,) = hip_ranks.run(1, _unreachable, str(kfd), settings=settings)
+        assert words in said and bool(words) == bool(said)
+    (said,) = ranks.run(1, _without_library, str(kfd), str(hip_ranks.wheel("7")))
+    assert "libamdhip64.so cannot be opened; install ROCm 7.2 or later" in said
+
+
+def _unreachable(at: ranks.Rank, kfd: str) -> str:
+    with (
+        mock.patch.object(torch.version, "hip", "7.2"),
+        mock.patch.object(doctor, "KFD", Path(kfd)),
+    ):
+        return doctor.obstacle()
+
+
+def _without_library(at: ranks.Rank, kfd: str, wheel: str) -> str:
+    hip_ranks.bind(wheel)
+    return _unreachable(at, kfd)
 
 
 # What rates say.

@@ -427,11 +427,13 @@ def _fits(at: Rank, nbytes: int) -> bool:
 
 
 def _moved(at: Rank, group: ProcessGroup, schedule: str, nbytes: int) -> list[str]:
-    """Wrong words of one copy to or from every peer, for two patterns of data."""
+    """Wrong words of a copy to or from every peer, for the first of two patterns that has some."""
     count = torch.arange(nbytes // 4, device=at.device, dtype=torch.int32)[:, None]
     b = torch.empty(1, 0, device=at.device)
-    problems = []
-    for turn in (1, 2):  # the second finds what the first has left
+    problems: list[str] = []
+    for turn in (1, 2):  # the second does not pass by data of the first
+        if any(at.gather(bool(problems))):
+            break
         seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
         shard = (count * 40503 + seeds[at.rank]).view(torch.float32)
         _, gathered = ficco.all_gather_matmul(
