@@ -75,7 +75,7 @@ class Claim(NamedTuple):
         text: the claim, in Markdown.
         why: what it depends on.
         rows: how the names of its checks begin; none for a claim that the self-test does not try.
-        advice: what to do if it is refuted.
+        advice: the remedy if it is refuted.
     """
 
     text: str

@@ -41,8 +41,8 @@ from ficco.tools.tune.effort import GPU, TuneSettings
 # A rank, and the end of a check.
 
 
-#: Bytes of copies on GPUs, at both sides of 16 KiB, up to which AMD's runtime takes a kernel, and
-#: of 128 and 256 MiB, from which on copies have hung (ROCm/rocm-systems #9927).
+#: Bytes of copies on GPUs. AMD's runtime copies up to 16 KiB by a kernel. SDMA copies of 256 MiB
+#: have hung (ROCm/rocm-systems #9927).
 SIZES = (
     *(4, 64, 4 << 10, 16 << 10, (16 << 10) + 4, 1 << 20, 16 << 20, 64 << 20, 128 << 20),
     *((128 << 20) + 4, 256 << 20, (256 << 20) + 4, 512 << 20),

@@ -331,7 +331,7 @@ class Selftest:
 
     Attributes:
         results: of :data:`CHECKS`, :func:`timed` and the engine's :data:`WAYS`, in this order.
-        machine: text of the machine's file with what was measured.
+        machine: text of the machine file, with the steps that were measured.
         logs: output of ranks, by launch and rank.
         starts: number of starts of ranks: for the checks, for each exclusive check, and after a
             check that broke the ranks.
@@ -578,7 +578,7 @@ def _cell(text: str) -> str:
     return " ".join(text[:SHOWN].split()).replace("|", "\\|")
 
 
-# What a report says about the claims of the pages.
+# Verdicts of a report on the claims of the pages.
 
 #: Verdict on a claim, by the most severe verdict of its checks.
 CLAIMED = {
@@ -626,5 +626,5 @@ def machine(report: dict[str, Any]) -> Machine | None:
 
 def _fact(report: dict[str, Any], name: str) -> str:
     """A fact of the check of devices; empty if no rank got that far."""
-    found = (one["facts"].get(name) for one in report["results"] if name in one["facts"])
-    return next(found, "")
+    facts = (one["facts"].get(name) for one in report["results"] if name in one["facts"])
+    return next(facts, "")
