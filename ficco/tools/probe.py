@@ -68,7 +68,7 @@ ADVICE: dict[str, dict[str, str]] = {
 }
 
 
-class Claim(NamedTuple):
+class CardClaim(NamedTuple):
     """A claim of ``docs/amd.md`` about cards, which a self-test proves or refutes.
 
     Attributes:
@@ -85,17 +85,17 @@ class Claim(NamedTuple):
 
 
 #: Claims by engine. Those of engines that ran on cards have pages of results instead.
-CLAIMS: dict[str, tuple[Claim, ...]] = {
+CLAIMS: dict[str, tuple[CardClaim, ...]] = {
     "cpu": (),
     "cuda": (),
     "hip": (
-        Claim(
+        CardClaim(
             "peers can map each other's memory, and copies reach it",
             "`hipDeviceCanAccessPeer`, IPC handles",
             ("device and", "memory of", "sharing of plain", "FICCO_HIP=memory=ipc"),
             "[the host's set-up](amd-setup.md)",
         ),
-        Claim(
+        CardClaim(
             "copies of 4 bytes to 512 MiB are exact, to and from every peer, by each call",
             "copies without compute units copied nothing and succeeded "
             "([#11318](https://github.com/ROCm/rocm-systems/pull/11318)); a descriptor of 256 MiB "
@@ -104,69 +104,69 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             ("copies of every", "FICCO_HIP=copy="),
             "`ficco doctor --read` writes the limit to a machine file; `FICCO_HIP=copy=...`",
         ),
-        Claim(
+        CardClaim(
             "another device sees a word after the data of the copy before it",
             "order of SDMA copy and stream write over xGMI; coherence between XCDs",
             ("order of copy", "signals"),
             '`FICCO_HIP=signals=...`, `options(signals="copy")`',
         ),
-        Claim(
+        CardClaim(
             "every schedule and operator is exact",
             "all of it",
             ("schedule", "operator"),
             "another `schedule=`",
         ),
-        Claim(
+        CardClaim(
             "streams wait for words",
             "`hipStreamWaitValue32`, marked beta",
             ("attribute CanUse",),
             "`FICCO_HIP=signals=kernel`",
         ),
-        Claim(
+        CardClaim(
             "processes can share signal memory",
             "not promised; AMD's runtime shares whole allocations, and a signal is inside one "
             "(`Runtime::IPCCreate` of ROCr). The engine then takes uncached memory",
             ("sharing of signal", "FICCO_HIP=signals=signal"),
             "leave `signals` out",
         ),
-        Claim(
+        CardClaim(
             "streams wait on uncached memory",
             "AMD's runtime does so unless `GPU_STREAMOPS_CP_WAIT=1`; not promised",
             ("sharing of uncached", "FICCO_HIP=signals=uncached"),
             "leave `GPU_STREAMOPS_CP_WAIT` unset",
         ),
-        Claim(
+        CardClaim(
             "copies run on SDMA engines, during GEMMs",
             "by the runtime's source, whole rows above 16 KiB do; see [what copies "
             "what](#what-copies-what)",
             ("products beside",),
             "a profile proves it",
         ),
-        Claim(
+        CardClaim(
             "7 copy lanes fill 7 links",
             "streams share [hardware queues](#hardware-queues)",
             ("bandwidth of",),
             "`GPU_MAX_HW_QUEUES=16`",
         ),
-        Claim(
+        CardClaim(
             "the watchdog works while lanes wait",
             "its stream needs [hardware queues](#hardware-queues) of its own",
             ("timeouts",),
             "`GPU_MAX_HW_QUEUES=16`",
         ),
-        Claim(
+        CardClaim(
             "`FICCO_HIP=memory=torch`",
             "PyTorch's symmetric memory for ROCm; see [minimum ROCm](amd-setup.md#minimum-rocm)",
             ("FICCO_HIP=memory=torch",),
             "leave it out",
         ),
-        Claim(
+        CardClaim(
             "`hipMemcpy2DAsync` between devices is exact and fast",
             "by the source a kernel does it (ROCm/rocm-systems #3706)",
             ("2D copies", "FICCO_HIP=columns="),
             "schedules of rows",
         ),
-        Claim(
+        CardClaim(
             "captured stream writes, waits and copies replay, in the captured order",
             "until July 2026 ROCm executed writes and waits at once instead of capturing them "
             "(ROCm/rocm-systems #8911). A trial capture detects this and refuses captures. ROCm's "
@@ -176,7 +176,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             ("graphs",),
             "`FICCO_HIP=signals=kernel`; fewer lanes (`copy=`)",
         ),
-        Claim(
+        CardClaim(
             "code objects load, a kernel sees another's post, hiprtc compiles",
             "`hipModuleLoadData`; hiprtc ran against a double only",
             (
@@ -188,31 +188,31 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
             ),
             "leave the mover `kernel` out",
         ),
-        Claim(
+        CardClaim(
             "float8 GEMMs are correct",
             "hipBLASLt through `torch._scaled_mm`",
             (),
             "`tests/gpu/test_fp8_gpu.py`, whose dtypes are NVIDIA's",
         ),
-        Claim(
+        CardClaim(
             "a kernel that waits sees rows copied while it ran (`tiled`)",
             "SDMA writes while compute units poll; each XCD's L2",
             ("product whose",),
             "another `schedule=`",
         ),
-        Claim(
+        CardClaim(
             "an event after a copy completes when that copy is over",
             "the runtime may complete it only after the next copy",
             ("FICCO_HIP=events=",),
             "`FICCO_HIP=events=write`",
         ),
-        Claim(
+        CardClaim(
             "a summing kernel reads a peer's product (`one-shot`)",
             "caches of peer memory over xGMI",
             ("operator matmul_reduce_scatter", "operator matmul_all_reduce"),
             "schedules without `one-shot`",
         ),
-        Claim(
+        CardClaim(
             "any speed",
             "all of it",
             ("time of", "figures of"),

@@ -535,7 +535,7 @@ def on_the_double(
     monkeypatch: pytest.MonkeyPatch,
     only: Sequence[str],
     breaks: Callable[[], None] | None = None,
-    **settings: int,
+    **settings: int | str,
 ) -> dict[str, CheckResult]:
     """What the self-test says through the HIP engine, in the checks that begin so."""
     hip_ranks.compile_kernels()
@@ -717,6 +717,61 @@ def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = found["FICCO_HIP=copy=nocu, every size"].seen
     assert "1 of 1 words of rank" in seen and "up to 0 bytes" in seen
     assert selftest.run.machine(report) is None
+
+
+def _copies_behind_the_signal() -> None:
+    """Copies are enqueued on another stream, which is late, so that no signal waits for them."""
+    from ficco.dma import hip_api
+
+    right, streams = hip_api.copy, []
+
+    def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+        if nbytes > 4 and not streams:
+            streams.append(hip_api.make_stream(0))
+            double = ctypes.CDLL("libamdhip64.so")
+            double.double_delay.argtypes = [ctypes.c_void_p, ctypes.c_long]
+            double.double_delay(streams[0].as_c_void_p(), 2_000)
+        right(dst, src, nbytes, streams[0] if nbytes > 4 else stream)
+
+    def close(address: int) -> None:
+        for one in streams:  # the double allows no copy to memory that is closed
+            hip_api.drain(one)
+        unmap(address)
+
+    unmap, hip_api.close_shared = hip_api.close_shared, close
+    hip_api.copy = copy
+
+
+def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["order of", "attribute"]
+    found, report = reported(monkeypatch, only, _copies_behind_the_signal)
+    assert "wrong elements" in found["order of copy and signal"].seen
+    assert found["attribute CanUseStreamWaitValue"].verdict == "ok"
+    line = next(one for one in selftest.run.claims(report) if one.startswith("| another device"))
+    assert "| refuted |" in line and "order of copy and signal: " in line
+
+
+def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
+    found = on_the_double(monkeypatch, only, FAIL="hipMemcpyPeerAsync:801:1:1000000")
+    refused = {name for name, result in found.items() if result.verdict == "not offered"}
+    assert refused == {"FICCO_HIP=copy=peer", "FICCO_HIP=copy=peer, every size"}
+    for name in refused:
+        assert "hipMemcpyPeerAsync" in found[name].seen and "another" in found[name].instead
+    assert found["FICCO_HIP=copy=dtod, every size"].verdict == "ok"
+
+
+def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report lacks its part alone."""
+
+    def hangs(command: list[str], **options: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(selftest.run.subprocess, "run", hangs)
+    run = selftest.run.Selftest("cuda", 8, FAST, "hip")
+    report = document(run, selftest.run.about())
+    assert "timed out after 60" in markdown(report)
+    assert "| any speed | not tried | no row |" in selftest.run.claims(report)
 
 
 def test_a_report_is_read_back_and_limits_copies(

@@ -357,35 +357,39 @@ MOVED = """
 
 
 def memory(at: Rank, group: ProcessGroup) -> Passed:
-    rows, k, _ = at.settings.large
-    count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
-
-    def pattern(rank: int, turn: int) -> torch.Tensor:
-        """24-bit numbers, which float32 holds."""
-        mixed = (count + 1) * (2654435761 + 2 * rank) + 40503 * turn
-        return ((mixed >> 3) % (1 << 24)).to(torch.float32).view(rows, k)
-
-    b = torch.zeros(k, 1, device=at.device)[:, :0]
-    plain = torch.empty(rows, k, device=at.device)
-    shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
-    problems = []
-    for place, shard in (("its own memory", plain), ("symmetric memory", shared)):
-        for schedule in MOVED:
-            for turn in (1, 2):
-                shard.copy_(pattern(at.rank, turn))
-                _, gathered = ficco.all_gather_matmul(
-                    shard, b, group=group, schedule=schedule, return_gathered=True
-                )
-                ficco.synchronize(group)
-                for rank, part in enumerate(gathered.view(at.world, rows, k)):
-                    if wrong := int((part != pattern(rank, turn)).sum()):
-                        problems.append(
-                            f"{schedule} from {place}: {wrong} of {rows * k} elements that rank "
-                            f"{rank} wrote arrived wrong"
-                        )
-    at.conclude(problems)
-    nbytes = rows * k * 4
+    shape = at.settings.large[:2]
+    plain = torch.empty(shape, device=at.device)
+    shared = ficco.empty(shape, dtype=torch.float32, group=group, device=at.device)
+    at.conclude(
+        f"{line} from {place}"
+        for place, shard in (("its own memory", plain), ("symmetric memory", shared))
+        for schedule in MOVED
+        for line in _moved(at, group, schedule, shard)
+    )
+    nbytes = plain.nbytes
     return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+
+
+def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) -> list[str]:
+    """Wrong words that every peer has of a rank's shard, for the first of two patterns of data that
+    has some. The second pattern finds words that a copy leaves as they were."""
+    count = torch.arange(shard.numel(), device=at.device, dtype=torch.int32).view(shard.shape)
+    b, problems = shard.new_empty(shard.shape[1], 0), []
+    for turn in (1, 2):
+        seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
+        shard.view(torch.int32).copy_(count * 40503 + seeds[at.rank])
+        _, gathered = ficco.all_gather_matmul(
+            shard, b, group=group, schedule=schedule, return_gathered=True
+        )
+        ficco.synchronize(group)
+        parts = gathered.view(torch.int32).view(at.world, *shard.shape)
+        for rank, part in enumerate(parts):
+            if wrong := int((part != count * 40503 + seeds[rank]).sum()):
+                text = f"{wrong} of {part.numel()} words of rank {rank} wrong"
+                problems.append(f"{schedule}, {shard.nbytes} bytes: {text}")
+        if any(at.gather(bool(problems))):
+            break
+    return problems
 
 
 def sizes(at: Rank, group: ProcessGroup, **variables: str) -> Passed:
@@ -404,9 +408,9 @@ def sizes(at: Rank, group: ProcessGroup, **variables: str) -> Passed:
                 exact = f"all copies up to {largest} bytes were exact"
                 at.note(largest=largest, doing=f"copies of {nbytes} bytes by {schedule}; {exact}")
                 try:
-                    wrong = _moved(at, group, schedule, nbytes)
-                except NotImplementedError:
-                    raise
+                    wrong = _moved(
+                        at, group, schedule, torch.empty(nbytes // 4, 1, device=at.device)
+                    )
                 except BackendError as error:
                     raise NotOffered(f"{error}") from error
                 problems += [f"{line}; {exact}" for line in wrong]
@@ -424,28 +428,6 @@ def _fits(at: Rank, nbytes: int) -> bool:
         return True
     free, _ = gpu.mem_get_info()
     return (2 * at.world + 8) * nbytes < 0.9 * free
-
-
-def _moved(at: Rank, group: ProcessGroup, schedule: str, nbytes: int) -> list[str]:
-    """Wrong words of a copy to or from every peer, for the first of two patterns that has some."""
-    count = torch.arange(nbytes // 4, device=at.device, dtype=torch.int32)[:, None]
-    b = torch.empty(1, 0, device=at.device)
-    problems: list[str] = []
-    for turn in (1, 2):  # the second does not pass by data of the first
-        if any(at.gather(bool(problems))):
-            break
-        seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
-        shard = (count * 40503 + seeds[at.rank]).view(torch.float32)
-        _, gathered = ficco.all_gather_matmul(
-            shard, b, group=group, schedule=schedule, return_gathered=True
-        )
-        ficco.synchronize(group)
-        for rank, part in enumerate(gathered.view(torch.int32).view(at.world, -1, 1)):
-            if wrong := int((part != count * 40503 + seeds[rank]).sum()):
-                problems.append(
-                    f"{schedule}, {nbytes} bytes: {wrong} of {len(part)} words of rank {rank} wrong"
-                )
-    return problems
 
 
 def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
@@ -728,8 +710,8 @@ def _times(
 def shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
     """Time a shape by the library's collective and product, and by ficco's schedules."""
     case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
-    problem, schedules = case.problem(at.world), ["serial:collective", "serial", "auto"]
-    schedules.insert(2, all_at_once(at))
+    problem, lanes = case.problem(at.world), all_at_once(at)
+    schedules = ["serial:collective", "serial", lanes, "auto"]
     proven(at, group, schedules, (operands_of(at, problem), 1))
     sizes = problem.rows[at.rank], problem.n, problem.k
     dtype = getattr(torch, problem.dtype)
