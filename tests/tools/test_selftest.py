@@ -594,7 +594,8 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
     # double waits on signal memory alone. Without a compiler, or Triton, there is more.
     refused = {name for name, result in found.items() if result.verdict != "ok"}
     ways = {"FICCO_HIP=signals=uncached", "FICCO_HIP=memory=torch"}
-    tools = {"FICCO_HIP=signals=kernel", "copies by kernel", "product whose tiles wait"}
+    tools = {"FICCO_HIP=signals=kernel", "product whose tiles wait"}
+    tools |= {"copies by kernel", "kernel copies of every size"}
     assert refused - tools == ways | OF_GPUS
 
 
@@ -640,10 +641,11 @@ def test_columns_without_a_2d_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 LONGEST = 1 << 20
 
 
-def _breaks_copies(how: str) -> None:
+def _breaks_copies(how: str, machine: str = "") -> None:
     """Copies to peers of more than ``LONGEST`` bytes, or those of one kind, go wrong."""
     from ficco.dma import hip_api
 
+    os.environ["FICCO_MACHINE"] = machine
     right, without_units = hip_api.copy, hip_api.calls.hipMemcpyAsync
 
     def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
@@ -692,6 +694,7 @@ def reported(
         ("crash", "exit code 7", 30.0),
         ("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
     ],
+    ids=["short", "crash", "hang"],
 )
 def test_copies_of_more_than_a_limit(
     how: str, words: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
@@ -793,9 +796,12 @@ def test_a_report_is_read_back_and_limits_copies(
     machine = load(path.with_suffix(".yaml"))
     assert machine.largest_copy == LONGEST and machine.memory is not None
     # With this file the engine is exact, although the runtime is as broken as before.
-    seen = hip_ranks.run(2, _gathers, breaks, env={"FICCO_MACHINE": str(path.with_suffix(".yaml"))})
-    assert seen == [(True, True, 3)] * 2
+    limited = partial(breaks, machine=str(path.with_suffix(".yaml")))
+    assert hip_ranks.run(2, _gathers, limited) == [(True, True, 3)] * 2
     assert hip_ranks.run(2, _gathers, breaks) == [(False, False, 1)] * 2
+    # The self-test tries long copies in spite of the file.
+    found = on_the_double(monkeypatch, ["copies of every"], limited)
+    assert found["copies of every size"].facts["largest"] == LONGEST
 
 
 def _gathers(at: ranks.Rank, breaks: Callable[[], None]) -> tuple[bool, bool, int]:

@@ -392,25 +392,34 @@ def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) ->
     return problems
 
 
-def sizes(at: Rank, group: ProcessGroup, **variables: str) -> Passed:
-    """Test copies of each size to and from every peer, with variables of the environment."""
-    # Without a machine's file, whose largest_copy would cut the copies.
+#: Schedules with one copy for each peer, of whole rows, of halves of the columns, and by kernel.
+WHOLE = ("shard-overlap", "shard-overlap:pull")
+HALVES = ("hetero-fused-2d:pieces=2", "hetero-fused-2d:pieces=2,pull")
+BY_KERNEL = ("shard-overlap:kernel",)
+
+
+def sizes(
+    at: Rank, group: ProcessGroup, schedules: Sequence[str] = WHOLE, cols: int = 1, **variables: str
+) -> Passed:
+    """Test copies of each size to and from every peer, of shards with so many columns, with
+    variables of the environment."""
+    # Without a machine file, whose largest_copy would cut the copies.
     variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
+    sizes = [nbytes for nbytes in at.settings.sizes if nbytes % (4 * cols) == 0]
     largest, problems, room = 0, [], ""
     with ExitStack() as stack:
         for item in variables.items():
             stack.enter_context(environment(*item))
-        for nbytes in at.settings.sizes:
+        for nbytes in sizes:
             if not all(at.gather(_fits(at, nbytes))):
                 room = "; there is no memory for more"
                 break
-            for schedule in ("shard-overlap", "shard-overlap:pull"):
+            shard = torch.empty(nbytes // 4 // cols, cols, device=at.device)
+            for schedule in schedules:
                 exact = f"all copies up to {largest} bytes were exact"
                 at.note(largest=largest, doing=f"copies of {nbytes} bytes by {schedule}; {exact}")
                 try:
-                    wrong = _moved(
-                        at, group, schedule, torch.empty(nbytes // 4, 1, device=at.device)
-                    )
+                    wrong = _moved(at, group, schedule, shard)
                 except BackendError as error:
                     raise NotOffered(f"{error}") from error
                 problems += [f"{line}; {exact}" for line in wrong]
@@ -419,7 +428,7 @@ def sizes(at: Rank, group: ProcessGroup, **variables: str) -> Passed:
             largest = nbytes
     at.note(largest=largest, doing="")
     at.conclude(problems)
-    return Passed(f"exact from {at.settings.sizes[0]} to {largest} bytes, push and pull{room}")
+    return Passed(f"exact from {sizes[0]} to {largest} bytes by {' and '.join(schedules)}{room}")
 
 
 def _fits(at: Rank, nbytes: int) -> bool:

@@ -143,6 +143,18 @@ CHECKS = (
         limits=2,
     ),
     Check(
+        "2D copies of every size",
+        partial(checks.sizes, schedules=checks.HALVES, cols=1024),
+        "schedules whose names end in 1d, or of more pieces (pieces=)",
+        limits=2,
+    ),
+    Check(
+        "kernel copies of every size",
+        partial(checks.sizes, schedules=checks.BY_KERNEL),
+        "the mover dma: leave the knob kernel out",
+        limits=2,
+    ),
+    Check(
         "figures of the machine",
         checks.figures,
         "the figures of a machine file that is here already, if any; run ficco tune",
