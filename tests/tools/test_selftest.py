@@ -839,14 +839,14 @@ def test_figures_of_steps_before_a_crash(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _stands_still_in_a_shape() -> None:
-    right = selftest.checks._times
+    right = selftest.times.call_times
 
     def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
         if sizes[1] == 128:
             time.sleep(1000)
         return right(at, group, schedules, sizes, *rest, **how)
 
-    selftest.checks._times = times
+    selftest.times.call_times = times
 
 
 def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

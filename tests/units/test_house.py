@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3485, 1830),
-    "dma": (7215, 4025),
+    "dma": (7235, 4040),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1955, 1115),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13420, 7295),
+    "tools": (13995, 7510),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 165,
+    "files": 166,
     "loose files": 9,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_580
+LINES_OF_TESTS = 41_920
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
-from ficco.dma.engine import Engine, fingerprint
+from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.decide import where
@@ -32,11 +32,11 @@ from ficco.tools import probe
 from ficco.tools.bench.candidates import call, of_problem, parse
 from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
-from ficco.tools.bench.cases import SETS, Case
+from ficco.tools.bench.cases import Case
 from ficco.tools.bench.inputs import Operands, exact_calls
 from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune.communication import slowdowns
-from ficco.tools.tune.effort import GPU, TuneSettings
+from ficco.tools.tune.effort import GPU
 
 # A rank, and the end of a check.
 
@@ -401,8 +401,8 @@ BY_KERNEL = ("shard-overlap:kernel",)
 def sizes(
     at: Rank, group: ProcessGroup, schedules: Sequence[str] = WHOLE, cols: int = 1, **variables: str
 ) -> Passed:
-    """Test copies of each size to and from every peer, of shards with so many columns, with
-    variables of the environment."""
+    """Test copies of each size to and from every peer, of shards of ``cols`` columns.
+    ``variables``: of the environment."""
     # Without a machine file, whose largest_copy would cut the copies.
     variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
     sizes = [nbytes for nbytes in at.settings.sizes if nbytes % (4 * cols) == 0]
@@ -688,11 +688,11 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
     if group is not None:
         rounds = at.settings.rounds
         how = {"seconds": 0.0, "least": rounds, "most": rounds}
-        seconds = min(_times(at, group, [schedule], sizes, torch.bfloat16, **how)[schedule])
+        seconds = min(call_times(at, group, [schedule], sizes, torch.bfloat16, **how)[schedule])
     return peers * sizes[0] * sizes[2] * 2 / max(at.gather(seconds)) / 1e9
 
 
-def _times(
+def call_times(
     at: Rank,
     group: ProcessGroup,
     schedules: Sequence[str],
@@ -714,44 +714,6 @@ def _times(
     calls = {schedule: partial(call, schedule) for schedule in schedules}
     with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
         return watch.time(calls, **how)
-
-
-def shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
-    """Time a shape by the library's collective and product, and by ficco's schedules."""
-    case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
-    problem, lanes = case.problem(at.world), all_at_once(at)
-    schedules = ["serial:collective", "serial", lanes, "auto"]
-    proven(at, group, schedules, (operands_of(at, problem), 1))
-    sizes = problem.rows[at.rank], problem.n, problem.k
-    dtype = getattr(torch, problem.dtype)
-    series = _times(at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds)
-    ms = {schedule: 1e3 * statistics.median(times) for schedule, times in series.items()}
-    at.note(ms=ms)
-    seen = ", ".join(f"{schedule} {one:.3f}" for schedule, one in ms.items())
-    gain = ms["serial:collective"] / ms["auto"]
-    return Passed(f"exact; ms: {seen}; auto is {gain:.2f} times as fast as the collective")
-
-
-def figures(at: Rank, group: ProcessGroup) -> Passed:
-    """Measure a machine's file by the steps of ``ficco tune --quick``."""
-    if at.world == 1:
-        raise NotOffered("one rank has no peer")
-    try:
-        from ficco.tools.tune.run import default_name, tune
-    except ImportError as error:
-        raise NotOffered(f"{error}; pip install 'ficco[bench]'") from None
-    everyone, device = dist.group.WORLD, at.device.type
-    settings = TuneSettings(
-        path=Path(at.folder, f"{default_name(fingerprint(device, at.world))}.yaml"),
-        device=device,
-        quick=True,
-        only=at.settings.figures,
-        command="ficco doctor --selftest",
-    )
-    outcome = tune(settings)
-    ficco.close(everyone)
-    at.conclude(filter(None, (outcome.error, *map(": ".join, outcome.failures.items()))))
-    return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
 def overlap(at: Rank, group: ProcessGroup) -> Passed:

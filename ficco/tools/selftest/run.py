@@ -34,7 +34,7 @@ from ficco.tools import doctor, probe
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import SETS
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
-from ficco.tools.selftest import checks, kernels
+from ficco.tools.selftest import checks, kernels, times
 from ficco.tools.selftest.checks import (
     CheckFailed,
     NotOffered,
@@ -156,7 +156,7 @@ CHECKS = (
     ),
     Check(
         "figures of the machine",
-        checks.figures,
+        times.figures,
         "the figures of a machine file that is here already, if any; run ficco tune",
         exclusive=True,
         limits=6,
@@ -204,7 +204,7 @@ def timed(settings: SelftestSettings) -> tuple[Check, ...]:
     return tuple(
         Check(
             f"time of {case.name}",
-            partial(checks.shape, name=case.name),
+            partial(times.shape, name=case.name),
             "nothing: ficco bench times it by more schedules",
             limits=2,
         )
