@@ -921,6 +921,22 @@ def test_hosts_that_cannot_run(
     assert words in capsys.readouterr().err
 
 
+def test_the_evidence_of_the_page_exists() -> None:
+    """Tests and files that its first table names."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs/amd.md").read_text()
+    table = page.partition("| claim | evidence | where |")[2].partition("\n\n")[0]
+    cells = [line.split(" | ")[-1] for line in table.splitlines()[2:]]
+    named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    tests = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
+    missing = [
+        name
+        for name in named
+        if not ((root / name).exists() if "/" in name else f"def {name}" in tests)
+    ]
+    assert len(cells) > 10 and not missing
+
+
 def test_a_cuda_build_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kfd").touch()
     monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
