@@ -722,6 +722,33 @@ def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert selftest.run.machine(report) is None
 
 
+@pytest.mark.parametrize(
+    ("verdicts", "largest", "verdict", "limit"),
+    [
+        (("ok", "ok"), 512 << 20, "proven", None),
+        (("failed", "ok"), 128 << 20, "refuted", 128 << 20),
+        (("ok", "failed"), 128 << 20, "refuted", None),  # of another way than the one in use
+        (("failed", "ok"), 4096, "refuted", None),  # so small that a limit is of no use
+        (("ok", "not offered"), 512 << 20, "not offered", None),
+        (("not offered", "not tried"), 0, "not tried", None),
+    ],
+)
+def test_the_most_severe_row_decides(
+    verdicts: tuple[str, str], largest: int, verdict: str, limit: int | None
+) -> None:
+    run = selftest.run.Selftest("cuda", 8, FAST, "hip")
+    names = "copies of every size", "FICCO_HIP=copy=nocu, every size"
+    for name, one in zip(names, verdicts, strict=True):
+        run.results.append(CheckResult(name, one, name, facts={"largest": largest}))
+    known = {"accelerator": "AMD Instinct of tomorrow"}
+    run.results.append(CheckResult("device and engine", "ok", "", facts=known))
+    report = document(run, {})
+    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
+    assert f" | {verdict} | 8 x AMD Instinct of tomorrow, " in line
+    machine = selftest.run.machine(report)
+    assert (machine and machine.largest_copy) == limit
+
+
 def _copies_behind_the_signal() -> None:
     """Copies are enqueued on another stream, which is late, so that no signal waits for them."""
     from ficco.dma import hip_api
