@@ -692,7 +692,10 @@ def reported(
     [
         ("short", "1 of 262145 words of rank", 30.0),
         ("crash", "exit code 7", 30.0),
-        ("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
+        pytest.param(
+            *("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["short", "crash", "hang"],
 )
@@ -876,6 +879,7 @@ def _stands_still_in_a_shape() -> None:
     selftest.times.call_times = times
 
 
+@pytest.mark.slow
 def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
     found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
