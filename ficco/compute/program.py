@@ -151,6 +151,7 @@ class Program:
         ops: lane and operation, in enqueue order.
         source: symmetric memory and offset of the caller's shard, if peers read it in place.
         number: see :meth:`Slot.number`.
+        batched: bytes of the largest copies of which the engine submits several at once; 0: none.
     """
 
     plan: Plan
@@ -158,6 +159,7 @@ class Program:
     ops: list[tuple[str, Op]]
     source: tuple[Symmetric, int] | None = None
     number: int = 0
+    batched: float = 0
     state: dict[Any, Any] = field(default_factory=dict)
 
     def clear(self) -> None:

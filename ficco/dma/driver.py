@@ -406,8 +406,14 @@ class Driver(ABC):
         """A function (source, stream) that copies bytes to ``dst``. ``ranks`` are the receiving and
         the sending rank; None for a signal."""
 
-    def copies(self, ranks: tuple[int, int]) -> Copies:
-        """A function of destinations, sources, sizes and stream: many copies, in any order."""
+    def batched(self, measured: float) -> tuple[float, str]:
+        """See :meth:`Engine.batched`, and a warning if this runtime has no such submission.
+        ``measured``: :attr:`ficco.machine.Machine.batched_copies`."""
+        return 0.0, ""
+
+    def copies(self, ranks: tuple[int, int], batched: float = 0.0) -> Copies:
+        """A function of destinations, sources, sizes and stream: many copies, in any order.
+        ``batched``: :attr:`Program.batched`."""
 
         def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
             columns = (numbers.tolist() for numbers in (dst, src, sizes))

@@ -53,6 +53,7 @@ from ficco.dma.lane_ops import (
     Replays,
     Run,
     by_launches,
+    copied_together,
     enqueue,
     enqueue_beside,
     enqueue_first,
@@ -75,6 +76,7 @@ from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
+from ficco.machine import Machine
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED
@@ -266,10 +268,19 @@ class GpuEngine(WatchedEngine):
 
     # Copies.
 
+    def batched(self, machine: Machine | None) -> float:
+        most, warning = self.driver.batched(machine.batched_copies if machine is not None else 0)
+        if warning and self.rank == 0:
+            warn_once(warning)
+        return most
+
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
+        if len(steps) > 1 and transfers[0].mover == "dma":  # columns of one copy go by the kernel
+            apart = super().copies(program, steps)
+            return copied_together(program, lane, transfers, self.driver, apart)
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
@@ -331,7 +342,7 @@ class GpuEngine(WatchedEngine):
         source, target = places.row(src), places.row(dst)
         pitch, _ = places.size(dst)
         rows_of = moves(program.plan, transfer)
-        copies = self.driver.copies((dst.rank, src.rank))
+        copies = self.driver.copies((dst.rank, src.rank), program.batched)
         if dst.rank == src.rank and self.keeps_made and not pitch % 16:
             kernels = self._kernels_or_none
             copies = kernels.copy_runs if kernels else copies

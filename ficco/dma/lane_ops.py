@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
-from ficco.compute.buffers import operands_key
-from ficco.compute.program import Call, Op, callers
+from ficco.compute.buffers import buffers_of, operands_key
+from ficco.compute.program import Call, Op, Program, callers
 from ficco.dma.driver import (
     WAIT_32,
     WORD,
@@ -37,7 +38,7 @@ from ficco.dma.driver import (
 from ficco.dma.memories import GATE
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import Kernels, Script, Signals
-from ficco.plan import Step
+from ficco.plan import Step, Transfer
 
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0
@@ -172,6 +173,30 @@ class Scripted:
 
     def __call__(self, call: Call) -> None:
         self.kernels.script(self.script, call.state["compute0"])
+
+
+def copied_together(
+    program: Program, lane: str, transfers: Sequence[Transfer], driver: Driver, apart: Op
+) -> Op:
+    """Copies of whole rows to several peers, in any order, by one call of the driver; the operation
+    ``apart`` if the caller's rows are not contiguous."""
+    first, places = transfers[0], buffers_of(program)
+    sources = [places.source(one.src) for one in transfers]
+    shapes = [places.size(one.src) for one in transfers]
+    targets = [places.place(one.dst) for one in transfers]
+    to = np.array([address for address, _ in targets], np.int64)
+    sizes = np.array([width * height for width, height in shapes], np.int64)
+    copies = driver.copies((first.dst.rank, first.src.rank), program.batched)
+
+    def op(call: Call) -> None:
+        origins = [source(call) for source in sources]
+        pitches = zip(shapes, targets, origins, strict=True)
+        if all(h == 1 or w == near == far for (w, h), (_, far), (_, near) in pitches):
+            copies(to, np.array([at for at, _ in origins], np.int64), sizes, call.state[lane])
+        else:
+            apart(call)
+
+    return op
 
 
 #: Operations that wait, or that may take over waits.

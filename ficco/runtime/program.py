@@ -17,17 +17,19 @@ def compile(
     slot: Slot | None,
     source: tuple[Symmetric, int] | None = None,
     trace: bool = False,
+    batched: float = 0,
 ) -> Program:
     """Compile a Plan to a Program on a slot. ``trace``: record the times of the steps.
+    ``batched``: see :attr:`Program.batched`.
 
     Raises:
         NotImplementedError: the engine lacks a capability that the Plan needs.
     """
     plan = _taken_apart(plan, engine)
-    program = Program(plan, slot, [], source)
+    program = Program(plan, slot, [], source, batched=batched)
     needed = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for run in together(plan):
+    for run in together(plan, batched):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, needed, trace))
         if ranges.STEPS or trace:

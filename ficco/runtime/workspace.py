@@ -803,9 +803,18 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     slot = workspace.slot(cached.plan, cached.single)
     program = cached.programs.get(id(slot))
     if program is None:
-        program = compile(cached.plan, workspace.engine, slot, cached.source)
-        cached.programs[id(slot)] = program
+        program = cached.programs[id(slot)] = _compiled(workspace, cached, slot)
     return program
+
+
+def _compiled(
+    workspace: Workspace, cached: CachedCall, slot: Slot | None, trace: bool = False
+) -> Program:
+    """Compile the Plan of the latest call for a slot."""
+    engine, machine = workspace.engine, workspace.known(current().machine).machine
+    # Graphs capture no batch of copies (ROCm/rocm-systems #10089).
+    batched = 0.0 if slot is not None and slot.captured else engine.batched(machine)
+    return compile(cached.plan, engine, slot, cached.source, trace, batched)
 
 
 def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
@@ -813,7 +822,7 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
     traced = bool(_records)
     if traced:
         slot = workspace.slot(cached.plan, cached.single)
-        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
+        program = _compiled(workspace, cached, slot, trace=True)
     else:
         program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()

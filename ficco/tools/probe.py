@@ -105,6 +105,13 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
             "`ficco doctor --read` writes the limit to a machine file; `FICCO_HIP=copy=...`",
         ),
         CardClaim(
+            "several copies of a lane take less time in a batch",
+            "`hipMemcpyBatchAsync` copies one by one before HIP 7.12; see [minimum "
+            "ROCm](amd-setup.md#minimum-rocm)",
+            ("batches of",),
+            "leave `batched_copies` out of the machine file",
+        ),
+        CardClaim(
             "another device sees a word after the data of the copy before it",
             "order of SDMA copy and stream write over xGMI; coherence between XCDs",
             ("order of copy", "signals"),
@@ -180,7 +187,7 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
             "code objects load, a kernel sees another's post, hiprtc compiles",
             "`hipModuleLoadData`; hiprtc ran against a double only",
             (
-                "kernels",
+                "kernel",
                 "copies by",
                 "FICCO_HIP=signals=kernel",
                 "attribute Multi",

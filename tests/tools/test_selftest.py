@@ -70,6 +70,7 @@ def results(
     breaks: Callable[[], None],
     only: Sequence[str] = (),
     settings: SelftestSettings = FAST,
+    ranks: int = 2,
 ) -> dict[str, CheckResult]:
     """What the self-test says, by check, where ranks are broken; and its report is whole."""
     monkeypatch.setattr(
@@ -80,7 +81,7 @@ def results(
     if only:
         checks = tuple(check for check in selftest.run.CHECKS if check.name.startswith(tuple(only)))
         monkeypatch.setattr(selftest.run, "CHECKS", checks)
-    run = selftest.run.selftest("cpu", 2, settings)
+    run = selftest.run.selftest("cpu", ranks, settings)
     names = [result.check for result in run.results]
     assert names[: len(selftest.run.CHECKS)] == [check.name for check in selftest.run.CHECKS]
     assert len(names) == len(set(names))
@@ -535,6 +536,7 @@ def on_the_double(
     monkeypatch: pytest.MonkeyPatch,
     only: Sequence[str],
     breaks: Callable[[], None] | None = None,
+    ranks: int = 2,
     **settings: int | str,
 ) -> dict[str, CheckResult]:
     """What the self-test says through the HIP engine, in the checks that begin so."""
@@ -545,7 +547,7 @@ def on_the_double(
     ways = tuple(check for check in selftest.run.WAYS["hip"] if check.name.startswith(tuple(only)))
     monkeypatch.setattr(selftest.run, "WAYS", {**selftest.run.WAYS, "hip": ways})
     with ficco.options(engine="hip"):  # whose kernels the host carries out, thread by thread
-        return results(monkeypatch, double, only, replace(FAST, limit_s=90.0))
+        return results(monkeypatch, double, only, replace(FAST, limit_s=90.0), ranks)
 
 
 def _tells_how_it_is_timed() -> None:
@@ -593,7 +595,10 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
     # On CPUs there are no kernels and no copy engines, and PyTorch has no symmetric memory; the
     # double waits on signal memory alone. Without a compiler, or Triton, there is more.
     refused = {name for name, result in found.items() if result.verdict != "ok"}
-    ways = {"FICCO_HIP=signals=uncached", "FICCO_HIP=memory=torch"}
+    # Its HIP is 7.2, without batches, which two ranks do not have either.
+    ways = {"FICCO_HIP=signals=uncached", "FICCO_HIP=memory=torch", "FICCO_HIP=copy=batch"}
+    ways |= {"batches of copies"}
+    assert "another way took its place" in found["FICCO_HIP=copy=batch"].seen
     tools = {"FICCO_HIP=signals=kernel", "product whose tiles wait"}
     tools |= {"copies by kernel", "kernel copies of every size"}
     assert refused - tools == ways | OF_GPUS
@@ -609,6 +614,26 @@ def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused[signal].verdict == refused[waits].verdict == "not offered"
     assert "hipIpcGetMemHandle" in refused[signal].seen and "uncached" in refused[signal].instead
     assert refused[waits].seen == "0 on ranks [0, 1]" and "kernel" in refused[waits].instead
+
+
+def _batches_of_small_copies_pay() -> None:
+    def rate(at: Any, group: Any, schedule: str, peers: int, n: int = 0) -> float:
+        batched = os.environ["FICCO_HIP"] == "copy=batch"
+        return 1.5 if batched and at.settings.pair_bytes <= 1 << 16 else 1.0
+
+    selftest.checks.gb_per_s = rate
+
+
+def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    only, breaks = ["batches", "FICCO_HIP=copy=batch"], _batches_of_small_copies_pay
+    found = on_the_double(monkeypatch, only, breaks, ranks=3, VERSION=71526333)
+    assert found["FICCO_HIP=copy=batch"].verdict == "ok"
+    batches = found["batches of copies"]
+    assert (batches.verdict, batches.seen) == ("ok", "batched_copies: 65536 B in the machine file")
+    assert "copies of 65536 bytes: 1.00 GB/s received per rank, 1.50 in batches" in batches.details
+    gains = dict.fromkeys((4096, 16384, 65536), 40.0)
+    for size, most in ((4096, 0), (16384, 4096), (65536, 16384), (1, 65536)):
+        assert selftest.checks.batched_bytes(gains | {size: -1.0} if size > 1 else gains) == most
 
 
 def _no_copies_to_peers() -> None:
@@ -745,11 +770,13 @@ def test_the_most_severe_row_decides(
         run.results.append(CheckResult(name, one, name, facts={"largest": largest}))
     known = {"accelerator": "AMD Instinct of tomorrow"}
     run.results.append(CheckResult("device and engine", "ok", "", facts=known))
+    run.results.append(CheckResult("batches of copies", "ok", "", facts={"batched": 1 << 16}))
     report = document(run, {})
     line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
     assert f" | {verdict} | 8 x AMD Instinct of tomorrow, " in line
     machine = selftest.run.machine(report)
     assert (machine and machine.largest_copy) == limit
+    assert machine is None or machine.batched_copies == 1 << 16
 
 
 def _copies_behind_the_signal() -> None:

@@ -22,22 +22,22 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3485, 1830),
-    "dma": (7235, 4040),
+    "compute": (3490, 1835),
+    "dma": (7350, 4110),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
     "integrations": (845, 415),
-    "machine": (1445, 635),
+    "machine": (1450, 635),
     "nn": (2150, 1020),
     "ops": (5985, 2775),
     "passes": (1955, 1160),
-    "plan": (1020, 490),
+    "plan": (1060, 510),
     "problems": (2430, 1095),
     "proof": (1775, 1230),
-    "runtime": (1955, 1115),
+    "runtime": (1965, 1120),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13995, 7510),
+    "tools": (14205, 7605),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -48,9 +48,9 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 166,
+    "files": 167,
     "loose files": 9,
-    "lines of the longest file": 866,
+    "lines of the longest file": 876,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 34,
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_965
+LINES_OF_TESTS = 42_615
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -110,7 +110,7 @@ LAYERS = (
     ("integrations",),
     ("ficco",),
     ("tools",),
-    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela"),
+    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela", "tools.baselines"),
     ("tools.bench",),
     ("tools.tune",),
     ("tools.selftest",),
@@ -146,6 +146,7 @@ VENDORS_ALLOWED = {
     "machine": "data of a machine",
     "tools.doctor": "prints what a machine has",
     "tools.probe": "tries a driver's mechanisms",
+    "tools.baselines": "compares with one vendor's libraries",
     "tile": "device functions for the GPUs of each vendor",
 }
 #: Code that is no vendor's business although the word is in it: (unit, string).

@@ -26,6 +26,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule, plan, refusal, same_plans
 from ficco.schedules.groups import cut
+from ficco.tools import baselines
 from ficco.tools.bench.cases import OPERATOR
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Runner, all_gather, reduce_scatter
@@ -92,6 +93,17 @@ REFERENCES = (
     BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
     BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
     BenchCandidate("quack", "quack", operators=(OPERATOR,)),
+    BenchCandidate(baselines.PRODUCT, "product-by"),
+    *(
+        BenchCandidate(
+            name,
+            "copy-engines",
+            operators=tuple(
+                operator for operator, kind in OPERATORS.items() if kind.collective in collectives
+            ),
+        )
+        for name, (collectives, _) in baselines.COPY_ENGINES.items()
+    ),
 )
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
@@ -247,8 +259,10 @@ def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -
     """Why a candidate does not exist for this shape and device; empty if it exists. ``hosts``:
     number of hosts of the ranks."""
     scaling = operands.problem.scaling
-    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack"):
+    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack", "copy-engines"):
         return "it copies through memory that ranks of one host share"
+    if candidate.kind in ("copy-engines", "product-by"):
+        return baselines.lacking(candidate.name, operands.device, operands.problem.equal)
     if candidate.kind == "pieces" and scaling:
         return "PyTorch has no batched product of float8"
     if candidate.kind in ("pytorch", "pytorch-native"):
@@ -415,6 +429,13 @@ def _serial_collective(
     return Runner(run)
 
 
+def _copy_engines(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """The library's collective and the product, with all results in memory that it has registered,
+    so that it may take copy engines."""
+    runner = _serial_collective(candidate, operands, group)
+    return replace(runner, context=baselines.registered(group, operands.device, runner.run))
+
+
 def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
 
@@ -576,5 +597,9 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "pytorch": _pytorch,
     "pytorch-native": _pytorch,
     "quack": _quack,
+    "product-by": lambda _, operands, __: Runner(
+        operands.product, "product", context=baselines.preferred
+    ),
+    "copy-engines": _copy_engines,
     "ficco": _ficco,
 }

@@ -199,7 +199,7 @@ class Verifier:
         """Build a candidate and prove its calls right; note what memory they take."""
         name = candidate.name
         if why := unavailable(candidate, operands, self.watch.hosts.count):
-            return Checked(name, status="skipped", note=why)
+            return Checked(name, status="skipped", note=f"not here: {why}")
         if candidate.ours:
             self.renew(operands, candidate.symmetric)  # so that its memory is its own
 

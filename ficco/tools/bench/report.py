@@ -17,13 +17,14 @@ import pandas as pd
 
 from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
+from ficco.tools.baselines import COPY_ENGINES
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
 from ficco.tools.bench.frames import Schema, cells, markdown, place, show
 
 #: Baselines: the serial compositions, and PyTorch's fused op.
-SERIALS = ("pytorch-serial", "serial")
+SERIALS = ("pytorch-serial", "serial", *COPY_ENGINES)
 PYTORCH = ("pytorch-fused", "pytorch-native")
 
 #: Kind of the first serial composition, whose name was ``serial-collective`` in older files.
@@ -180,7 +181,7 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
     roles = {
         "shape": name == name,
         **{part: name == part for part in (*PARTS, IDEAL, "auto")},
-        "serial": (timed["kind"] == SERIAL) | (name == "serial"),
+        "serial": (timed["kind"] == SERIAL) | name.isin(SERIALS),
         "pytorch": name.isin(PYTORCH),
         "best": ours,
         "library": named & ~tiled,
@@ -446,6 +447,9 @@ NAMES = {
         "the library's collective and the product one after the other, without ficco",
     ),
     "serial:collective": "the same as a schedule of ficco's",
+    **dict.fromkeys(
+        COPY_ENGINES, "RCCL's collective, which may take copy engines, and then the product"
+    ),
     **dict.fromkeys(
         ("pytorch-pieces", "ficco-rccl"),
         "the paper's name for pieces that the library's collectives carry, without ficco",

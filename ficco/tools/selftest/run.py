@@ -194,6 +194,16 @@ WAYS = {
             )
             for value in choices.get("copy", ())
         ),
+        *(
+            Check(
+                "batches of copies",
+                partial(checks.batches, variable=variable(engine)),
+                "copies one by one: leave batched_copies out of the machine file",
+                limits=3,
+            )
+            for value in choices.get("copy", ())
+            if value == "batch"
+        ),
     )
     for engine, choices in ENGINE_WAYS.items()
 }
@@ -633,10 +643,11 @@ def machine(report: dict[str, Any]) -> Machine | None:
         measured = known(here) or Machine("self-test", accelerator, report["ranks"])
     else:
         return None
-    return replace(measured, largest_copy=limit if limited else 0)
+    batched = int(_fact(report, "batched") or 0)
+    return replace(measured, largest_copy=limit if limited else 0, batched_copies=batched)
 
 
-def _fact(report: dict[str, Any], name: str) -> str:
-    """A fact of the check of devices; empty if no rank got that far."""
+def _fact(report: dict[str, Any], name: str) -> Any:
+    """A fact of the first check that has it; empty if no rank got that far."""
     facts = (one["facts"].get(name) for one in report["results"] if name in one["facts"])
     return next(facts, "")
