@@ -180,7 +180,7 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
             "code objects load, a kernel sees another's post, hiprtc compiles",
             "`hipModuleLoadData`; hiprtc ran against a double only",
             (
-                "kernels",
+                "kernel",
                 "copies by",
                 "FICCO_HIP=signals=kernel",
                 "attribute Multi",
