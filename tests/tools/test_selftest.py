@@ -171,7 +171,7 @@ def _wrong_columns_and_posts() -> None:
 def test_wrong_columns_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     only = ["memory", "signals, first", "order", "2D", "schedule sh", "schedule growing"]
     found = results(monkeypatch, _wrong_columns_and_posts, [*only, "timeouts"])
-    places = {"memory of peers", "2D copies", "order of copy and signal"}
+    places = {"memory of peers", "2D copies", "2D copies of every size", "order of copy and signal"}
     assert failed(found) == places | {"signals, first way", "schedule shrinking"}
     assert "in the rows of ranks [1]" in found["2D copies"].seen
     assert "hetero-fused-2d" in found["memory of peers"].seen
