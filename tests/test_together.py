@@ -119,7 +119,7 @@ def test_what_goes_together_is_enqueued_once_and_posted_behind_it() -> None:
     one = plan(PROBLEM, Schedule.parse("growing:kernel"), 1)
     (run,) = (run for run in together(one) if len(run) > 1)
     engine = mock.MagicMock()
-    compile(one, engine, None, trace=True)
+    compile(one, engine, None, timed=True)
     verbs = [verb for verb, *_ in engine.mock_calls]
     assert verbs.count("copies") == 1 and "copy" not in verbs
     at, stamps = verbs.index("copies"), len(run)

@@ -152,6 +152,7 @@ class Program:
         source: symmetric memory and offset of the caller's shard, if peers read it in place.
         number: see :meth:`Slot.number`.
         batched: bytes of the largest copies of which the engine submits several at once; 0: none.
+        siblings: the programs of the same kind of call, by slot, this one among them.
     """
 
     plan: Plan
@@ -161,6 +162,7 @@ class Program:
     number: int = 0
     batched: float = 0
     state: dict[Any, Any] = field(default_factory=dict)
+    siblings: Mapping[int, Program] = field(default_factory=dict, repr=False)
 
     def clear(self) -> None:
         """Drop all references to the slot's memory."""

@@ -130,7 +130,7 @@ Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.
 WORD = 4
 #: Priorities of streams: above products, equal to products, and below both. Streams of a priority
-#: may share hardware queues, in which a stream that waits delays the work enqueued after it.
+#: may share a hardware queue. A waiting stream then delays the work enqueued after it.
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
@@ -521,7 +521,7 @@ class Driver(ABC):
 
 
 class _Bytes:
-    """Memory of a GPU with the interface by which PyTorch wraps memory of other libraries."""
+    """GPU memory with ``__cuda_array_interface__``, so that PyTorch can wrap it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         extent = {"data": (address, False), "shape": (nbytes,)}

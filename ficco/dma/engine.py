@@ -373,7 +373,7 @@ class Engine(ABC):
 
     @abstractmethod
     def spans(self, program: Program, call: Call) -> list[Span]:
-        """Start and end of the steps of a traced call. Waits for the call."""
+        """Start and end of the steps of a timed call. Waits for the call."""
 
     def capturing(self) -> int:
         """Identifier of the current graph capture, 0 outside of captures."""
