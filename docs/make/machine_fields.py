@@ -27,7 +27,7 @@ FROM: dict[str, dict[str, str]] = {
     "Machine": {
         "asked": "name accelerator ranks",
         "by hand": "also margin",
-        "self-test": "batched_copies",
+        "self-test": "largest_copy batched_copies",
     },
     "Topology": {"measured": "kind bandwidth sharing"},
     "Network": {"fitted": "bandwidth latency", "measured": "sharing"},

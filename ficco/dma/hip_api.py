@@ -231,9 +231,14 @@ def bus_id(device: int) -> bytes:
     return b"".join(number.to_bytes(4, "little") for number in address)
 
 
+def reachable(device: int, peer: int) -> bool:
+    """Whether a device can access the memory of a peer."""
+    return bool(calls.hipDeviceCanAccessPeer(device, peer))
+
+
 def reach(device: int, peer: int) -> bool:
     """Let this thread's device access the memory of a peer; False if it cannot."""
-    if not calls.hipDeviceCanAccessPeer(device, peer):
+    if not reachable(device, peer):
         return False
     error = hip.hipDeviceEnablePeerAccess(peer, 0)[0]
     if error:

@@ -34,6 +34,7 @@ from ficco.dma.host import Hosts, Meeting
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Numbers, Packed
+from ficco.machine import find, nearest
 from ficco.problems.products import Problem
 
 #: Requirements of each signal mechanism.
@@ -114,6 +115,7 @@ class HipDriver(Driver):
         super().__init__(device, index)
         self._selected = selected(self.name)
         self._copy = self._selected.get("copy", "dtod")
+        self._largest = 0  # bytes of a copy; 0: no limit
         self._indices: list[int] = []  # device index in this process of each rank's device
         self._locals: list[int] = []
         self._hosts: list[int] = []
@@ -132,7 +134,9 @@ class HipDriver(Driver):
     # Capabilities of the machine, which the ranks determine together.
 
     def means(self, engine: StreamEngine) -> Mechanisms:
-        side = engine.side.handle
+        side, here = engine.side.handle, engine.fingerprint()
+        machine = find(None, here) or nearest(here)
+        self._largest = machine.largest_copy if machine else 0
         # A 0 and a 1 to copy from, memory to test a 2D copy, and a word to test a capture.
         constants, _ = self.local(64)
         hip.fill(constants, 64, side)
@@ -150,6 +154,7 @@ class HipDriver(Driver):
         meeting.close()
         kernels, names = mechanism == "kernel", WAYS[self.name]
         events = self._selected.get("events", self.usual_events)
+        cut = f", in pieces of {self._largest} bytes" if self._largest else ""
         on_shader = os.environ.get("GPU_STREAMOPS_CP_WAIT", "0") in ("", "0")
         by = "a kernel of the runtime's" if on_shader else "the command processor"
         return Mechanisms(
@@ -165,7 +170,7 @@ class HipDriver(Driver):
             wait=names["signals"][mechanism]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
             + "; relies on a peer's word arriving after the copy before it",
-            copy=f"{self._copies_by()} in memory of {names['memory'][memory]}, "
+            copy=f"{self._copies_by()}{cut} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
         )
@@ -333,10 +338,11 @@ class HipDriver(Driver):
         one_by_one = super().copies(ranks)
         if ranks[0] == ranks[1] or not batched:
             return one_by_one
+        most = min(batched, self._largest or batched)
 
         def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
             # The legacy stream, which may be the caller's, takes no batch.
-            if len(sizes) > 1 and sizes.max() <= batched and not stream.is_ptr_null:
+            if len(sizes) > 1 and sizes.max() <= most and not stream.is_ptr_null:
                 hip.copy_batch(dst, src, sizes, stream)
             else:
                 one_by_one(dst, src, sizes, stream)
@@ -346,6 +352,16 @@ class HipDriver(Driver):
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None
     ) -> Callable[[int, Any], None]:
+        most = self._largest
+        if ranks is not None and most and nbytes > most:
+            starts = range(0, nbytes, most)
+            pieces = [(at, self.copy(dst + at, min(most, nbytes - at), ranks)) for at in starts]
+
+            def in_pieces(src: int, stream: Any) -> None:
+                for at, piece in pieces:
+                    piece(src + at, stream)
+
+            return in_pieces
         if ranks is not None and self._copy == "peer":
             to, at = (self._indices[rank] for rank in ranks)
             peer = hip.calls.hipMemcpyPeerAsync

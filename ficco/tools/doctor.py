@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ from ficco.version import version
 #: Seconds that a vendor's tool may take.
 TOOL_S = 10.0
 
+#: Device file and kernel module of AMD's driver, and the file with the version of ROCm.
+KFD, AMDGPU = Path("/dev/kfd"), Path("/sys/module/amdgpu")
+ROCM = Path("/opt/rocm/.info/version")
+
 #: Prefixes of the variables that change what ficco, PyTorch or a vendor's runtime do.
 VARIABLES = (
     *("FICCO_", "CUDA_", "HIP_", "HSA_", "ROCR_", "ROCM_", "ROCBLAS_", "HIPBLASLT_", "CUBLAS_"),
@@ -47,8 +52,8 @@ VARIABLES = (
 )
 
 
-#: Parts of a report that a command adds, and their titles.
-MORE = {"extra": "The extra bench", "call": "A call"}
+#: Parts of a report that may be missing, and their titles.
+MORE = {"obstacle": "In the way of AMD GPUs", "extra": "The extra bench", "call": "A call"}
 
 #: Capabilities of engines, in words.
 LABELS = {
@@ -74,6 +79,7 @@ def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any
         "links": _tried(links),
         "engines": engines(),
         "use": _tried(partial(use, ranks, device)),
+        "obstacle": _tried(obstacle, lambda error: ""),  # the engine's part has the error
     }
 
 
@@ -97,11 +103,50 @@ def versions() -> dict[str, str]:
         "hip": torch.version.hip or "",
         "nccl": _tried(_nccl),
         "driver": _tried(driver),
+        "rocm": ROCM.read_text().strip() if ROCM.exists() else "",
         "cuda-bindings": package("cuda-bindings"),
         "hip-python": package("hip-python"),
         "kernel": platform.release(),
         "machine": platform.machine(),
     }
+
+
+def obstacle() -> str:
+    """Why the AMD GPUs of this host cannot be used, with the remedy; empty if nothing is in the way
+    or there are none."""
+    if not torch.version.hip:
+        if gpu.is_available() or not (KFD.exists() or AMDGPU.exists()):
+            return ""
+        build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
+        return (
+            f"this PyTorch, {torch.__version__}, is built for {build} and cannot use the AMD GPUs "
+            "of this host; install PyTorch for ROCm (pytorch.org), then ficco again"
+        )
+    if not KFD.exists():
+        return (
+            f"{KFD} does not exist; start a container with --device /dev/kfd --device /dev/dri, or "
+            "load the driver on the host: modprobe amdgpu"
+        )
+    if not os.access(KFD, os.R_OK | os.W_OK):
+        return (
+            f"{KFD} cannot be opened by this user; add the user to the groups render and video, or "
+            "start a container with --group-add render --group-add video"
+        )
+    return _why_no_hip() or _unreachable()
+
+
+def _unreachable() -> str:
+    """Why GPUs cannot access each other's memory; empty if all can."""
+    from ficco.dma import hip_api
+
+    pairs = permutations(range(hip_api.start()), 2)
+    if not (apart := [pair for pair in pairs if not hip_api.reachable(*pair)]):
+        return ""
+    return (
+        f"GPU {apart[0][0]} cannot access the memory of GPU {apart[0][1]} (hipDeviceCanAccessPeer, "
+        f"{len(apart)} such pairs); turn ACS and the IOMMU's translation off (iommu=pt), leave "
+        "GPUs unpartitioned, or name linked ones in HIP_VISIBLE_DEVICES"
+    )
 
 
 def package(name: str) -> str:
@@ -161,7 +206,9 @@ def links() -> dict[str, Any]:
     access = [
         [i == j or gpu.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
     ]
-    tool = ["rocm-smi", "--showtopotype"] if torch.version.hip else ["nvidia-smi", "topo", "-m"]
+    tool = ["nvidia-smi", "topo", "-m"]
+    if torch.version.hip:
+        tool = ["amd-smi", "topology"] if shutil.which("amd-smi") else ["rocm-smi", "--showtopo"]
     return {"peer access": access, "topology": _tried(partial(_run, tool))}
 
 
@@ -310,7 +357,7 @@ def show(report: dict[str, Any]) -> None:
     parts = {"Versions": report["versions"], "Devices": devices, "Links": report["links"]}
     parts |= {f"Engine {name}": value for name, value in report["engines"].items()}
     parts["What would be used"] = report["use"]
-    parts |= {title: report[key] for key, title in MORE.items() if key in report}
+    parts |= {title: report[key] for key, title in MORE.items() if report.get(key)}
     for title, values in parts.items():
         values = values if isinstance(values, dict) else {"": values}
         values = {LABELS.get(name, name): value for name, value in values.items()}

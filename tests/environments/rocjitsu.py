@@ -27,6 +27,7 @@ SPEEDS = (
     "bandwidth of all pairs",
     "products beside copies",
     "batches of copies",
+    "figures of the machine",
 )
 #: One of so many schedules of a subject runs.
 EVERY = 4

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,27 +24,33 @@ from unittest import mock
 import hip_ranks
 import host_gpu
 import pytest
+import ranks
 import test_kernels as on_host
 import torch
 import torch.distributed as dist
 from torch_kernels import TorchKernels
 
 import ficco
+from ficco import dma
 from ficco.dma import cpu
 from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import NAMES, Kernels, Script
-from ficco.machine import Fingerprint
-from ficco.tools import cli, probe, selftest
+from ficco.machine import Fingerprint, load
+from ficco.runtime.workspace import workspace_of
+from ficco.tools import cli, doctor, probe, selftest
 from ficco.tools.launch import launch
 from ficco.tools.selftest.checks import CheckFailed, NotOffered, Rank, SelftestSettings
-from ficco.tools.selftest.run import CheckResult, report
+from ficco.tools.selftest.run import CheckResult, document, markdown
 
 FAST = SelftestSettings(
     iterations=8,
     repeat=1,
     large=(96, 64, 16),
+    sizes=(4, 1 << 12, 1 << 20, (1 << 20) + 4),
     pair_bytes=1 << 18,
     rounds=1,
+    shapes="",
+    figures=("memory",),
     timeout_s=2.0,
     limit_s=20.0,
 )
@@ -78,7 +85,7 @@ def results(
     names = [result.check for result in run.results]
     assert names[: len(selftest.run.CHECKS)] == [check.name for check in selftest.run.CHECKS]
     assert len(names) == len(set(names))
-    text = report(run, {})
+    text = markdown(document(run, {}))
     assert f"ranks were started {run.starts} times" in text and run.starts > 0
     assert (" came after the first that failed" in text) == (run.failed > 0)
     for result in run.results:
@@ -126,7 +133,7 @@ def test_it_passes_here(
     refused = {name for name, verdict in verdicts.items() if verdict != "ok"}
     assert refused - {"signals by write", "signals by copy"} == OF_GPUS and len(refused) == 5
     (path,) = tmp_path.glob("ficco-selftest-????-??-??.md")
-    assert found["report"] == path.name
+    assert json.loads(path.with_suffix(".json").read_text()) == found
     text = path.read_text()
     for words in ("0 failed", "| order of copy and signal | ok |", "GPU_MAX_HW_QUEUES=4"):
         assert words in text
@@ -164,7 +171,7 @@ def _wrong_columns_and_posts() -> None:
 def test_wrong_columns_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     only = ["memory", "signals, first", "order", "2D", "schedule sh", "schedule growing"]
     found = results(monkeypatch, _wrong_columns_and_posts, [*only, "timeouts"])
-    places = {"memory of peers", "2D copies", "order of copy and signal"}
+    places = {"memory of peers", "2D copies", "2D copies of every size", "order of copy and signal"}
     assert failed(found) == places | {"signals, first way", "schedule shrinking"}
     assert "in the rows of ranks [1]" in found["2D copies"].seen
     assert "hetero-fused-2d" in found["memory of peers"].seen
@@ -277,16 +284,18 @@ def test_the_command_tells_of_ranks_that_do_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
-    assert failed(found) == {"memory of peers", "timeouts", "start of ranks"}
+    untried = {name for name, result in found.items() if result.verdict == "not tried"}
+    assert failed(found) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
     assert "SIGABRT" in found["start of ranks"].seen
     capsys.readouterr()
     monkeypatch.setattr(selftest.run, "about", dict)
+    monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     out = tmp_path / "report.md"
-    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--out", str(out)]
+    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--report", str(out)]
     assert cli.run(arguments) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "memory of peers" in printed and "3 failed" in printed and "report.md" in printed
-    assert "## memory of peers: failed" in out.read_text()
+    assert "memory of peers" in printed and "1 failed, 2 not tried" in printed
+    assert "report.md and" in printed and "## start of ranks: failed" in out.read_text()
 
 
 # Kernels: PyTorch's operations in their place, and the compiled ones on this CPU, where launches
@@ -488,10 +497,12 @@ def test_compiled_kernels_that_are_broken(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--selftest --device cpu --out /nowhere/at/all.md", "--out: required"),
-        ("--selftest --device cpu --out /", "--out: required"),
+        ("--selftest --device cpu --report /nowhere/at/all.md", "--report: required"),
+        ("--selftest --device cpu --report /", "--report: required"),
         ("--selftest --device tpu", "required one of cpu, cuda"),
-        ("--out report.md", "required with --selftest"),
+        ("--report report.md", "required with --selftest"),
+        ("--selftest --read report.md", "--read: required without --selftest"),
+        ("--read /nowhere/report.md", "got /nowhere/report.json, which cannot be read"),
         ("--selftest --device cpu", "without torchrun"),
     ],
 )
@@ -528,7 +539,7 @@ def on_the_double(
     only: Sequence[str],
     breaks: Callable[[], None] | None = None,
     ranks: int = 2,
-    **settings: int,
+    **settings: int | str,
 ) -> dict[str, CheckResult]:
     """What the self-test says through the HIP engine, in the checks that begin so."""
     hip_ranks.compile_kernels()
@@ -572,10 +583,12 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
         assert "calls exact" in found["product whose tiles wait"].seen
     assert COLUMNS[0] in found["2D copies"].seen and COLUMNS[1] not in found["2D copies"].seen
     assert sum(name.startswith("sharing of") for name in found) == 3
-    assert sum(name.startswith("FICCO_HIP") for name in found) == 13
+    ways = dma.WAYS["hip"]
+    rows = sum(map(len, ways.values())) + len(ways["copy"])  # copies of every size, too
+    assert sum(name.startswith("FICCO_HIP") for name in found) == rows
     # Ways are timed by what they are about.
     rates = {
-        **{f"copy={value}": "1.0 G" for value in ("dtod", "peer", "nocu")},
+        **{f"copy={value}": "1.0 G" for value in ways["copy"]},
         **{f"columns={value}": "55.0 " for value in ("2d", "pack")},
         **{f"events={value}": "77.0 " for value in ("plain", "write")},
     }
@@ -588,7 +601,8 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
     ways = {"FICCO_HIP=signals=uncached", "FICCO_HIP=memory=torch", "FICCO_HIP=copy=batch"}
     ways |= {"batches of copies"}
     assert "another way took its place" in found["FICCO_HIP=copy=batch"].seen
-    tools = {"FICCO_HIP=signals=kernel", "copies by kernel", "product whose tiles wait"}
+    tools = {"FICCO_HIP=signals=kernel", "product whose tiles wait"}
+    tools |= {"copies by kernel", "kernel copies of every size"}
     assert refused - tools == ways | OF_GPUS
 
 
@@ -648,6 +662,378 @@ def test_columns_without_a_2d_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "packs columns" in found.instead
 
 
+# Copies that lie, parts that crash or hang, and what a report says of them.
+
+#: The longest copy that the broken runtimes below make.
+LONGEST = 1 << 20
+
+
+def _breaks_copies(how: str, machine: str = "") -> None:
+    """Copies to peers of more than ``LONGEST`` bytes, or those of one kind, go wrong."""
+    from ficco.dma import hip_api
+
+    os.environ["FICCO_MACHINE"] = machine
+    right, without_units = hip_api.copy, hip_api.calls.hipMemcpyAsync
+
+    def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+        if nbytes <= LONGEST or how == "nocu":
+            right(dst, src, nbytes, stream)
+        elif how == "crash":
+            os._exit(7)
+        elif how == "hang":
+            word = hip_api.malloc(hip_api.SIGNAL_BYTES, "signal")
+            hip_api.wait_equal(stream, word, 7)
+        else:
+            right(dst, src, nbytes - 4, stream)
+
+    def nothing(dst: int, src: int, nbytes: int, kind: Any, stream: Any) -> None:
+        if kind != hip_api.WITHOUT_UNITS:
+            without_units(dst, src, nbytes, kind, stream)
+
+    hip_api.copy = copy
+    if how == "nocu":
+        hip_api.calls.hipMemcpyAsync = nothing
+
+
+def reported(
+    monkeypatch: pytest.MonkeyPatch,
+    only: Sequence[str],
+    breaks: Callable[[], None],
+    **settings: Any,
+) -> tuple[dict[str, CheckResult], dict[str, Any]]:
+    """What the self-test says on the double, and its report as JSON holds it."""
+    runs, right = [], selftest.run.selftest
+
+    def run(*args: Any) -> Any:
+        device, ranks, fast = args
+        runs.append(right(device, ranks, replace(fast, **settings)))
+        return runs[-1]
+
+    monkeypatch.setattr(selftest.run, "selftest", run)
+    found = on_the_double(monkeypatch, only, breaks)
+    return found, json.loads(json.dumps(document(runs[0], {})))
+
+
+@pytest.mark.parametrize(
+    ("how", "words", "limit_s"),
+    [
+        ("short", "1 of 262145 words of rank", 30.0),
+        ("crash", "exit code 7", 30.0),
+        pytest.param(
+            *("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["short", "crash", "hang"],
+)
+def test_copies_of_more_than_a_limit(
+    how: str, words: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the limit, and the checks behind it are tried."""
+    only = ["device", "copies of every", "sharing of plain"]
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
+    assert failed(found) == {"copies of every size"}
+    result = found["copies of every size"]
+    assert words in result.seen and "all copies up to 1048576 bytes were exact" in result.seen
+    assert result.facts["largest"] == LONGEST
+    machine = selftest.run.machine(report)
+    assert machine is not None and machine.largest_copy == LONGEST
+    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
+    assert "| refuted |" in line and "copies of every size" in line
+
+
+def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind, from the first size on: no limit helps."""
+    only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
+    assert failed(found) == {"FICCO_HIP=copy=nocu", "FICCO_HIP=copy=nocu, every size"}
+    seen = found["FICCO_HIP=copy=nocu, every size"].seen
+    assert "1 of 1 words of rank" in seen and "up to 0 bytes" in seen
+    assert selftest.run.machine(report) is None
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "largest", "verdict", "limit"),
+    [
+        (("ok", "ok"), 512 << 20, "proven", None),
+        (("failed", "ok"), 128 << 20, "refuted", 128 << 20),
+        (("ok", "failed"), 128 << 20, "refuted", None),  # of another way than the one in use
+        (("failed", "ok"), 4096, "refuted", None),  # so small that a limit is of no use
+        (("ok", "not offered"), 512 << 20, "not offered", None),
+        (("not offered", "not tried"), 0, "not tried", None),
+    ],
+)
+def test_the_most_severe_row_decides(
+    verdicts: tuple[str, str], largest: int, verdict: str, limit: int | None
+) -> None:
+    run = selftest.run.Selftest("cuda", 8, FAST, "hip")
+    names = "copies of every size", "FICCO_HIP=copy=nocu, every size"
+    for name, one in zip(names, verdicts, strict=True):
+        run.results.append(CheckResult(name, one, name, facts={"largest": largest}))
+    known = {"accelerator": "AMD Instinct of tomorrow"}
+    run.results.append(CheckResult("device and engine", "ok", "", facts=known))
+    run.results.append(CheckResult("batches of copies", "ok", "", facts={"batched": 1 << 16}))
+    report = document(run, {})
+    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
+    assert f" | {verdict} | 8 x AMD Instinct of tomorrow, " in line
+    machine = selftest.run.machine(report)
+    assert (machine and machine.largest_copy) == limit
+    assert machine is None or machine.batched_copies == 1 << 16
+
+
+def _copies_behind_the_signal() -> None:
+    """Copies are enqueued on another stream, which is late, so that no signal waits for them."""
+    from ficco.dma import hip_api
+
+    right, streams = hip_api.copy, []
+
+    def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
+        if nbytes > 4 and not streams:
+            streams.append(hip_api.make_stream(0))
+            double = ctypes.CDLL("libamdhip64.so")
+            double.double_delay.argtypes = [ctypes.c_void_p, ctypes.c_long]
+            double.double_delay(streams[0].as_c_void_p(), 2_000)
+        right(dst, src, nbytes, streams[0] if nbytes > 4 else stream)
+
+    def close(address: int) -> None:
+        for one in streams:  # the double allows no copy to memory that is closed
+            hip_api.drain(one)
+        unmap(address)
+
+    unmap, hip_api.close_shared = hip_api.close_shared, close
+    hip_api.copy = copy
+
+
+def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["order of", "attribute"]
+    found, report = reported(monkeypatch, only, _copies_behind_the_signal)
+    assert "wrong elements" in found["order of copy and signal"].seen
+    assert found["attribute CanUseStreamWaitValue"].verdict == "ok"
+    line = next(one for one in selftest.run.claims(report) if one.startswith("| another device"))
+    assert "| refuted |" in line and "order of copy and signal: " in line
+
+
+def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
+    found = on_the_double(monkeypatch, only, FAIL="hipMemcpyPeerAsync:801:1:1000000")
+    refused = {name for name, result in found.items() if result.verdict == "not offered"}
+    assert refused == {"FICCO_HIP=copy=peer", "FICCO_HIP=copy=peer, every size"}
+    for name in refused:
+        assert "hipMemcpyPeerAsync" in found[name].seen and "another" in found[name].instead
+    assert found["FICCO_HIP=copy=dtod, every size"].verdict == "ok"
+
+
+def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report lacks its part alone."""
+
+    def hangs(command: list[str], **options: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(selftest.run.subprocess, "run", hangs)
+    run = selftest.run.Selftest("cuda", 8, FAST, "hip")
+    report = document(run, selftest.run.about())
+    assert "timed out after 60" in markdown(report)
+    assert "| any speed | not tried | no row |" in selftest.run.claims(report)
+
+
+def test_a_report_is_read_back_and_limits_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks = partial(_breaks_copies, "short")
+    only = ["device", "copies of every", "figures", "sharing of", "attribute"]
+    _, report = reported(monkeypatch, only, breaks)
+    path = tmp_path / "mi300x.json"
+    path.write_text(json.dumps(report))
+    capsys.readouterr()
+    assert cli.run(["doctor", "--read", str(path.with_suffix(".md"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines[2:]}
+    assert list(verdicts) == [claim.text for claim in probe.CLAIMS["hip"]]
+    assert verdicts["processes can share signal memory"] == "proven"
+    assert verdicts["float8 GEMMs are correct"] == "not tried"
+    assert sum(verdict == "refuted" for verdict in verdicts.values()) == 1
+    machine = load(path.with_suffix(".yaml"))
+    assert machine.largest_copy == LONGEST and machine.memory is not None
+    # With this file the engine is exact, although the runtime is as broken as before.
+    limited = partial(breaks, machine=str(path.with_suffix(".yaml")))
+    assert hip_ranks.run(2, _gathers, limited) == [(True, True, 3)] * 2
+    assert hip_ranks.run(2, _gathers, breaks) == [(False, False, 1)] * 2
+    # The self-test tries long copies in spite of the file.
+    found = on_the_double(monkeypatch, ["copies of every"], limited)
+    assert found["copies of every size"].facts["largest"] == LONGEST
+
+
+def _gathers(at: ranks.Rank, breaks: Callable[[], None]) -> tuple[bool, bool, int]:
+    """Whether a shard of more than twice the limit arrives, pieces are reported, and their
+    number."""
+    breaks()
+    shard = torch.arange(LONGEST // 2 + 3, dtype=torch.float32)[:, None] + at.rank
+    call = partial(ficco.all_gather_matmul, shard, torch.empty(1, 0), return_gathered=True)
+    call(schedule="shard-overlap")
+    before = hip_ranks.calls("hipMemcpyDtoDAsync")
+    _, gathered = call(schedule="shard-overlap")
+    copies = hip_ranks.calls("hipMemcpyDtoDAsync") - before
+    exact = all(
+        torch.equal(part, shard - at.rank + rank)
+        for rank, part in enumerate(gathered.view(at.world, -1, 1))
+    )
+    text = workspace_of(dist.group.WORLD, shard.device).engine.capabilities().copy
+    hip_ranks.spotless()
+    return exact, f"in pieces of {LONGEST} bytes" in text, copies
+
+
+def _ends_in_a_step() -> None:
+    from ficco.tools.tune import run
+
+    run.MEASURES["memory"] = lambda site: os._exit(7)
+
+
+def test_figures_of_steps_before_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, report = reported(
+        monkeypatch, ["figures", "timeouts"], _ends_in_a_step, figures=("copies", "memory")
+    )
+    assert failed(found) == {"figures of the machine"} and found["timeouts"].verdict == "ok"
+    machine = selftest.run.machine(report)
+    assert machine is not None and machine.copies is not None and machine.memory is None
+
+
+def _stands_still_in_a_shape() -> None:
+    right = selftest.times.call_times
+
+    def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
+        if sizes[1] == 128:
+            time.sleep(1000)
+        return right(at, group, schedules, sizes, *rest, **how)
+
+    selftest.times.call_times = times
+
+
+@pytest.mark.slow
+def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
+    found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
+    assert failed(found) == {"time of 512x128x256"}
+    others = [one for name, one in found.items() if name.startswith("time") and not one.instead]
+    assert len(others) == 2
+    for one in others:
+        assert min(one.facts["ms"].values()) > 0 and "serial:collective" in one.facts["ms"]
+    line = next(one for one in selftest.run.claims(report) if one.startswith("| any speed"))
+    assert "refuted" in line
+
+
+# Claims of the page, and hosts on which nothing can run.
+
+
+def known_rows() -> list[str]:
+    """Names of all checks on AMD GPUs."""
+    every = (*selftest.run.CHECKS, *selftest.run.timed(SelftestSettings.of("cuda")))
+    return [check.name for check in (*every, *selftest.run.WAYS["hip"])]
+
+
+def test_the_page_has_the_claims_of_the_selftest() -> None:
+    names, claimed = known_rows(), probe.CLAIMS["hip"]
+    lines = [
+        "| claim | depends on | rows of the self-test | if it is refuted |",
+        "|---|---|---|---|",
+    ]
+    for claim in claimed:
+        rows = [f"`{row}`" if row in names else f"`{row} ..`" for row in claim.rows] or ["none"]
+        lines.append(f"| {claim.text} | {claim.why} | {', '.join(rows)} | {claim.advice} |")
+    page = (Path(__file__).parents[2] / "docs/amd.md").read_text()
+    table = "\n".join(lines)
+    assert table in page, f"docs/amd.md needs this table:\n{table}"
+    prefixes = [row for claim in claimed for row in claim.rows]
+    assert not [one for one in prefixes if not any(name.startswith(one) for name in names)]
+    assert not [name for name in names if not name.startswith(tuple(prefixes))]
+
+
+@pytest.mark.parametrize(
+    ("hip", "there", "words"),
+    [
+        (None, ("kfd", "amdgpu"), "is built for CPUs only and cannot use the AMD GPUs"),
+        ("7.2", (), "kfd does not exist; start a container with --device /dev/kfd"),
+        ("7.2", ("kfd",), "hip-python"),
+        (None, (), ""),
+    ],
+)
+def test_hosts_that_cannot_run(
+    hip: str | None,
+    there: Sequence[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in there:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(doctor, "AMDGPU", tmp_path / "amdgpu")
+    monkeypatch.setitem(sys.modules, "hip", None)  # as without hip-python
+    monkeypatch.delitem(sys.modules, "ficco.dma.hip_api", raising=False)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    said = doctor.obstacle()
+    assert words in said and bool(words) == bool(said)
+    if not said:
+        return
+    monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": said})
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["doctor", "--selftest"]) == 2  # before a rank is started
+    assert words in capsys.readouterr().err
+
+
+def test_the_evidence_of_the_page_exists() -> None:
+    """Tests and files that its first table names."""
+    root = Path(__file__).parents[2]
+    page = (root / "docs/amd.md").read_text()
+    table = page.partition("| claim | evidence | where |")[2].partition("\n\n")[0]
+    cells = [line.split(" | ")[-1] for line in table.splitlines()[2:]]
+    named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
+    tests = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
+    missing = [
+        name
+        for name in named
+        if not ((root / name).exists() if "/" in name else f"def {name}" in tests)
+    ]
+    assert len(cells) > 10 and not missing
+
+
+def test_a_cuda_build_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "is built for CUDA 13.0 and cannot use the AMD GPUs" in doctor.obstacle()
+    monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
+    assert doctor.obstacle() == ""
+
+
+def test_a_driver_without_peer_access_and_no_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kfd = tmp_path / "kfd"
+    kfd.touch()
+    for settings, words in (
+        ({"PEER": 0}, "GPU 0 cannot access the memory of GPU 1 (hipDeviceCanAccessPeer, 56"),
+        ({}, ""),
+    ):
+        (said,) = hip_ranks.run(1, _unreachable, str(kfd), settings=settings)
+        assert words in said and bool(words) == bool(said)
+    (said,) = ranks.run(1, _without_library, str(kfd), str(hip_ranks.wheel("7")))
+    assert "libamdhip64.so cannot be opened; install ROCm 7.2 or later" in said
+
+
+def _unreachable(at: ranks.Rank, kfd: str) -> str:
+    with (
+        mock.patch.object(torch.version, "hip", "7.2"),
+        mock.patch.object(doctor, "KFD", Path(kfd)),
+    ):
+        return doctor.obstacle()
+
+
+def _without_library(at: ranks.Rank, kfd: str, wheel: str) -> str:
+    hip_ranks.bind(wheel)
+    return _unreachable(at, kfd)
+
+
 # What rates say.
 
 
@@ -705,7 +1091,7 @@ def test_advice_about_amd_is_for_the_hip_engine_only() -> None:
     }
     assert not re.search("AMD|HIP|HSA|HW_QUEUES", str([advice["cpu"], advice["cuda"]]))
     changed = {name for name, text in advice["hip"].items() if text != advice["cpu"][name]}
-    assert changed == set(probe.ADVICE["hip"]) and len(changed) == 3
+    assert changed == set(probe.ADVICE["hip"]) and len(changed) == 4
     text = advice["hip"]["bandwidth of all pairs"]
     assert "GPU_MAX_HW_QUEUES=16" in text and "fewer copy lanes" in text
 

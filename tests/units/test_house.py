@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7385, 4130),
+    "dma": (7405, 4145),
     "heuristics": (1615, 725),
     "hip_kernels": (1295, 630),
     "integrations": (920, 465),
@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1990, 1125),
     "schedules": (4840, 2845),
     "simulate": (1260, 820),
-    "tools": (13770, 7440),
+    "tools": (14355, 7655),
     "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -48,7 +48,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 166,
+    "files": 167,
     "loose files": 9,
     "lines of the longest file": 900,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 42_680
+LINES_OF_TESTS = 43_080
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

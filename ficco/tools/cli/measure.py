@@ -597,17 +597,29 @@ def add_doctor(parser: Any) -> None:
         help="start ranks (default: a GPU each, or 2) and test the engine's assumptions",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="report of --selftest (default: ficco-selftest-<date>.md)"
+        "--report",
+        **FILE,
+        help="report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)",
+    )
+    parser.add_argument(
+        "--read",
+        **FILE,
+        help="print what a report proves and refutes of docs/amd.md, and write the machine file of "
+        "its host next to it",
     )
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     from ficco.tools import doctor
 
+    if arguments.read and arguments.selftest:
+        raise ValueError("--read: required without --selftest, whose report it reads")
+    if arguments.read:
+        return _read(arguments.read)
     if arguments.selftest:
         return _selftest(arguments)
-    if arguments.out is not None:
-        raise ValueError("--out: required with --selftest, which writes a report; got it alone")
+    if arguments.report is not None:
+        raise ValueError("--report: required with --selftest, which writes it; got it alone")
     device, ranks = arguments.device or launch.default_device(), arguments.ranks
     if ranks is not None:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
@@ -633,13 +645,38 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
     from ficco.tools.selftest import run as selftest
 
-    path = Path(arguments.out or f"ficco-selftest-{date.today()}.md")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise ValueError(f"--out: required a file that can be written, got {path}")
+    path = arguments.report or Path(f"ficco-selftest-{date.today()}.md")
+    path = path.with_suffix(".md") if path.suffix == ".json" else path
+    for one in (path, path.parent / f"{path.stem}.json"):
+        if one.is_dir() or not os.access(one if one.exists() else one.absolute().parent, os.W_OK):
+            raise ValueError(f"--report: required a file that can be written, got {one}")
+    about = selftest.about() if arguments.device != "cpu" else {}
+    if obstacle := about.get("obstacle"):
+        raise ValueError(f"{obstacle}. With --device cpu the engine for CPUs is tested")
     run = selftest.selftest(arguments.device or launch.default_device(), arguments.ranks)
-    path.write_text(selftest.report(run, selftest.about()))
+    report = selftest.document(run, about or selftest.about())
+    path.write_text(selftest.markdown(report))
+    path.with_suffix(".json").write_text(json.dumps(report, indent=1))
     if arguments.json:
-        print(selftest.as_json(run, path))
+        print(json.dumps(report))
     else:
-        selftest.show(run, path)
+        selftest.show(report, path)
     return 1 if run.failed else 0
+
+
+def _read(path: Path) -> int:
+    """Print what a report says about the claims of the pages, and write its machine file."""
+    from ficco.machine import save
+    from ficco.tools.selftest import run as selftest
+
+    report = selftest.read(path)
+    none = [f"docs/amd.md makes no claims about the engine {report['engine']}"]
+    print("\n".join(selftest.claims(report) or none))
+    machine, where = selftest.machine(report), path.with_suffix(".yaml")
+    if machine is None:
+        print("no machine file: the report has no figures of the machine", file=sys.stderr)
+        return 0
+    save(machine, where)
+    used = shlex.quote(str(where.absolute()))
+    print(f"wrote {where}; use it with FICCO_MACHINE={used}", file=sys.stderr)
+    return 0

@@ -6,10 +6,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import combinations, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.heuristics.decide import where
+from ficco.machine.files import FOLDER_VARIABLE as FOLDER
+from ficco.machine.files import VARIABLE as MACHINE
 from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
@@ -39,6 +42,14 @@ from ficco.tools.tune.effort import GPU
 # A rank, and the end of a check.
 
 
+#: Bytes of copies on GPUs. AMD's runtime copies up to 16 KiB by a kernel. SDMA copies of 256 MiB
+#: have hung (ROCm/rocm-systems #9927).
+SIZES = (
+    *(4, 64, 4 << 10, 16 << 10, (16 << 10) + 4, 1 << 20, 16 << 20, 64 << 20, 128 << 20),
+    *((128 << 20) + 4, 256 << 20, (256 << 20) + 4, 512 << 20),
+)
+
+
 @dataclass(frozen=True)
 class SelftestSettings:
     """Extent of the self-test.
@@ -49,8 +60,12 @@ class SelftestSettings:
         repeat: calls per schedule in the other checks.
         small, large: rows per rank, k and n of calls.
         dtype: of the operands.
+        sizes: bytes of the copies that are read back, rising.
         pair_bytes: bytes that a rank receives from a peer in measurements of bandwidth.
         rounds: times that each bandwidth is measured; the best counts.
+        shapes: name of the set of timed shapes.
+        shape_seconds: time for each of them.
+        figures: steps of ``ficco tune`` for the machine's file; empty for the usual ones.
         timeout_s: seconds that a call may wait for a peer.
         limit_s: seconds after which a check has hung.
     """
@@ -60,8 +75,12 @@ class SelftestSettings:
     small: tuple[int, int, int] = (24, 40, 16)
     large: tuple[int, int, int] = (512, 512, 32)
     dtype: str = "float32"
+    sizes: tuple[int, ...] = (4, 4096, 1 << 20, 16 << 20)
     pair_bytes: int = 8 << 20
     rounds: int = 3
+    shapes: str = "cpu"
+    shape_seconds: float = 1.0
+    figures: tuple[str, ...] = ()
     timeout_s: float = 3.0
     limit_s: float = 30.0
 
@@ -76,7 +95,10 @@ class SelftestSettings:
             small=(48, 64, 40),
             large=(4096, 4096, 256),
             dtype="bfloat16",
+            sizes=SIZES,
             pair_bytes=64 << 20,
+            shapes="measured",
+            shape_seconds=15.0,
             timeout_s=5.0,
             limit_s=45.0,
         )
@@ -113,7 +135,10 @@ class Rank:
 
     Attributes:
         talk: a group for the ranks' outcomes, independent of devices.
+        folder: a folder of this run, which is empty at first.
         iteration: number of the next inputs.
+        facts: figures of the running check, for programs that read the report.
+        journal: writes them down, so that they outlive this rank.
         pairs: GB/s of each pair of ranks, once they are measured.
     """
 
@@ -122,7 +147,10 @@ class Rank:
     device: torch.device
     settings: SelftestSettings
     talk: ProcessGroup
+    folder: str = ""
     iteration: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    journal: Callable[[dict[str, Any]], None] = lambda facts: None
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -139,6 +167,11 @@ class Rank:
         except RuntimeError as error:
             raise PeerLeft(f"a peer's process is gone: {error}") from error
         return everyone
+
+    def note(self, **facts: Any) -> None:
+        """Add facts of the running check. ``doing``: the operation that may not return."""
+        self.facts |= facts
+        self.journal(self.facts)
 
     def idle(self) -> None:
         """Wait until this rank's device is idle."""
@@ -294,8 +327,12 @@ SLACK_S = 6.0
 
 
 def device(at: Rank, group: ProcessGroup) -> Passed:
-    proven(at, group, ["serial"], (at.settings.small, 1))
+    try:
+        proven(at, group, ["serial"], (at.settings.small, 1))
+    except NotImplementedError as error:  # there is no engine
+        raise CheckFailed(str(error)) from error
     engine = at.engine(group)
+    at.note(accelerator=engine.fingerprint().accelerator)
     mine = {
         "device": engine.fingerprint().accelerator,
         **asdict(engine.capabilities()),
@@ -321,35 +358,86 @@ MOVED = """
 
 
 def memory(at: Rank, group: ProcessGroup) -> Passed:
-    rows, k, _ = at.settings.large
-    count = torch.arange(rows * k, device=at.device, dtype=torch.int64)
-
-    def pattern(rank: int, turn: int) -> torch.Tensor:
-        """24-bit numbers, which float32 holds."""
-        mixed = (count + 1) * (2654435761 + 2 * rank) + 40503 * turn
-        return ((mixed >> 3) % (1 << 24)).to(torch.float32).view(rows, k)
-
-    b = torch.zeros(k, 1, device=at.device)[:, :0]
-    plain = torch.empty(rows, k, device=at.device)
-    shared = ficco.empty((rows, k), dtype=torch.float32, group=group, device=at.device)
-    problems = []
-    for place, shard in (("its own memory", plain), ("symmetric memory", shared)):
-        for schedule in MOVED:
-            for turn in (1, 2):
-                shard.copy_(pattern(at.rank, turn))
-                _, gathered = ficco.all_gather_matmul(
-                    shard, b, group=group, schedule=schedule, return_gathered=True
-                )
-                ficco.synchronize(group)
-                for rank, part in enumerate(gathered.view(at.world, rows, k)):
-                    if wrong := int((part != pattern(rank, turn)).sum()):
-                        problems.append(
-                            f"{schedule} from {place}: {wrong} of {rows * k} elements that rank "
-                            f"{rank} wrote arrived wrong"
-                        )
-    at.conclude(problems)
-    nbytes = rows * k * 4
+    shape = at.settings.large[:2]
+    plain = torch.empty(shape, device=at.device)
+    shared = ficco.empty(shape, dtype=torch.float32, group=group, device=at.device)
+    at.conclude(
+        f"{line} from {place}"
+        for place, shard in (("its own memory", plain), ("symmetric memory", shared))
+        for schedule in MOVED
+        for line in _moved(at, group, schedule, shard)
+    )
+    nbytes = plain.nbytes
     return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+
+
+def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) -> list[str]:
+    """Wrong words that every peer has of a rank's shard, for the first of two patterns of data that
+    has some. The second pattern finds words that a copy leaves as they were."""
+    count = torch.arange(shard.numel(), device=at.device, dtype=torch.int32).view(shard.shape)
+    b, problems = shard.new_empty(shard.shape[1], 0), []
+    for turn in (1, 2):
+        seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
+        shard.view(torch.int32).copy_(count * 40503 + seeds[at.rank])
+        _, gathered = ficco.all_gather_matmul(
+            shard, b, group=group, schedule=schedule, return_gathered=True
+        )
+        ficco.synchronize(group)
+        parts = gathered.view(torch.int32).view(at.world, *shard.shape)
+        for rank, part in enumerate(parts):
+            if wrong := int((part != count * 40503 + seeds[rank]).sum()):
+                text = f"{wrong} of {part.numel()} words of rank {rank} wrong"
+                problems.append(f"{schedule}, {shard.nbytes} bytes: {text}")
+        if any(at.gather(bool(problems))):
+            break
+    return problems
+
+
+#: Schedules with one copy for each peer, of whole rows, of halves of the columns, and by kernel.
+WHOLE = ("shard-overlap", "shard-overlap:pull")
+HALVES = ("hetero-fused-2d:pieces=2", "hetero-fused-2d:pieces=2,pull")
+BY_KERNEL = ("shard-overlap:kernel",)
+
+
+def sizes(
+    at: Rank, group: ProcessGroup, schedules: Sequence[str] = WHOLE, cols: int = 1, **variables: str
+) -> Passed:
+    """Test copies of each size to and from every peer, of shards of ``cols`` columns.
+    ``variables``: of the environment."""
+    # Without a machine file, whose largest_copy would cut the copies.
+    variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
+    sizes = [nbytes for nbytes in at.settings.sizes if nbytes % (4 * cols) == 0]
+    largest, problems, room = 0, [], ""
+    with ExitStack() as stack:
+        for item in variables.items():
+            stack.enter_context(environment(*item))
+        for nbytes in sizes:
+            if not all(at.gather(_fits(at, nbytes))):
+                room = "; there is no memory for more"
+                break
+            shard = torch.empty(nbytes // 4 // cols, cols, device=at.device)
+            for schedule in schedules:
+                exact = f"all copies up to {largest} bytes were exact"
+                at.note(largest=largest, doing=f"copies of {nbytes} bytes by {schedule}; {exact}")
+                try:
+                    wrong = _moved(at, group, schedule, shard)
+                except BackendError as error:
+                    raise NotOffered(f"{error}") from error
+                problems += [f"{line}; {exact}" for line in wrong]
+            if any(at.gather(bool(problems))):
+                break
+            largest = nbytes
+    at.note(largest=largest, doing="")
+    at.conclude(problems)
+    return Passed(f"exact from {sizes[0]} to {largest} bytes by {' and '.join(schedules)}{room}")
+
+
+def _fits(at: Rank, nbytes: int) -> bool:
+    """Whether a GPU has the memory: two slots of all ranks' bytes, and those of the test."""
+    if at.device.type == "cpu":
+        return True
+    free, _ = gpu.mem_get_info()
+    return (2 * at.world + 8) * nbytes < 0.9 * free
 
 
 def signals(at: Rank, group: ProcessGroup, way: str) -> Passed:
@@ -585,6 +673,7 @@ def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
                 rates[value, size] = gb_per_s(smaller, group, "shard-overlap", at.world - 1)
     gains = {size: 100 * (rates["batch", size] / rates["dtod", size] - 1) for size in sizes}
     most = batched_bytes(gains)
+    at.note(batched=most)
     lines = [
         f"copies of {size} bytes: {rates['dtod', size]:.2f} GB/s received per rank, "
         f"{rates['batch', size]:.2f} in batches ({gains[size]:+.0f} %)"
@@ -639,21 +728,36 @@ def gb_per_s(at: Rank, group: ProcessGroup | None, schedule: str, peers: int, n:
     Products have ``n`` columns.
     """
     at.settle()
-    rows, k, seconds = 1024, at.settings.pair_bytes // 2048, 0.0
+    sizes, seconds = (1024, n, at.settings.pair_bytes // 2048), 0.0
     if group is not None:
-        parts = MeasuredCalls(group, at.device, torch.bfloat16)
-        a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
-
-        def call() -> None:
-            ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
-            if not watch.on_gpu:  # where the host's clock runs until the call is over
-                ficco.synchronize(group)
-
         rounds = at.settings.rounds
-        with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
-            series = watch.time({schedule: call}, seconds=0.0, least=rounds, most=rounds)
-        seconds = min(series[schedule])
-    return peers * rows * k * 2 / max(at.gather(seconds)) / 1e9
+        how = {"seconds": 0.0, "least": rounds, "most": rounds}
+        seconds = min(call_times(at, group, [schedule], sizes, torch.bfloat16, **how)[schedule])
+    return peers * sizes[0] * sizes[2] * 2 / max(at.gather(seconds)) / 1e9
+
+
+def call_times(
+    at: Rank,
+    group: ProcessGroup,
+    schedules: Sequence[str],
+    sizes: Shape,
+    dtype: torch.dtype,
+    **how: Any,
+) -> dict[str, Any]:
+    """Seconds of all-gathers by schedules, for rows of a rank, n and k; ``how``: as
+    :meth:`Stopwatch.time`."""
+    rows, n, k = sizes
+    parts = MeasuredCalls(group, at.device, dtype)
+    a, b = parts.matrix("a", rows, k), parts.matrix("b", k, max(n, 1))[:, :n]
+
+    def call(schedule: str) -> None:
+        ficco.all_gather_matmul(a, b, group=group, schedule=schedule)
+        if not watch.on_gpu:  # where the host's clock runs until the call is over
+            ficco.synchronize(group)
+
+    calls = {schedule: partial(call, schedule) for schedule in schedules}
+    with closing(Stopwatch(group, at.device, at.settings.limit_s / 2)) as watch:
+        return watch.time(calls, **how)
 
 
 def overlap(at: Rank, group: ProcessGroup) -> Passed:
@@ -712,7 +816,9 @@ def pairs(at: Rank) -> dict[tuple[int, int], float]:
 def bandwidth_of_pairs(at: Rank, group: ProcessGroup) -> Passed:
     if at.world == 1:
         raise NotOffered("one rank has no peer")
-    return alike(pairs(at), shared=at.device.type == "cpu")
+    rates = pairs(at)
+    at.note(gb_per_s={f"{one}-{two}": rate for (one, two), rate in rates.items()})
+    return alike(rates, shared=at.device.type == "cpu")
 
 
 def alike(rates: dict[tuple[int, int], float], shared: bool) -> Passed:
@@ -739,6 +845,7 @@ def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
     peers, lanes = at.world - 1, all_at_once(at)
     rates = {name: gb_per_s(at, group, name, peers) for name in ("shard-overlap", lanes)}
     best = max(rates, key=rates.__getitem__)
+    at.note(gb_per_s=rates)
     details = "\n".join(f"{name}: {rate:.1f} GB/s" for name, rate in rates.items())
     seen = f"{rates[best]:.1f} GB/s received per rank from {peers}, by {best}"
     # One peer has one link, whatever lanes there are.

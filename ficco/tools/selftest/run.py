@@ -26,13 +26,15 @@ import ficco
 from ficco.dma import WAYS as ENGINE_WAYS
 from ficco.dma import engine_name, variable
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
+from ficco.machine import Fingerprint, Machine, known, loads
 from ficco.options import current
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, refusal
 from ficco.tools import doctor, probe
 from ficco.tools.bench.cases import OPERATOR as GATHER
+from ficco.tools.bench.cases import SETS
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
-from ficco.tools.selftest import checks, kernels
+from ficco.tools.selftest import checks, kernels, times
 from ficco.tools.selftest.checks import (
     CheckFailed,
     NotOffered,
@@ -134,6 +136,31 @@ CHECKS = (
         checks.overlap,
         "copies by compute units, which slow products down",
     ),
+    Check(
+        "copies of every size",
+        checks.sizes,
+        "shorter copies, by schedules of more pieces (pieces=)",
+        limits=2,
+    ),
+    Check(
+        "2D copies of every size",
+        partial(checks.sizes, schedules=checks.HALVES, cols=1024),
+        "schedules whose names end in 1d, or of more pieces (pieces=)",
+        limits=2,
+    ),
+    Check(
+        "kernel copies of every size",
+        partial(checks.sizes, schedules=checks.BY_KERNEL),
+        "the mover dma: leave the knob kernel out",
+        limits=2,
+    ),
+    Check(
+        "figures of the machine",
+        times.figures,
+        "the figures of a machine file that is here already, if any; run ficco tune",
+        exclusive=True,
+        limits=6,
+    ),
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
@@ -160,6 +187,15 @@ WAYS = {
         ),
         *(
             Check(
+                f"{variable(engine)}=copy={value}, every size",
+                partial(checks.sizes, **{variable(engine): f"copy={value}"}),
+                f"another copy= in {variable(engine)}",
+                limits=2,
+            )
+            for value in choices.get("copy", ())
+        ),
+        *(
+            Check(
                 "batches of copies",
                 partial(checks.batches, variable=variable(engine)),
                 "copies one by one: leave batched_copies out of the machine file",
@@ -173,6 +209,19 @@ WAYS = {
 }
 
 
+def timed(settings: SelftestSettings) -> tuple[Check, ...]:
+    """A check for each shape that is timed."""
+    return tuple(
+        Check(
+            f"time of {case.name}",
+            partial(times.shape, name=case.name),
+            "nothing: ficco bench times it by more schedules",
+            limits=2,
+        )
+        for case in SETS.get(settings.shapes, tuple)()
+    )
+
+
 # On ranks.
 
 #: Seconds that ranks may take to start, first use of libraries included.
@@ -180,13 +229,15 @@ START_S = 60.0
 #: Outcomes of a check on a rank, the most severe last. "left", the peers were gone, and "late", a
 #: wait timed out, follow from a problem of another rank.
 ORDER = ("ok", "left", "late", "not offered", "failed")
+#: Verdicts on checks.
+VERDICTS = ("ok", "not offered", "failed", "not tried")
 #: Lines of a rank's output in the report.
 LOG_LINES = 60
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of a check; ``verdict`` is ``"ok"``, ``"failed"`` or ``"not offered"``."""
+    """Result of a check; ``verdict``: one of :data:`VERDICTS`. ``facts``: figures for programs."""
 
     check: str
     verdict: str
@@ -194,6 +245,7 @@ class CheckResult:
     instead: str = ""
     seconds: float = 0.0
     details: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class _RankJournal:
@@ -229,10 +281,11 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks share this machine
     patience = timedelta(seconds=3 * settings.limit_s)
     talk = dist.new_group(list(range(world)), backend="gloo", timeout=patience)
-    at = Rank(rank, world, local_device(device), settings, talk)
+    at = Rank(rank, world, local_device(device), settings, talk, folder)
     _warm(at)
     at.settle()
-    every = {check.name: check for group in (CHECKS, *WAYS.values()) for check in group}
+    groups = (CHECKS, timed(settings), *WAYS.values())
+    every = {check.name: check for group in groups for check in group}
     for check in (every[name] for name in names):
         if rank == 0:
             print(f"selftest: {check.name}", file=screen, flush=True)
@@ -240,10 +293,15 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
         # Replaces the limit of launch(): the rank exits if a check hangs.
         faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
         journal.note(check.name, "begin")
+        at.facts, at.journal = {}, partial(_write_facts, journal, check.name)
         with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
             _attempt(at, check, journal)
         journal.note(check.name, "end")
     faulthandler.dump_traceback_later(settings.limit_s, exit=True)
+
+
+def _write_facts(journal: _RankJournal, check: str, facts: dict[str, Any]) -> None:
+    journal.note(check, "facts", facts=facts)
 
 
 def _warm(at: Rank) -> None:
@@ -294,7 +352,8 @@ class Selftest:
     """A run of all checks.
 
     Attributes:
-        results: in the order of :data:`CHECKS`, then of the engine's :data:`WAYS`.
+        results: of :data:`CHECKS`, :func:`timed` and the engine's :data:`WAYS`, in this order.
+        machine: text of the machine file, with the steps that were measured.
         logs: output of ranks, by launch and rank.
         starts: number of starts of ranks: for the checks, for each exclusive check, and after a
             check that broke the ranks.
@@ -303,7 +362,9 @@ class Selftest:
     device: str
     ranks: int
     settings: SelftestSettings
+    engine: str
     results: list[CheckResult] = field(default_factory=list)
+    machine: str = ""
     logs: dict[str, str] = field(default_factory=dict)
     starts: int = 0
     seconds: float = 0.0
@@ -325,10 +386,10 @@ def selftest(
     if under_torchrun():
         raise ValueError("the self-test starts its ranks by itself; run it without torchrun")
     ranks = 2 if ranks is None and device == "cpu" else check_ranks(ranks, device)
-    run = Selftest(device, ranks, settings or SelftestSettings.of(device))
-    began = time.monotonic()
     engine = engine_name(torch.device(device), current().engine)
-    checks = (*(check.on(engine) for check in CHECKS), *WAYS[engine])
+    run = Selftest(device, ranks, settings or SelftestSettings.of(device), engine)
+    began = time.monotonic()
+    checks = (*(check.on(engine) for check in CHECKS), *timed(run.settings), *WAYS[engine])
     left = list(checks)
     results: dict[str, CheckResult] = {}
     while left:
@@ -336,8 +397,9 @@ def selftest(
         new = _launched(run, batch)
         results |= new
         if not any(check.name in new for check in batch):  # no check started
-            why = f"not run: {new['start of ranks'].seen if new else 'nothing was noted'}"
-            results |= {one.name: CheckResult(one.name, "failed", why, one.instead) for one in left}
+            why = new["start of ranks"].seen if new else "nothing was noted"
+            untried = {one.name: CheckResult(one.name, "not tried", why) for one in left}
+            results |= untried
         left = [check for check in left if check.name not in results]
     names = [check.name for check in checks]
     run.results = [results[name] for name in names]
@@ -364,12 +426,14 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
             if error is not None and journal.log.exists():
                 lines = journal.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
+        for path in Path(folder).glob("*.yaml"):  # complete after every step of its check
+            run.machine = path.read_text()
     results = {}
     for check in batch:
         events = [journal.get(check.name, {}) for journal in journals]
         if any(events):
             results[check.name] = _result(check, events, error, settings)
-    broken = any(len(journal.get(name, {})) < 3 for journal in journals for name in results)
+    broken = any("end" not in journal.get(name, {}) for journal in journals for name in results)
     if error is not None and not broken:
         name = "end of ranks" if results else "start of ranks"
         results[name] = CheckResult(name, "failed", str(error), COLLECTIVE, details=error.details)
@@ -398,12 +462,16 @@ def _result(
         everywhere = verdict == "ok" or len(alike) == len(events)
         seen = worst["seen"] if everywhere else f"rank {alike[0]}: {worst['seen']}"
         details = []
+    noted = next((one["facts"]["facts"] for one in events if "facts" in one), {})
+    facts = {name: value for name, value in noted.items() if name != "doing"}
+    if verdict == "failed" and noted.get("doing"):
+        seen += f"; it tried {noted['doing']}"
     for rank, one in outcomes.items():
         if one["details"] and (one["verdict"] != "ok" or rank == 0):
             details.append(f"rank {rank}:\n{one['details']}")
     instead = "" if verdict == "ok" else check.instead
     return CheckResult(
-        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details))
+        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)), facts
     )
 
 
@@ -411,32 +479,13 @@ def _result(
 
 #: Characters of an outcome in tables.
 SHOWN = 300
-
-
-def as_json(run: Selftest, path: Path) -> str:
-    """The results, and where the report is."""
-    fields = {name: getattr(run, name) for name in ("device", "ranks", "failed", "starts")}
-    results = [asdict(result) for result in run.results]
-    return json.dumps(
-        {**fields, "seconds": round(run.seconds, 1), "report": str(path), "results": results}
-    )
-
-
-def show(run: Selftest, path: Path) -> None:
-    """Print the results."""
-    print(f"Self-test of {run.ranks} ranks on {run.device}")
-    for result in run.results:
-        print(f"{result.verdict:11} {result.check}: {result.seen[:SHOWN]}")
-        if result.instead:
-            print(f"{'':11}   used instead: {result.instead}")
-    print(_summary(run))
-    print(f"The report is in {path}; attach it to a bug report.")
-
-
-def _summary(run: Selftest) -> str:
-    verdicts = [result.verdict for result in run.results]
-    counts = [f"{verdicts.count(one)} {one}" for one in ("ok", "not offered", "failed")]
-    return f"{', '.join(counts)}; {run.seconds:.0f} s."
+#: Format of the JSON of a report.
+FORMAT = "ficco self-test 1"
+#: Seconds that the report of the machine may take.
+ABOUT_S = 60.0
+#: The check whose fact ``largest`` limits copies, and the least limit that is of use: smaller
+#: pieces would leave most of the rate to the gaps between them.
+_LONG_FAILED, LEAST_PIECE = ("copies of every size", "failed"), 1 << 20
 
 
 def about() -> dict[str, Any]:
@@ -444,44 +493,161 @@ def about() -> dict[str, Any]:
     device that hangs must not block the report."""
     command = [sys.executable, "-m", "ficco", "doctor", "--json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ABOUT_S, check=True)
         said: dict[str, Any] = json.loads(done.stdout)
         return said
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"versions": f"ficco doctor cannot tell: {error}"}
 
 
-def report(run: Selftest, about: dict[str, Any]) -> str:
-    """All results in Markdown; ``about``: result of :func:`about`."""
-    verdicts = [result.verdict for result in run.results]
+def document(run: Selftest, about: dict[str, Any]) -> dict[str, Any]:
+    """The report, in types that JSON can hold; ``about``: result of :func:`about`."""
+    names = ("engine", "device", "ranks", "failed", "starts", "machine", "logs")
+    return {
+        "format": FORMAT,
+        "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+        **{name: getattr(run, name) for name in names},
+        "seconds": round(run.seconds, 1),
+        "results": [asdict(result) for result in run.results],
+        "about": about,
+        "environment": doctor.environment(),
+        "settings": asdict(run.settings),
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The report in a file of JSON, or in the one next to its text.
+
+    Raises:
+        ValueError: there is no such file, or it is no report.
+    """
+    where = path.with_suffix(".json")
+    try:
+        report: Any = json.loads(where.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--read: required the JSON of `ficco doctor --selftest --report FILE`, got {where}, "
+            f"which cannot be read: {error}"
+        ) from None
+    form = report.get("format") if isinstance(report, dict) else type(report).__name__
+    if form != FORMAT:
+        raise ValueError(
+            f"--read: required a report in the format {FORMAT!r}, got {form!r} in {where}; read it "
+            "with the ficco that wrote it"
+        )
+    return dict(report)
+
+
+def show(report: dict[str, Any], path: Path) -> None:
+    """Print the results."""
+    print(f"Self-test of {report['ranks']} ranks on {report['device']}")
+    for result in report["results"]:
+        print(f"{result['verdict']:11} {result['check']}: {result['seen'][:SHOWN]}")
+        if result["instead"]:
+            print(f"{'':11}   used instead: {result['instead']}")
+    print(_summary(report))
+    print(f"The report is in {path} and {path.with_suffix('.json')}; send both.")
+
+
+def _summary(report: dict[str, Any]) -> str:
+    verdicts = [result["verdict"] for result in report["results"]]
+    counts = [f"{verdicts.count(one)} {one}" for one in VERDICTS]
+    return f"{', '.join(counts)}; {report['seconds']:.0f} s."
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All results as text."""
+    results, about = report["results"], report["about"]
+    verdicts = [result["verdict"] for result in results]
     later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None
     after = "" if later is None else f"; {later} checks came after the first that failed"
     lines = [
         "# ficco self-test\n",
-        f"{datetime.now():%Y-%m-%d %H:%M}, {run.ranks} ranks on {run.device}: {_summary(run)}",
-        f"New ranks were started {run.starts} times{after}.\n",
+        f"{report['date']}, {report['ranks']} ranks on {report['device']}: {_summary(report)}",
+        f"New ranks were started {report['starts']} times{after}.\n",
         "| check | verdict | what was seen | used instead | seconds |",
         "|---|---|---|---|---|",
     ]
-    for result in run.results:
-        cells = (result.check, result.verdict, result.seen[:SHOWN], result.instead)
-        text = " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-        lines.append(f"| {text} | {result.seconds:.1f} |")
-    variables = "\n".join(f"{name}={value}" for name, value in doctor.environment().items())
+    for one in results:
+        row = [one[name] for name in ("check", "verdict", "seen", "instead")]
+        lines.append(f"| {' | '.join(map(_cell, row))} | {one['seconds']:.1f} |")
+    variables = "\n".join(f"{name}={value}" for name, value in report["environment"].items())
     blocks = {
-        "Settings": "\n".join(f"{k}: {v}" for k, v in asdict(run.settings).items()),
+        "Settings": "\n".join(f"{k}: {v}" for k, v in report["settings"].items()),
         **{
             part.capitalize(): json.dumps(about.get(part), indent=1)
             for part in ("versions", "devices", "links", "engines", "use")
         },
         "Environment": variables or "none of the variables that matter is set",
         **{
-            f"{one.check}: {one.verdict}": "\n".join(filter(None, (one.seen, one.details)))
-            for one in run.results
-            if one.details or one.verdict == "failed"
+            f"{one['check']}: {one['verdict']}": "\n".join(
+                filter(None, (one["seen"], one["details"]))
+            )
+            for one in results
+            if one["details"] or one["verdict"] == "failed"
         },
-        **{f"Output of {name}": log for name, log in run.logs.items() if log},
+        "Machine file": report["machine"],
+        **{f"Output of {name}": log for name, log in report["logs"].items()},
     }
     for title, text in blocks.items():
-        lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
+        if text:
+            lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Text as a cell of a Markdown table."""
+    return " ".join(text[:SHOWN].split()).replace("|", "\\|")
+
+
+# Verdicts of a report on the claims of the pages.
+
+#: Verdict on a claim, by the most severe verdict of its checks.
+CLAIMED = {
+    "failed": "refuted",
+    "not tried": "not tried",
+    "not offered": "not offered",
+    "ok": "proven",
+}
+
+
+def claims(report: dict[str, Any]) -> list[str]:
+    """Rows of a Markdown table: each claim about the engine, the verdict, and the evidence; none if
+    the pages make no claims about it."""
+    results, engine = report["results"], report["engine"]
+    if not probe.CLAIMS[engine]:
+        return []
+    place = f"{report['ranks']} x {_fact(report, 'accelerator') or report['device']}"
+    lines = ["| claim | verdict | evidence |", "|---|---|---|"]
+    for claim in probe.CLAIMS[engine]:
+        tried = [one for one in results if one["check"].startswith(claim.rows or (".",))]
+        verdicts = {one["verdict"] for one in tried} or {"not tried"}
+        verdict = next(one for one in CLAIMED if one in verdicts)
+        deciding = [f"{one['check']}: {one['seen']}" for one in tried if one["verdict"] == verdict]
+        more = f" ({len(deciding)} rows like it)" if len(deciding) > 1 else ""
+        seen = f"{place}, {report['date'][:10]}; {deciding[0]}{more}" if deciding else "no row"
+        lines.append(f"| {claim.text} | {CLAIMED[verdict]} | {_cell(seen)} |")
+    return lines
+
+
+def machine(report: dict[str, Any]) -> Machine | None:
+    """The machine of a report: measured figures, and the limit of copies if long ones fail; None
+    if it has neither."""
+    tried = (one for one in report["results"] if (one["check"], one["verdict"]) == _LONG_FAILED)
+    limit = next((one["facts"].get("largest", 0) for one in tried), 0)
+    limited = limit >= LEAST_PIECE
+    if report["machine"]:
+        measured = loads(report["machine"])
+    elif (accelerator := _fact(report, "accelerator")) and limited:
+        here = Fingerprint(accelerator, report["ranks"])
+        measured = known(here) or Machine("self-test", accelerator, report["ranks"])
+    else:
+        return None
+    batched = int(_fact(report, "batched") or 0)
+    return replace(measured, largest_copy=limit if limited else 0, batched_copies=batched)
+
+
+def _fact(report: dict[str, Any], name: str) -> Any:
+    """A fact of the first check that has it; empty if no rank got that far."""
+    facts = (one["facts"].get(name) for one in report["results"] if name in one["facts"])
+    return next(facts, "")
