@@ -87,8 +87,8 @@ def count_of(group: str, plan: Plan, decision: Decision | None) -> Count:
     """The count of a new kind of call; ``decision``: None if there was no choice."""
     problem, schedule, source, exposed = plan.problem, Schedule.parse(plan.schedule), "", None
     hidden_s = (decision and decision.schedule == schedule and decision.hidden_s) or 0.0
-    exposes = is_serial(schedule) and problem.world > 1 and not family_of(problem).empty(problem)
-    if decision and exposes:
+    exposes = decision and is_serial(schedule) and problem.world > 1
+    if decision and exposes and not family_of(problem).empty(problem):
         source, reason = decision.source, decision.why
         if decision.schedule != schedule:
             source, reason = "limits", f"in place of {decision.schedule}, {reason}"
