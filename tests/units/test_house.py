@@ -22,7 +22,7 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3485, 1830),
+    "compute": (3486, 1832),
     "dma": (7215, 4025),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
@@ -33,27 +33,28 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "passes": (1955, 1160),
     "plan": (1020, 490),
     "problems": (2430, 1095),
-    "proof": (1775, 1230),
-    "runtime": (1955, 1115),
+    "proof": (1798, 1242),
+    "runtime": (1957, 1118),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
     "tools": (13420, 7295),
-    "__init__.py": (190, 50),
+    "__init__.py": (192, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
     "errors.py": (270, 85),
+    "fsdp.py": (500, 275),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 165,
-    "loose files": 9,
+    "files": 166,
+    "loose files": 10,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
-    "files that name hosts": 34,
+    "files that name hosts": 35,
     "files that name attention": 24,
     "files that name experts": 11,
     "files that name tiled": 18,
@@ -64,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 41_580
+LINES_OF_TESTS = 42_180
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -105,7 +106,7 @@ LAYERS = (
     ("options",),
     ("runtime",),
     ("ops",),
-    ("api", "passes"),
+    ("api", "fsdp", "passes"),
     ("nn", "tile"),
     ("integrations",),
     ("ficco",),
