@@ -345,9 +345,10 @@ class Sums(_Hook):
     ) -> dist.Work | None:
         """Sum the slices of all ranks for this rank."""
         dtype, world = str(output_tensor.dtype).removeprefix("torch."), group.size()
+        dtypes = [one for one in SUMS if output_tensor.is_cpu or one != "float64"]
         sums = any(op == one for one in SUMMING)
-        if not sums or dtype not in SUMS or not output_tensor.numel():
-            why = f"required a sum or a mean of {', '.join(SUMS)}, got {op} of {dtype}"
+        if not sums or dtype not in dtypes or not output_tensor.numel():
+            why = f"required a sum or a mean of {', '.join(dtypes)}, got {op} of {dtype}"
             counters.stays(group.group_name, "reduce-scatter", why)
             work: dist.Work | None = self.before(output_tensor, input_tensor, group, op, async_op)
             return work

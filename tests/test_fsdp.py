@@ -204,7 +204,8 @@ def all_sums(at: Rank) -> None:
     operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
     with hooks() as (_, sums, before):
         for step, op in enumerate(operations):
-            for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
+            for dtype in dtypes if at.device.type == "cpu" else dtypes[:3]:
                 for count, room in ((1, 64 << 20), (4097, 64 << 20), (4097, 1024)):
                     size = at.world, at.world, count
                     every = integers(9, step, count, size=size).to(dtype)
