@@ -23,6 +23,7 @@ from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
 from ficco.options import Options, carried, current
 from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
+from ficco.problems.mask import Span
 from ficco.problems.specification import SUMS, AnyProblem, Buffer, Exchange, Specification
 from ficco.runtime import counters
 from ficco.runtime.workspace import (
@@ -41,14 +42,16 @@ from ficco.schedules.groups import cut, targets_in_order
 #: Names of the operators.
 GATHER, SUM = "fsdp_all_gather", "fsdp_reduce_scatter"
 
-#: Bytes of a copy. Another call's copy on the same link waits for at most one piece of weights.
+#: Bytes of a copy of a gather. A copy of another call on the same link waits for at most one.
 PIECE_BYTES = 32 << 20
 #: Bytes of staging of a sum. A larger reduce-scatter is several calls, on the two slots in turns.
 STAGING_BYTES = 64 << 20
+#: Pieces of a slice of gradients, and the least bytes of a piece.
+SUM_PIECES, SUM_BYTES = 4, 1 << 20
 
 #: Gathers move bytes: these dtypes stand for all dtypes of their size.
 CONTAINERS = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
-#: Reductions that are served. PyTorch's comparison wants the reduction of a call on the left.
+#: Reductions that are served.
 SUMMING = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM
 
 
@@ -97,10 +100,10 @@ class WeightProblem(AnyProblem):
 
 
 class WeightRoute(Route):
-    """The slices that ranks push to each other, with one signal for each peer.
+    """The slices that ranks push to each other.
 
-    A gather writes into the results of the peers, so nothing is copied again. Each peer first posts
-    ``begun``: its caller has passed a result. Gradients land in the slot.
+    A gather writes into results of peers, which first post ``begun``: the caller has passed one.
+    Gradients land in the slot, with a signal for each piece, which is summed while others travel.
     """
 
     kind = "ready"
@@ -108,8 +111,8 @@ class WeightRoute(Route):
     def __init__(self, problem: WeightProblem, schedule: Schedule) -> None:
         assert isinstance(schedule.pieces, int)
         self.problem, self.words = problem, WordAllocator(problem.world)
-        self.pieces_of_slice = cut(problem.count, schedule.pieces)
-        self.data = self.words.block(2 if problem.gathers else 1)
+        self.spans = cut(problem.count, schedule.pieces)
+        self.data = self.words.block(2 if problem.gathers else len(self.spans))
         rows = ((problem.world - 1, problem.count),) * problem.world
         staging = Buffer("staging", "sums", problem.dtype, rows, "slot")
         self.buffers = [] if problem.gathers else [staging]
@@ -121,28 +124,26 @@ class WeightRoute(Route):
         return self.data.signal("begun", poster, waiter, 1)
 
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
-        row = src if self.problem.gathers else dst
-        return [self.data.signal(self.kind, src, dst, 0, (row, row + 1))]
+        row, count = (src, 1) if self.problem.gathers else (dst, len(self.spans))
+        return [self.data.signal(self.kind, src, dst, i, (row, row + 1)) for i in range(count)]
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
-        source, target = self.ends(src, dst)
-        terms = 0 if self.problem.gathers else 1 << src
-        moves = tuple(
-            Transfer(Region(*source[:4], *span), Region(*target[:4], *span), terms)
-            for span in self.pieces_of_slice
-        )
-        labels = tuple(f"{src}>{dst}.{piece}" for piece in range(len(moves)))
-        waits = (self.begun(dst, src),) if self.problem.gathers else ()
-        return [Parcel(moves, labels, waits, tuple(self.signals(src, dst, owner)), 0)]
+        gathers, signals = self.problem.gathers, self.signals(src, dst, owner)
+        terms = 0 if gathers else 1 << src
+        moves = [Transfer(*self.ends(src, dst, span), terms) for span in self.spans]
+        labels = [f"{src}>{dst}.{i}" for i in range(len(moves))]
+        if gathers:
+            begun = self.begun(dst, src)
+            return [Parcel(tuple(moves), tuple(labels), (begun,), tuple(signals), 0)]
+        each = enumerate(zip(moves, labels, signals, strict=True))
+        return [Parcel((move,), (label,), (), (signal,), i) for i, (move, label, signal) in each]
 
-    def ends(self, src: int, dst: int) -> tuple[Region, Region]:
-        """The slice of a rank for another rank: at its sender, and where it lands."""
-        columns = 0, self.problem.count
+    def ends(self, src: int, dst: int, span: Span) -> tuple[Region, Region]:
+        """Columns of the slice of a rank for another rank: at its sender, and where they land."""
         if self.problem.gathers:
-            return Region("shard", src, 0, 1, *columns), Region("out", dst, src, src + 1, *columns)
-        place = src - (src > dst)
-        left = Region("grads", src, dst, dst + 1, *columns)
-        return left, Region("staging", dst, place, place + 1, *columns)
+            return Region("shard", src, 0, 1, *span), Region("out", dst, src, src + 1, *span)
+        place, left = src - (src > dst), Region("grads", src, dst, dst + 1, *span)
+        return left, Region("staging", dst, place, place + 1, *span)
 
 
 def weight_plans(
@@ -159,18 +160,19 @@ def _composed(route: WeightRoute, schedule: Schedule, me: int) -> Plan:
     # Sums have lanes of their own: a gather that waits for a slow peer does not delay them.
     first = 0 if problem.gathers else schedule.copy
     builder.lane_of = {peer: f"copy{first + i % schedule.copy}" for i, peer in enumerate(targets)}
-    traffic, work = Traffic(builder, schedule, route), None
+    traffic, every = Traffic(builder, schedule, route), range(problem.world)
     builder.acquire(traffic.begun())
     for items in traffic.leaving(targets):
         traffic.push(items)
     if problem.gathers:
-        builder.add(Step(Transfer(*route.ends(me, me)), "compute0", "own"))
-    else:
-        ranks, out = range(problem.world), Region("out", me, 0, 1, 0, problem.count)
-        parts = tuple(route.ends(rank, me)[rank != me] for rank in ranks)
-        work = Reduction(parts, tuple(1 << rank for rank in ranks), out)
-    waits, _ = traffic.arrivals(((peer, 0) for peer in targets), "compute0")
-    builder.add(Step(work, "compute0", "arrived", waits))
+        builder.add(Step(Transfer(*route.ends(me, me, (0, problem.count))), "compute0", "own"))
+        waits, _ = traffic.arrivals(((peer, 0) for peer in targets), "compute0")
+        builder.add(Step(None, "compute0", "arrived", waits))
+    for piece, span in enumerate(() if problem.gathers else route.spans):
+        parts = tuple(route.ends(rank, me, span)[rank != me] for rank in every)
+        waits, _ = traffic.arrivals(((peer, piece) for peer in targets), "compute0")
+        work = Reduction(parts, tuple(1 << one for one in every), Region("out", me, 0, 1, *span))
+        builder.add(Step(work, "compute0", f"sum {piece}", waits))
     builder.retire(())
     return builder.plan(str(schedule), route.buffers, route.words)
 
@@ -199,7 +201,10 @@ class WeightCall(Invocation):
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, (world, count) = workspace.engine, max(self.source.shape, self.out.shape)
         dtype = str(self.out.dtype).removeprefix("torch.")
-        pieces = -(-count * self.out.itemsize // PIECE_BYTES)
+        nbytes = count * self.out.itemsize
+        pieces = max(1, min(SUM_PIECES, nbytes // SUM_BYTES))
+        if self.operator == GATHER:
+            pieces = -(-nbytes // PIECE_BYTES)
         lanes = min(world - 1, engine.copy_engines() or 1)
         schedule = Schedule.parse(f"serial:pieces={pieces},copy={lanes}")
         problem = WeightProblem(self.operator, world, count, dtype)
@@ -255,7 +260,6 @@ class _Arrival(dist.Work):
         self._event = event
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait for the gather."""
         gpu.current_stream().wait_event(self._event)
         return True
 
@@ -271,7 +275,6 @@ class _Hook:
     """A hook of one parameter group.
 
     Attributes:
-        param_group: FSDP's object.
         before: the hook that the parameter group had, for collectives that ficco leaves.
         options: the options in force when :func:`use` was called.
         limit: see ``buffer_bytes`` of :func:`use`.
@@ -346,7 +349,7 @@ class Sums(_Hook):
         """Sum the slices of all ranks for this rank."""
         dtype, world = str(output_tensor.dtype).removeprefix("torch."), group.size()
         dtypes = [one for one in SUMS if output_tensor.is_cpu or one != "float64"]
-        sums = any(op == one for one in SUMMING)
+        sums = any(op == one for one in SUMMING)  # PyTorch compares in this order only
         if not sums or dtype not in dtypes or not output_tensor.numel():
             why = f"required a sum or a mean of {', '.join(dtypes)}, got {op} of {dtype}"
             counters.stays(group.group_name, "reduce-scatter", why)
@@ -396,8 +399,9 @@ def use(
         fully_shard(model)
         print(*ficco.fsdp.use(model), sep="\n")
 
-    Collective: all ranks call it once, after the last ``fully_shard``. Parameters, gradients and
-    checkpoints stay as they are. Calls run under the options in force here.
+    Returns the parameter groups, served and left. Collective: all ranks call it once, after the
+    last ``fully_shard``. Parameters, gradients and checkpoints stay as they are. Calls run under
+    the options in force here.
 
     Args:
         model: the outermost module.
@@ -405,9 +409,6 @@ def use(
             so they are bitwise reproducible.
         buffer_bytes: most bytes of the buffers of gathers for each group of ranks. A gather that
             finds no room stays with PyTorch. None: as many buffers as FSDP uses at once, usually 2.
-
-    Returns:
-        The parameter groups of the model, served and left.
 
     Raises:
         ValueError: an argument is wrong, no module is sharded, or a module is served already.
@@ -424,12 +425,11 @@ def use(
     groups = {one._all_gather_process_group: one.device for _, one in served}
     for group, device in groups.items():
         workspace_of(group, device, "fsdp.use").meet("fsdp.use", request)
-    for module, param_group in served:
+    for module, one in served:
         rest = current(), buffer_bytes
-        before = param_group._all_gather_comm, param_group._reduce_scatter_comm
-        module.set_custom_all_gather(Gathers(param_group, before[0], *rest))
+        module.set_custom_all_gather(Gathers(one, one._all_gather_comm, *rest))
         if reduce_scatter:
-            module.set_custom_reduce_scatter(Sums(param_group, before[1], *rest))
+            module.set_custom_reduce_scatter(Sums(one, one._reduce_scatter_comm, *rest))
     return rows
 
 

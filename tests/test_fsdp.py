@@ -202,7 +202,7 @@ def all_gathers(at: Rank) -> None:
 
 def all_sums(at: Rank) -> None:
     operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
-    with hooks() as (_, sums, before):
+    with hooks() as (_, sums, before), mock.patch.object(fsdp, "SUM_BYTES", 256):
         for step, op in enumerate(operations):
             dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
             for dtype in dtypes if at.device.type == "cpu" else dtypes[:3]:
