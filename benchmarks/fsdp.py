@@ -1,6 +1,7 @@
 """Times a step of FSDP2 on stacks of Llama-8B blocks, a GPU each rank: with PyTorch's collectives,
-with its symmetric memory where its release has it, and with ``ficco.fsdp``, gathers alone and with
-reduce-scatters: ``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
+with ``ficco.fsdp``, gathers alone and with reduce-scatters, and with PyTorch's symmetric memory
+(``--variants pytorch symmetric``, by itself: it changes the allocator of the process):
+``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
 
 Writes ``steps.csv`` (a row for each variant of each shuffled round) and ``products.csv`` (products
 alone, and during gathers). A variant is timed only if its losses are those of PyTorch's collectives
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--variants", nargs="+", default=[BASELINE, "gathers", "both", "symmetric"])
+    parser.add_argument("--variants", nargs="+", default=[BASELINE, "gathers", "both"])
     parser.add_argument("--limit", type=float, default=120, help="seconds until stacks are printed")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)
