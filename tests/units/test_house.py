@@ -43,7 +43,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
     "errors.py": (270, 85),
-    "fsdp.py": (500, 275),
+    "fsdp.py": (500, 281),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
