@@ -23,47 +23,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
+from torch.distributed.fsdp import FSDPModule
 
 import ficco
 from ficco import fsdp
+from ficco.tools.bench.fsdp import BLOCKS, SHAPES, stack
 
-#: Features of a block, of its hidden layer, and of all heads of keys and values.
-WIDTH, HIDDEN, KEYS, HEAD = 4096, 14336, 1024, 128
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+#: Sizes of a block.
+CASE = SHAPES["cuda"][0]
+WIDTH, HIDDEN = CASE.hidden, CASE.inner
 BASELINE = "pytorch"
-
-
-class Block(nn.Module):
-    """A block of a Llama-8B model, without positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * KEYS, bias=False)
-        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.gate = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.before(x)).unflatten(2, (-1, HEAD)).transpose(1, 2)
-        q, k, v = heads.split([WIDTH // HEAD, KEYS // HEAD, KEYS // HEAD], 1)
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        z = self.after(x)
-        out: torch.Tensor = x + self.down(functional.silu(self.gate(z)) * self.up(z))
-        return out
-
-
-def sharded(blocks: int, device: torch.device) -> Any:
-    torch.manual_seed(0)
-    with device:
-        model = nn.Sequential(*(Block() for _ in range(blocks)))
-    for block in model:
-        fully_shard(block, mp_policy=POLICY)
-    return fully_shard(model, mp_policy=POLICY)
 
 
 def symmetric(model: Any) -> None:
@@ -197,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--variants", nargs="+", default=[BASELINE, "gathers", "both"])
     parser.add_argument("--limit", type=float, default=120, help="seconds until stacks are printed")
@@ -209,7 +178,7 @@ def main() -> None:
     ficco.set_options(timeout_s=30)
     models = {}
     for name, prepare in variants(args.variants).items():
-        models[name] = sharded(args.blocks, device)
+        models[name] = stack(CASE, device, args.blocks)
         report = prepare(models[name])
         if report and dist.get_rank() == 0:
             print(name, *report, sep="\n  ", flush=True)

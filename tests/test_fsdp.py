@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,9 @@ from ficco.proof import PlanError, check
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import Schedule
 from ficco.simulate import simulate
+from ficco.tools.bench import fsdp as stacks
+from ficco.tools.bench.cases import BenchSettings
+from ficco.tools.bench.harness import bench
 
 MACHINE = find("h200-4", None)
 #: Hooks of FSDP: older releases are refused.
@@ -464,6 +468,36 @@ def test_checkpoints_are_untouched(at: Rank) -> None:
         assert torch.equal(weight.to_local(), two[name].to_local())
     models[0].load_state_dict(two)
     ficco.close()
+
+
+def _benched(at: Rank, folder: Path) -> Any:
+    """A short bench of all ways, and of one whose weights are others."""
+
+    def spoil(model: Any) -> None:
+        with torch.no_grad():
+            model[0].down.weight.to_local().zero_()
+
+    ways = {**stacks.WAYS, "spoilt": stacks.StackWay(spoil)}
+    with mock.patch.object(stacks, "WAYS", ways):
+        return bench(
+            BenchSettings(
+                subject=stacks.SUBJECT,
+                cases=stacks.SHAPES["cpu"],
+                modes=("idle",),
+                device="cpu",
+                rounds=2,
+                seconds=600.0,
+                csv=folder / "fsdp.csv",
+            )
+        )
+
+
+@HOOKS
+def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
+    rows, _ = run(2, _benched, tmp_path, timeout=250.0)
+    by_way = rows.set_index("way")
+    assert by_way["status"].to_dict() == {**dict.fromkeys(stacks.WAYS, "ok"), "spoilt": "wrong"}
+    assert (by_way["ms"][[*stacks.WAYS]] > 0).all()
 
 
 # Faults and bad input.

@@ -37,7 +37,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1957, 1118),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13420, 7295),
+    "tools": (13560, 7380),
     "__init__.py": (192, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -49,7 +49,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 166,
+    "files": 167,
     "loose files": 10,
     "lines of the longest file": 866,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 42_430
+LINES_OF_TESTS = 42_480
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
