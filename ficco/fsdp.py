@@ -362,10 +362,10 @@ class Sums(_Hook):
             for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
                 call = WeightCall(SUM, grads[:, first:last], out[:, first:last])
                 invoke(group, call, out, "output_tensor", self.options)
-        if op == dist.ReduceOp.AVG:
-            out.div_(world)
-        elif op == dist.ReduceOp.PREMUL_SUM:
-            out.mul_(op.__getstate__()[1])
+                if op == dist.ReduceOp.AVG:  # now, while the sum is in the cache
+                    call.out.div_(world)
+                elif op == dist.ReduceOp.PREMUL_SUM:
+                    call.out.mul_(op.__getstate__()[1])
         return None
 
 
