@@ -6,6 +6,7 @@ API reference have directives of Sphinx's, in fenced blocks.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.ext.autodoc.mock import mock, undecorate
-from sphinx.search import IndexBuilder
 
 import ficco
 
@@ -23,7 +23,7 @@ project, author = "ficco", "The ficco authors"
 release = ficco.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
-# Sources lie in the root of the repository, so that pages can link to files beside docs/.
+# The source folder is the root of the repository, so that pages can link to files outside docs/.
 root_doc = "docs/index"
 # CHANGELOG, CODE_OF_CONDUCT, CONTRIBUTING, SECURITY, THIRD_PARTY
 include_patterns = ["docs/**.md", "[CST]*.md"]
@@ -140,17 +140,17 @@ def add_pages(app: Sphinx) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def index_results(app: Sphinx) -> None:
-    """Write the index of the search in results."""
-    language, scorer = app.config.language, app.config.html_search_scorer
-    index = IndexBuilder(app.env, language, app.config.html_search_options, scorer)
-    names = sorted(filter(is_result, app.env.found_docs))
-    for name in names:
-        title, page = app.env.titles[name].astext(), app.env.get_doctree(name)
-        index.feed(name, str(app.env.doc2path(name, base=False)), title, page)
-    index.prune(names)  # the environment shares what it has of other pages
-    index._index_entries = {}
-    with Path(app.outdir, "results-index.js").open("w") as file:
-        index.dump(file, app.builder.indexer_format)
+    """Write the index of the search in results: title, address and words of each page."""
+    env = app.env
+    index = [
+        [
+            env.titles[name].astext(),
+            app.builder.get_target_uri(name),
+            " ".join(sorted({*env.get_doctree(name).astext().lower().split()})),
+        ]
+        for name in sorted(filter(is_result, env.found_docs))
+    ]
+    Path(app.outdir, "results-index.js").write_text(f"const RESULTS = {json.dumps(index)};")
 
 
 def finish(app: Sphinx, error: Exception | None) -> None:

@@ -7,7 +7,7 @@ Every rank has a part of the columns of all experts and multiplies the tokens of
 the experts that it was routed to (AG + MoE, TileLink, section 5). The rows of an expert are
 sorted by the arrival of their tokens, so that its tiles can begin one by one while the rest
 arrives; nothing is permuted in memory. The result is compared with torch's in every element. CPU
-ranks run the kernel in Triton's interpreter.
+ranks run the kernel in Triton's interpreter. PyTorch for CPUs lacks Triton: `pip install triton`.
 """
 
 from __future__ import annotations

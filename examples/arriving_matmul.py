@@ -6,6 +6,7 @@
 `ficco.arriving` gathers the rows of all ranks. The kernel is an ordinary one but for one line,
 `tile.wait`. Own rows wait for nothing and come first, then pieces in the order of arrival. The
 result is compared with torch's in every element. CPU ranks run the kernel in Triton's interpreter.
+PyTorch for CPUs comes without Triton: `pip install triton`.
 """
 
 from __future__ import annotations

@@ -172,9 +172,9 @@ def expect(
             model(x).sum().backward()
 
     Such a call takes ``serial``, with or without a collective. The error names the operator, its
-    sizes, the schedule and the reason of the decision. A collective that the compile pass left, or
-    that a layer with a kernel of its own takes, raises, too. A call of one rank, or with an empty
-    result, has nothing to hide.
+    sizes, the schedule and the reason of the decision. A collective that the compile pass left, of
+    a layer with a kernel of its own, or of a layer that an integration leaves to its client raises,
+    too. A call of one rank, or with an empty result, has nothing to hide.
 
     All ranks enter the block; they decide alike, so all of them raise and the group stays usable.
     Blocks hold in all threads, and so in a backward within the block, in compiled functions and in

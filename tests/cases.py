@@ -21,7 +21,7 @@ import ficco
 from ficco.dma.engine import Span
 from ficco.plan import Plan
 from ficco.problems.products import Problem
-from ficco.runtime.workspace import tracing
+from ficco.runtime.workspace import timing_steps
 
 #: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
 #: and bfloat16 holds every integer up to 256.
@@ -202,9 +202,9 @@ def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], N
         at.barrier()
 
 
-def traced(made: Made, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:
+def timed(made: Made, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:
     """A call that records when its steps ran: its result, and what was recorded."""
-    with tracing() as seen:
+    with timing_steps() as seen:
         out = ficco.all_gather_matmul(made.a, made.b, schedule=schedule)
     ((plan, spans),) = seen
     return out, plan, spans

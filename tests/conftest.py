@@ -23,6 +23,7 @@ SLOW = {
     *("test_tiled_triton", "test_third_vendor", "test_traced", "test_packaging", "test_fp8_passes"),
     *("test_selftest::test_it_passes_through_the_hip_engine", "test_lazy", "test_launch"),
     *("test_selftest::test_compiled_kernels", "test_replay::test_the_bench_of_ways_is_replayed"),
+    *("test_hip_batches", "test_selftest::test_batches_are_timed_for_the_machine_file"),
 }
 
 #: Tests and the processes they start know no machines and no decisions of this user's. What one

@@ -314,7 +314,7 @@ class _Pool:
             self.pipes.append(ours)
             self.processes.append(process)
         # Rank 0 hosts the store on a port that the system picks.
-        port = self._answers([0], 60.0)[0]
+        port = self._answers([0], 240.0)[0]
         if isinstance(port, Died):
             self.kill()
             pytest.fail(_report([port]), pytrace=False)
@@ -380,7 +380,7 @@ class _Pool:
     def kill(self) -> None:
         for process in self.processes:
             process.kill()  # also ends one that was stopped
-            process.join(60.0)  # told by the server, which may have other processes to make first
+            process.join(240.0)  # told by the server, which may have other processes to make first
             process.close()
         for pipe in self.pipes:
             pipe.close()
@@ -413,7 +413,7 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
     if at.device.type == "cuda":
         torch.cuda.set_device(at.device)
         device_id = at.device if backend == "nccl" else None
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=240)
     if at.rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
         pipe.send(store.port)

@@ -299,13 +299,29 @@ def test_collectives_that_the_pass_left_are_refused(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_inductors_pass_refuses_while_it_compiles(at: Rank) -> None:
+def test_a_pass_on_a_graph_counts_collectives_and_refuses_them(at: Rank) -> None:
+    """After it has replaced the others."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    group, x = dist.group.WORLD, torch.ones(4, 8)
-    graph = make_fx(lambda x: gather(x, 0, group) + 1, tracing_mode="fake")(x).graph
+    group, x, w = dist.group.WORLD, torch.ones(4, 8), torch.ones(8, 3)
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gather(x, 0, group) @ w, gather(x, 0, group) + 1
+
     hook = passes.inductor_pass()
-    with ficco.expect():
-        _refused(lambda: hook(graph))
-    hook(graph)
-    assert len(hook.report.left) == 2
+    for run in (passes.replace, lambda module: passes.replace(module.graph), hook):
+        ficco.counters(reset=True)
+        for where, refuses in ((group, True), (dist.new_group([0, 1]), False)):
+            module = make_fx(both, tracing_mode="fake")(x, w)
+            graph = module.graph if run is hook else module
+            with ficco.expect(group=where):
+                if refuses:
+                    error = _refused(partial(run, graph))
+                    assert error.call.startswith("all-gather"), error.call
+                    assert error.schedule == "collective" and "no product" in error.reason
+                else:
+                    run(graph)
+            targets = [str(node.target) for node in module.graph.nodes]
+            assert sum("ficco.all_gather_matmul" in target for target in targets) == 1
+        assert ficco.counters()[group.group_name, "all-gather"] == (0, 0, {}, 2, 0.0)
+    assert (len(hook.report.replaced), len(hook.report.left)) == (2, 2)

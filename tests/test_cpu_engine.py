@@ -146,18 +146,18 @@ def test_every_schedule_is_exact(of: Problem, share: int) -> None:
 
 
 @on_ranks(2)
-def test_a_traced_call_says_when_its_steps_ran(at: Rank) -> None:
-    """A traced call says when its steps ran, of which a copy takes as long as the link is slow."""
+def test_a_timed_call_says_when_its_steps_ran(at: Rank) -> None:
+    """A timed call says when its steps ran, of which a copy takes as long as the link is slow."""
     of = problem([8] * at.world)
     with engine() as made:
         made.bandwidth = 8 * 24 * 4 / 0.05  # a shard takes 50 ms
         one = plan(of, Schedule.parse("shard-overlap"), at.rank)
-        program = compile(one, made, slot_for(made, [one]), trace=True)
+        program = compile(one, made, slot_for(made, [one]), timed=True)
         a, b = operands(of, 0)
         for _ in range(2):
             call = call_for(one, a, b)
             made.execute(program, call)
-            verify(call, a, b, "traced")
+            verify(call, a, b, "timed")
             found = made.spans(program, call)
             assert [span.step for span in found] == list(range(len(one.steps)))
             for span in found:

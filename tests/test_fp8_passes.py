@@ -248,7 +248,7 @@ LEFT: list[tuple[str, Callable[..., Any], str]] = [
         lambda x, w, s, t, b, g: scatter(times(x, w, s, t, b), 0, g),
         "bias is added on every rank",
     ),
-    ("scale from the rows", _scale_from_rows, "computed from what was gathered"),
+    ("scale from the rows", _scale_from_rows, "computed from the gathered tensor"),
 ]
 
 

@@ -40,7 +40,7 @@ from cases import (
     equal,
     exact,
     make,
-    traced,
+    timed,
     verify,
 )
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, run
@@ -252,11 +252,11 @@ def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
             assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
 
 
-def _traced(at: Rank) -> None:
+def _timed(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
     with clean():
         made = make(at, case, 1)
-        out, plan, spans = traced(made, case.schedule)
+        out, plan, spans = timed(made, case.schedule)
         verify(case, [out], made)
         assert [span.step for span in spans] == list(range(len(plan.steps)))
         assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
@@ -267,7 +267,7 @@ def _traced(at: Rank) -> None:
 
 
 def test_times_of_steps() -> None:
-    pooled(3, _traced)
+    pooled(3, _timed)
 
 
 # Graphs.
@@ -760,7 +760,7 @@ def _all_calls(at: Rank) -> list[str]:
             for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):
                 exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
             made = make(at, equal(2, 6, 8, 4), 0)
-            traced(made, "growing")
+            timed(made, "growing")
             ficco.close()
     return list(double().double_called().decode().split())
 
@@ -768,7 +768,7 @@ def _all_calls(at: Rank) -> list[str]:
 def test_every_call_is_made_to_fail() -> None:
     """What is called and appears in no list above has a test of its own, or is named here with why
     it is not made to fail."""
-    named_here = {"hipEventElapsedTime"}  # which times the steps of traced calls alone
+    named_here = {"hipEventElapsedTime"}  # which times the steps of timed calls alone
     named_here |= {"hipEventDestroy"}  # to an end that is ignored
     # The double's stream would stay in the capture, and its graph; nothing else comes of either.
     named_here |= {"hipStreamEndCapture", "hipGraphDestroy"}

@@ -222,7 +222,7 @@ WRONG = [
     ("all-reduce", (0,), "sums less", UNSUMMED),
     ("attention", (3,), "passes on at once", UNWRITTEN),
     ("window", (3,), "passes other rows on", f"another piece|leaves the buffer|{UNWRITTEN}"),
-    ("window", (3,), "names other rows", "another piece|gates other rows"),
+    ("window", (3,), "names other rows", "another piece|out copied rows"),
     ("window", (3,), "sends less", "sends other pieces|does not move between hosts"),
     ("gradients", (0,), "sums for others at once", f"never waited for|{UNWRITTEN}"),
     ("gradients", (0,), "sends before it sums", UNWRITTEN),

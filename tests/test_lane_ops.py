@@ -71,7 +71,7 @@ def program_of(lane: str, places: int, height: int = 2, counter: int = 5000) -> 
         size=lambda region: (8, region.rows),
     )
     src: Any = SimpleNamespace(rows=height)
-    steps = [SimpleNamespace(lane=lane, work=Transfer(src, src))] * places
+    steps = [SimpleNamespace(lane=lane, work=Transfer(src, src, mover="kernel"))] * places
     words = SimpleNamespace(own=range(PEER), counter=lambda lane: counter)
     slot = SimpleNamespace(state=SimpleNamespace(words=words))
     plan = SimpleNamespace(steps=steps, lanes=(lane,))

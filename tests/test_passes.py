@@ -435,8 +435,8 @@ LEFT = [
     left("an input of the graph (compile", lambda x, w, g: scatter(x, 0, g)),
     left("slice", lambda x, w, g: gather(x, 0, g)[1:] @ w),
     left("right operand", lambda x, w, g: w @ gather(x, 0, g), (4, 8), (5, 8)),
-    left("or over columns", lambda x, w, g: gather(x, 1, g) @ w, (6, 4), (8, 4)),
-    left("sums over the rows", lambda x, w, g: gather(x, 0, g).t() @ w, (3, 8), (6, 4)),
+    left("or over gathered columns", lambda x, w, g: gather(x, 1, g) @ w, (6, 4), (8, 4)),
+    left("sums over gathered rows", lambda x, w, g: gather(x, 0, g).t() @ w, (3, 8), (6, 4)),
     left("bmm", lambda x, w, g: torch.bmm(gather(x, 0, g), w), (2, 3, 8), (4, 8, 4)),
     left("beta", lambda x, w, b, g: torch.addmm(b, gather(x, 0, g), w, beta=2), *MATRICES, (4,)),
     left("before it is waited for", lambda x, w, g: _unwaited(x, w, g) @ w),
@@ -447,7 +447,7 @@ LEFT = [
     ),
     left("converted twice", lambda x, w, g: gather(x, 0, g).half().float() @ w),
     left("int64 is not served", _gathered, dtype=torch.int64),
-    left("computed from what was gathered", lambda x, w, g: (a := gather(x, 0, g)) @ (a.t() @ a)),
+    left("computed from the gathered tensor", lambda x, w, g: (a := gather(x, 0, g)) @ (a.t() @ a)),
     left(
         "cannot move before", lambda x, w, g: ((a := gather(x, 0, g)) * 2, a @ torch.bernoulli(w))
     ),

@@ -181,9 +181,9 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
         timetable = engine.courier.timetable(engine.latest)
         coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
         errors = engine.courier.errors()
-        # Without its wire a shard would be 20 ms early. The start is noted up to some ms late.
-        assert len(errors) == len(coming) and min(errors) > -4e-3, errors
-        assert seconds > coming[-1].at > 20e-3
+        # Without its wire a shard would be 100 ms early. A busy machine notes the start 10 ms late.
+        assert len(errors) == len(coming) and min(errors) > -60e-3, errors
+        assert seconds > coming[-1].at > 100e-3
         assert [one.at for one in coming] == sorted(one.at for one in coming)
     return coming
 
@@ -192,8 +192,8 @@ def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
 def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
     operator = "matmul_reduce_scatter" if schedule == "ring" else "all_gather_matmul"
     problem = problem_of(operator, 3)
-    # A shard takes 20 ms.
-    with played(1, 3, link(MACHINE, 2.5e-5)) as (group, workspace):
+    # A shard takes 100 ms.
+    with played(1, 3, link(MACHINE, 5e-6)) as (group, workspace):
         coming = coming_in(workspace.engine, caller(operands_of(problem, 1), group, schedule))
     waited = {
         signal
@@ -209,7 +209,7 @@ def test_a_layer_of_experts_is_replayed() -> None:
     torch.manual_seed(0)
     weights, indices = torch.rand(20, 6).topk(2)
     operands = torch.ones(20, 16), indices, weights, torch.ones(2, 16, 8), torch.ones(2, 8, 16)
-    with played(1, 3, link(MACHINE, 1e-4)) as (group, workspace):
+    with played(1, 3, link(MACHINE, 2e-5)) as (group, workspace):
         layer = partial(ficco.experts, *operands, capacity=8, group=group)
         coming = coming_in(workspace.engine, partial(layer, schedule="shard-overlap"))
     kinds = [one.signal.kind for one in coming]

@@ -499,7 +499,7 @@ PUSH, PULL = "tiled:pieces=2", "tiled:pieces=2,pull"
 QUEUE = "share one hardware queue"
 MUTANTS: dict[str, tuple[Problem, tuple[str, ...], Callable[[Plans], Plans], str]] = {
     "a gate missing": (GATHER, (PUSH, PULL), no_gate, EARLY),
-    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "gates other rows"),
+    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "out copied rows"),
     "the product before the copies": (GATHER, (PUSH,), reordered(multiplies), QUEUE),
     "an announcement too early": (SCATTER, (PUSH, PULL), told_early, EARLY),
     "announcements swapped": (SCATTER, (PUSH, PULL), swapped, EARLY),

@@ -12,7 +12,7 @@ from test_simulate import GIVEN, ONE, bars_of, multiply, own_plan, problem_of, s
 
 from ficco.hip_kernels.launch import MAX_ENDS
 from ficco.machine import Copies, Host
-from ficco.plan import Plan, Signal, Transfer, together
+from ficco.plan import Plan, Region, Signal, Step, Transfer, together
 from ficco.plan.parts import MOST, TOGETHER_BYTES
 from ficco.problems.products import Problem
 from ficco.runtime.program import compile
@@ -22,9 +22,10 @@ from ficco.tools.tune.communication import launches
 from ficco.tools.tune.effort import GPU
 
 
-def runs(name: str, problem: Problem = PROBLEM) -> list[tuple[str, ...]]:
+def runs(name: str, problem: Problem = PROBLEM, batched: float = 0) -> list[tuple[str, ...]]:
     one = plan(problem, Schedule.parse(name), 1)
-    return [tuple(one.steps[i].label for i in run) for run in together(one) if len(run) > 1]
+    joined = [run for run in together(one, batched) if len(run) > 1]
+    return [tuple(one.steps[i].label for i in run) for run in joined]
 
 
 def test_one_piece_for_every_peer_goes_at_once() -> None:
@@ -58,13 +59,46 @@ def test_what_does_not_go_together() -> None:
     assert max(map(len, runs(same)), default=0) <= 2
 
 
+def test_copies_by_engines_go_together_up_to_a_size() -> None:
+    """Blocks of 16 rows of 64 bytes, or less, to different peers."""
+    pieces = [tuple(f"1.{piece}>{peer}" for peer in (0, 3, 2)) for piece in (0, 1)]
+    assert runs("hetero-fused-1d:pieces=2", batched=512) == pieces
+    assert runs("hetero-fused-1d:pieces=2", batched=511) == []
+    (several,) = runs("serial", replace(SUMMED, rows=(16, 8, 4, 36)), 1e9)  # of other sizes
+    assert len(several) == 3
+    for name in ("uniform-fused-2d:pieces=2", "shard-overlap:pull", "shard-overlap:copy=3"):
+        assert runs(name, batched=1e9) == [], name
+    assert runs("growing:kernel", batched=1e9) == runs("growing:kernel")
+
+
+def test_copies_that_depend_on_their_order_stay_apart() -> None:
+    def joined(*ends: tuple[str, int, int], lane: str = "copy0") -> bool:
+        """Of two copies on rank 0, between buffers of ranks, from a row on."""
+        one, to_one, two, to_two = (Region(name, r, row, row + 4, 0, 1) for name, r, row in ends)
+        steps = (Step(Transfer(*pair), lane, "") for pair in ((one, to_one), (two, to_two)))
+        return together(own_plan(*steps, problem=problem_of(*[100] * 3)), 16) == ((0, 1),)
+
+    sent = ("a", 0, 0), ("staging", 1, 0)
+    received = ("a", 1, 0), ("staging", 0, 8)
+    assert joined(*sent, ("a", 0, 0), ("staging", 2, 0))
+    # The caller's stream may be the legacy stream, which takes no batch.
+    assert not joined(*sent, ("a", 0, 0), ("staging", 2, 0), lane="compute0")
+    assert joined(*received, ("a", 2, 0), ("staging", 0, 4))
+    assert joined(*received, ("staging", 0, 12), ("staging", 2, 0))
+    # The second reads a row that the first writes, writes a row of it, or overwrites its source.
+    assert not joined(*received, ("staging", 0, 11), ("staging", 2, 0))
+    assert not joined(*received, ("a", 2, 0), ("staging", 0, 5))
+    assert not joined(*sent, ("a", 2, 0), ("a", 0, 3))
+
+
 @pytest.mark.parametrize("problem", [PROBLEM, SUMMED, SENT, TURNED, TAKEN])
 def test_every_step_once_and_in_order(problem: Problem) -> None:
     schedules = [Schedule.parse(name) for name in served(problem)]
     schedules += [replace(one, mover="kernel") for one in schedules if one.grouping != "tiled"]
     for schedule in schedules:
         one = plan(problem, schedule, 2)
-        found = together(one)
+        engines = schedule.mover == "dma"
+        found = together(one, 1e9 * engines)
         assert sorted(i for run in found for i in run) == list(range(len(one.steps)))
         assert [run[0] for run in found] == sorted(run[0] for run in found)
         for run in found:
@@ -75,7 +109,8 @@ def test_every_step_once_and_in_order(problem: Problem) -> None:
             if len(run) > 1:
                 assert steps[0].copy is not None
                 works = [step.work for step in steps]
-                assert all(isinstance(w, Transfer) and w.mover == "kernel" for w in works)
+                assert all(isinstance(w, Transfer) and w.mover == schedule.mover for w in works)
+                assert not engines or {step.lane[:4] for step in steps} == {"copy"}
                 assert not any(s.waits or s.clears for s in steps[1:])
                 assert all(set(s.after) <= set(steps[0].after) for s in steps)
 
@@ -84,7 +119,7 @@ def test_what_goes_together_is_enqueued_once_and_posted_behind_it() -> None:
     one = plan(PROBLEM, Schedule.parse("growing:kernel"), 1)
     (run,) = (run for run in together(one) if len(run) > 1)
     engine = mock.MagicMock()
-    compile(one, engine, None, trace=True)
+    compile(one, engine, None, timed=True)
     verbs = [verb for verb, *_ in engine.mock_calls]
     assert verbs.count("copies") == 1 and "copy" not in verbs
     at, stamps = verbs.index("copies"), len(run)

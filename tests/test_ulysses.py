@@ -153,8 +153,8 @@ CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
             "never waited for",
         ),
         # What travels there.
-        (CALL, moved("q", "src", **UP), "another block|another piece|other rows"),
-        (CALL, moved("q", "dst", **UP), "another piece|nobody has written|gates other rows"),
+        (CALL, moved("q", "src", **UP), "another block|another piece|out copied rows"),
+        (CALL, moved("q", "dst", **UP), "another piece|nobody has written|out copied rows"),
         (CALL, moved("q", "dst", **COLS), "another piece|nobody has written"),
         (CALL, moved("k", "dst", rank=-2), "another block|another piece|nobody|may still"),
         (CALL, moved("v", "src", col=1), "different sizes"),
@@ -163,7 +163,7 @@ CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
         # What travels back.
         (CALL, moved("out heads", "src", **COLS), "puts rows|another piece|other|leaves"),
         (CALL, moved("out heads", "src", "place", **COLS), "puts rows where others belong"),
-        (CALL, moved("out heads", "dst", **UP), "another piece|gates other rows|nobody"),
+        (CALL, moved("out heads", "dst", **UP), "another piece|out copied rows|nobody"),
         (CALL, moved("returned out", "dst", "place", **UP), "twice|elements|another piece|nobody"),
         (CALL, without("after", "out heads>"), "may read before it is written"),
         (CALL, without("waits", "returned"), "never waited for"),

@@ -24,7 +24,11 @@ from ficco.tools.bench.frames import markdown
 #: By class, who gives a key its value, in the words of the page. Keys that hold a block are left
 #: out: the block's own keys say it.
 FROM: dict[str, dict[str, str]] = {
-    "Machine": {"asked": "name accelerator ranks", "by hand": "also margin"},
+    "Machine": {
+        "asked": "name accelerator ranks",
+        "by hand": "also margin",
+        "self-test": "batched_copies",
+    },
     "Topology": {"measured": "kind bandwidth sharing"},
     "Network": {"fitted": "bandwidth latency", "measured": "sharing"},
     "Copies": {"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from benchmarks.transformers_step import ROWS
 from ficco.errors import ConfigError
 from ficco.tools.bench.frames import (
     ATTENTION,
@@ -85,6 +86,12 @@ def _ways(ours: str, baseline: str, operator: str = "") -> Gains:
     return gains
 
 
+def _step(rows: pd.DataFrame) -> pd.Series:
+    """Gains of a training step with ficco's plan over Transformers' own."""
+    steps = rows[rows["case"].str.startswith("training step")].set_index("way")["ms"]
+    return pd.Series([steps["stock"] / steps["ficco"]])
+
+
 def _auto(mode: str, ratio: str) -> Gains:
     """Gains of ``auto`` in a mode: the column ``speedup`` or ``vs_pytorch``."""
     return lambda rows: lines(rows, mode)["auto", ratio].dropna()
@@ -119,6 +126,13 @@ CLAIMS = (
         "attention-h100-2",
         ATTENTION,
         _ways("(ficco|auto)$", "all-gather, attention", "all_gather_attention"),
+    ),
+    Claim(
+        "training step of a Llama, four layers",
+        "Transformers' tensor parallelism",
+        "transformers-h200-2",
+        ROWS,
+        _step,
     ),
     Claim(
         "rowwise float8 all-gather + GEMM, 8 shapes",

@@ -1,12 +1,11 @@
-"""Puts what committed results say of the FiCCO paper's claims into a page.
+"""Puts what committed results say of the FiCCO paper's claims into pages.
 
-python -m docs.make.reproduced [docs/paper.md]
+python -m docs.make.reproduced
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import nan
@@ -29,7 +28,7 @@ from ficco.tools.bench.report import geomean, measured
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS, SIMULATED = DOCS / "results", DOCS / "results/mi300x-simulated.md"
 
-#: All-gathers in which the paper's schedules were timed.
+#: Results of all-gathers that timed the paper's schedules.
 GATHERS = tuple(
     f"{shapes}-{place}"
     for place in ("h200-4", "h200-2", "h100-2")
@@ -133,7 +132,7 @@ def rule_table() -> str:
         cells.setdefault((one.bench, one.operator), {})[one.mode] = one
     rows = [
         [
-            f"[{bench}](results/{bench}.md#what-auto-loses-recomputed)",
+            f"[{bench}]({bench}.md#what-auto-loses-recomputed)",
             f"`{operator}`",
             modes["queued"].shapes,
             *(cell for mode in ("queued", "idle") for cell in _cells(modes[mode])),
@@ -252,7 +251,7 @@ def claims() -> list[Claim]:
             "on all 16 shapes; on 81 % of 16 others, losing 14 % elsewhere",
             f"of the paper's own schedules on {taken.sum()} of {len(taken)} shapes; of all that "
             f"ficco has on {by_mode['queued']}, and {by_mode['idle']} where the GPU waits",
-            "[12 to 16 of 16](choosing.md#the-papers-rule)",
+            "[12 to 16 of 16](results/choosing.md#readings-of-the-papers-rule)",
             "**no**",
         ),
         Claim(
@@ -334,18 +333,22 @@ def _simulated() -> dict[str, str]:
     return dict(rows)
 
 
-def tables() -> dict[str, str]:
-    """The tables of the page, by the markers that they stand between."""
+def tables() -> dict[tuple[str, str], str]:
+    """The tables, by the page and the markers that they stand between."""
     heads = ("claim", "paper, 8 MI300X", "measured, NVIDIA", "simulated, 8 MI300X", "verdict")
-    return {"claims": markdown(heads, claims()), "speeds": speed_table(), "rule": rule_table()}
+    return {
+        ("paper.md", "claims"): markdown(heads, claims()),
+        ("paper.md", "speeds"): speed_table(),
+        ("results/choosing.md", "rule"): rule_table(),
+    }
 
 
-def main(words: Sequence[str]) -> None:
-    page = Path(words[0] if words else "docs/paper.md")
-    for name, text in tables().items():
-        put_between(page, name, text)
-    print(f"wrote {page}")
+def main() -> None:
+    for (name, marker), text in tables().items():
+        page = Path("docs", name)
+        put_between(page, marker, text)
+        print(f"wrote {page}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

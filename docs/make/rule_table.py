@@ -1,6 +1,6 @@
 """Write the choices of the paper's rule for its Table I between the markers of a page.
 
-python -m docs.make.rule_table [docs/choosing.md]
+python -m docs.make.rule_table [docs/results/choosing.md]
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rule_table(machine: Machine, cases: Sequence[Case]) -> str:
     body.append((f"**within {HIT:.0%} of the fastest**", "", "", *hits, ""))
     body.append(("**mean loss**", "", "", *means, ""))
     return (
-        f"Simulated on `{machine.name}`; in brackets what is lost to the fastest of the four. "
+        f"Simulated on `{machine.name}`; in brackets the loss against the fastest of the four. "
         f"Literal thresholds: {at_its_word.low:.3g} and {at_its_word.high:.3g} operations, "
         f"the card's peak per second taken as a number. Fitted to the simulated times of this "
         f"table: {fitted.low:.2g} and {fitted.high:.2g} operations of a rank.\n\n"
@@ -106,4 +106,4 @@ def main(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/choosing.md"))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/choosing.md"))

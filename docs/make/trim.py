@@ -2,7 +2,7 @@
 
     python -m docs.make.trim
 
-A table of a bench loses its quartiles, and columns in which no row has a value of its own. A
+A table of a bench loses its quartiles, and optional columns that only have their default value. A
 picture gets a palette. A bench keeps its picture of shares; `ficco plot FILE.csv` draws
 its picture of speed-ups from the table. Rows, digits and the figures of pages stay.
 """

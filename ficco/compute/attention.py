@@ -247,25 +247,25 @@ def serves_several(heads: Heads, documents: Documents) -> bool:
     return short or not _cudnn_serves(heads, documents.band)
 
 
-_made: dict[tuple[Documents, torch.device], Bounds] = {}
+_bounds_by_key: dict[tuple[Documents, torch.device], Bounds] = {}
 
 
 def bounds_on(documents: Documents, device: torch.device) -> Bounds | None:
     """Starts of documents on a device; None in a capture before the first copy. The copy runs on a
     separate stream, so that the host does not wait for work that waits for peers."""
     key = documents, device
-    if key not in _made:
+    if key not in _bounds_by_key:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
-        if len(_made) >= MOST_BOUNDS:
-            del _made[next(iter(_made))]
+        if len(_bounds_by_key) >= MOST_BOUNDS:
+            del _bounds_by_key[next(iter(_bounds_by_key))]
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.cuda.stream(side):
             queries, keys = (
                 torch.tensor(ends, dtype=torch.int32, device=device) for ends in documents.bounds
             )
-        _made[key] = queries, keys
-    return _made[key]
+        _bounds_by_key[key] = queries, keys
+    return _bounds_by_key[key]
 
 
 def attention(
@@ -393,7 +393,7 @@ def _window(rectangle: Rectangle) -> dict[str, int | None]:
 def flash_of_several(
     heads: Heads, documents: Documents, bounds: Bounds, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By one call for documents of different lengths."""
+    """Attention by one call for documents of different lengths."""
     band, longest = documents.band, documents.longest
     q, k, v = (one[0].transpose(0, 1) for one in _within(heads, band))
     mean, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -402,11 +402,11 @@ def flash_of_several(
     return mean.transpose(0, 1)[None], lse[None]
 
 
-# Their backwards.
+# Backward.
 
 
 def backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
-    """The gradients of the operands of one call, whose result is a part of that of all keys."""
+    """Gradients of the operands of one call. ``of``: the result over the keys of all calls."""
     if heads.q.device.type == "cpu":
         return _backward_on_cpu(heads, of, rectangle, scale)
     if _cudnn_serves(heads, rectangle):

@@ -155,19 +155,19 @@ class CublasLt:
         algorithm, count = _Heuristic(), c_int()
         with ExitStack() as held:
             try:
-                description = self._made(
+                description = self._create(
                     held, "cublasLtMatmulDesc", c_int(_COMPUTE_FLOAT32), c_int(_FLOAT32)
                 )
                 self._set("cublasLtMatmulDesc", description, _TRANSPOSE_A, c_int(int(transposed)))
                 pitches = of_b, of_a, of_c, of_out
                 layouts = tuple(
-                    self._made(
+                    self._create(
                         held, "cublasLtMatrixLayout", kind, *map(c_uint64, sizes), c_int64(pitch)
                     )
                     for sizes, pitch in zip(shapes, pitches, strict=True)
                 )
                 with ExitStack() as during:
-                    preference = self._made(during, "cublasLtMatmulPreference")
+                    preference = self._create(during, "cublasLtMatmulPreference")
                     wishes: list[tuple[int, Any]] = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
                     if exact:
                         wishes.append((_REDUCTIONS, c_uint32(_IN_FLOAT32)))
@@ -190,7 +190,7 @@ class CublasLt:
                 return None
             return _Planned(held.pop_all(), description, layouts, algorithm)
 
-    def _made(self, held: ExitStack, kind: str, *arguments: Any) -> c_void_p:
+    def _create(self, held: ExitStack, kind: str, *arguments: Any) -> c_void_p:
         """An object of the library, which ``held`` gives back."""
         handle = c_void_p()
         self._call(f"{kind}Create", byref(handle), *arguments)

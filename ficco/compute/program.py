@@ -151,6 +151,8 @@ class Program:
         ops: lane and operation, in enqueue order.
         source: symmetric memory and offset of the caller's shard, if peers read it in place.
         number: see :meth:`Slot.number`.
+        batched: bytes of the largest copies of which the engine submits several at once; 0: none.
+        siblings: the programs of the same kind of call, by slot, this one among them.
     """
 
     plan: Plan
@@ -158,7 +160,9 @@ class Program:
     ops: list[tuple[str, Op]]
     source: tuple[Symmetric, int] | None = None
     number: int = 0
+    batched: float = 0
     state: dict[Any, Any] = field(default_factory=dict)
+    siblings: Mapping[int, Program] = field(default_factory=dict, repr=False)
 
     def clear(self) -> None:
         """Drop all references to the slot's memory."""

@@ -74,13 +74,13 @@ def spans(plan: Plan, region: Region, count: int, stride: int) -> Callable[[Fill
         return of_blocks
     after_begins, after_ends = every(first + 1), every(last + 1)
 
-    def found(at: Filled) -> Spans:
+    def spans_at(at: Filled) -> Spans:
         starts = at.starts[name][rank]
         begin = np.minimum(starts[begins] + row, starts[after_begins])
         end = np.minimum(starts[ends] + stop, starts[after_ends]) if stop else starts[ends]
         return Spans(begin, end)
 
-    return found
+    return spans_at
 
 
 def moves(plan: Plan, transfer: Transfer) -> Callable[[Filled], Moves]:

@@ -106,11 +106,12 @@ WAYS: dict[str, dict[str, dict[str, str]]] = {
             "kernel": "a kernel of ficco's that polls uncached memory",
         },
         # How contiguous bytes are copied between devices. "nocu" requires the copy engines and
-        # excludes kernels.
+        # excludes kernels. "batch" submits neighbouring copies of a lane by one call.
         "copy": {
             "dtod": "hipMemcpyDtoDAsync",
             "peer": "hipMemcpyPeerAsync",
             "nocu": "hipMemcpyAsync without compute units",
+            "batch": "hipMemcpyBatchAsync",
         },
         # The allocator of symmetric memory.
         "memory": {"torch": "PyTorch's", "ipc": "its own"},

@@ -639,7 +639,7 @@ class CpuEngine(Engine):
         self._end(program, call)
 
     def _alone(self, program: Program, call: Call) -> None:
-        """Run a call of one lane without the means by which lanes stop each other."""
+        """Run a call of one lane, without the events that synchronize and stop lanes."""
         call.state = SoleLane(self.timeout_s)
         for _, op in program.ops:
             op(call)
@@ -779,7 +779,7 @@ class CpuEngine(Engine):
         return Capabilities(
             engine="cpu",
             post="sem_post on a process-shared POSIX semaphore in the waiter's memory",
-            wait="sem_wait with a time limit; POSIX orders memory around both (XBD 4.12)",
+            wait="sem_wait with a time limit; POSIX orders memory around both (POSIX.1-2017, 4.12)",
             copy="memmove by a thread per lane, one per row where rows are not adjacent; it shares "
             "the cores and the memory bandwidth with the products. Operands whose rows are "
             "strided inside are copied by PyTorch",

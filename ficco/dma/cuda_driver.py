@@ -385,7 +385,7 @@ class CudaDriver(Driver):
 
         return copy
 
-    def copies(self, ranks: tuple[int, int]) -> Copies:
+    def copies(self, ranks: tuple[int, int], batched: float = 0.0) -> Copies:
         one_by_one = super().copies(ranks)
         # Copies within a device are kernels in any case, and may use the legacy default stream,
         # which accepts no batch.

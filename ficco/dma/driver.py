@@ -130,7 +130,7 @@ Copies = Callable[[Numbers, Numbers, Numbers, Any], None]
 #: Bytes of a signal word.
 WORD = 4
 #: Priorities of streams: above products, equal to products, and below both. Streams of a priority
-#: may share hardware queues, in which a stream that waits delays the work enqueued after it.
+#: may share a hardware queue. A waiting stream then delays the work enqueued after it.
 URGENT, PLAIN, RESCUE = -1, 0, 1
 
 
@@ -406,8 +406,14 @@ class Driver(ABC):
         """A function (source, stream) that copies bytes to ``dst``. ``ranks`` are the receiving and
         the sending rank; None for a signal."""
 
-    def copies(self, ranks: tuple[int, int]) -> Copies:
-        """A function of destinations, sources, sizes and stream: many copies, in any order."""
+    def batched(self, measured: float) -> tuple[float, str]:
+        """See :meth:`Engine.batched`, and a warning if this runtime has no such submission.
+        ``measured``: :attr:`ficco.machine.Machine.batched_copies`."""
+        return 0.0, ""
+
+    def copies(self, ranks: tuple[int, int], batched: float = 0.0) -> Copies:
+        """A function of destinations, sources, sizes and stream: many copies, in any order.
+        ``batched``: :attr:`Program.batched`."""
 
         def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
             columns = (numbers.tolist() for numbers in (dst, src, sizes))
@@ -515,7 +521,7 @@ class Driver(ABC):
 
 
 class _Bytes:
-    """Memory of a GPU with the interface by which PyTorch wraps memory of other libraries."""
+    """GPU memory with ``__cuda_array_interface__``, so that PyTorch can wrap it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         extent = {"data": (address, False), "shape": (nbytes,)}

@@ -21,7 +21,7 @@ from ficco.dma import collectives
 from ficco.dma.host import Hosts
 from ficco.dma.patience import DEFAULT_S
 from ficco.errors import BackendError, SignalTimeout
-from ficco.machine import Fingerprint
+from ficco.machine import Fingerprint, Machine
 from ficco.plan import Applied, Attending, Plan, Product, Reduction, Signal, Transfer
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule
@@ -257,6 +257,11 @@ class Engine(ABC):
     def join(self, program: Program, step: int, earlier: int) -> Op | None:
         """Let the step's lane wait for a recorded step of another lane of this rank."""
 
+    def batched(self, machine: Machine | None) -> float:
+        """Bytes of the largest copies of which this engine submits several at once, on a machine;
+        0: none."""
+        return 0.0
+
     @abstractmethod
     def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy a region between ranks."""
@@ -368,7 +373,7 @@ class Engine(ABC):
 
     @abstractmethod
     def spans(self, program: Program, call: Call) -> list[Span]:
-        """Start and end of the steps of a traced call. Waits for the call."""
+        """Start and end of the steps of a timed call. Waits for the call."""
 
     def capturing(self) -> int:
         """Identifier of the current graph capture, 0 outside of captures."""

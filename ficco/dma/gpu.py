@@ -39,6 +39,7 @@ from ficco.dma.driver import (
     Lanes,
     Mechanisms,
     MemOp,
+    Recording,
     Stream,
     drained,
 )
@@ -53,6 +54,7 @@ from ficco.dma.lane_ops import (
     Replays,
     Run,
     by_launches,
+    copied_together,
     enqueue,
     enqueue_beside,
     enqueue_first,
@@ -75,6 +77,7 @@ from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
+from ficco.machine import Machine
 from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED
@@ -266,10 +269,19 @@ class GpuEngine(WatchedEngine):
 
     # Copies.
 
+    def batched(self, machine: Machine | None) -> float:
+        most, warning = self.driver.batched(machine.batched_copies if machine is not None else 0)
+        if warning and self.rank == 0:
+            warn_once(warning)
+        return most
+
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
+        if len(steps) > 1 and transfers[0].mover == "dma":  # columns of one copy go by the kernel
+            apart = super().copies(program, steps)
+            return copied_together(program, lane, transfers, self.driver, apart)
         targets = [places.place(transfer.dst) for transfer in transfers]
         sources = [places.source(transfer.src) for transfer in transfers]
         width, height = places.size(transfers[0].src)
@@ -331,7 +343,7 @@ class GpuEngine(WatchedEngine):
         source, target = places.row(src), places.row(dst)
         pitch, _ = places.size(dst)
         rows_of = moves(program.plan, transfer)
-        copies = self.driver.copies((dst.rank, src.rank))
+        copies = self.driver.copies((dst.rank, src.rank), program.batched)
         if dst.rank == src.rank and self.keeps_made and not pitch % 16:
             kernels = self._kernels_or_none
             copies = kernels.copy_runs if kernels else copies
@@ -628,10 +640,12 @@ class GpuEngine(WatchedEngine):
 
     def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
         """Enqueue a call on the caller's stream ``raw``."""
-        slot, flight = program.slot, self._begin(program, call, raw)
-        replays = run.recordable and self.replays and self.replayed.possible and call.filled is None
-        body = partial(self._replay_or_enqueue, raw) if replays and flight else enqueue
-        self._carry_out(run, call, slot, flight, body)
+        slot, recording = program.slot, None
+        eager = run.recordable and slot is not None and not slot.captured
+        if eager and self.replays and self.replayed.possible and call.filled is None:
+            recording = self.replayed.find(program, call, raw)
+        flight = self._begin(program, call, raw)
+        self._carry_out(run, call, slot, flight, enqueue, recording)
 
     def _enter(self, program: Program, call: Call) -> tuple[Run, int]:
         """Prepare the lanes of a call; return its program and the caller's raw stream."""
@@ -647,17 +661,6 @@ class GpuEngine(WatchedEngine):
         run = program.state.get("run") or self._run(program)
         return run, key[0]
 
-    def _replay_or_enqueue(self, raw: int, run: Run, call: Call) -> None:
-        """Enqueue the body of a call, from its recording if there is one, else step by step."""
-        recorded, rest = run.parts or (run, None)
-        recording = self.replayed.find(recorded, call, raw)
-        if recording is None:
-            enqueue(run, call)
-        elif rest is None:
-            recording.replay(call.state["compute0"])
-        else:
-            enqueue_beside(recording, rest, call)
-
     def _carry_out(
         self,
         run: Run,
@@ -665,37 +668,36 @@ class GpuEngine(WatchedEngine):
         slot: Slot | None,
         flight: Flight | None,
         body: Callable[[Run, Call], None],
+        recording: Recording | None = None,
     ) -> None:
-        """Enqueue the body of a call, or the rest of the body, and its tail."""
+        """Enqueue the body of a call, or the rest of the body, and its tail. ``recording``: of the
+        body, or of its part that a recording may hold."""
         if slot is None:
             return body(run, call)
         state: SlotState = slot.state
         try:
-            if isinstance(state.watch, Watch):
-                return self._watched_by_words(run, call, slot, state, body)
-            assert flight is not None
-            self._watched_by_events(run, call, state, body)
-            # The caller's stream does not wait for the tail.
-            state.watch.end(flight, call.state["sync" if run.tail else "compute0"])
+            if flight is None:
+                return self._enqueue_with_words(run, call, slot, state, body)
+            lanes, end = call.state, "compute0"
+            if recording is None:
+                body(run, call)
+            elif run.parts is None:
+                recording.replay(lanes["compute0"])
+            else:
+                enqueue_beside(recording, run.parts[1], call)
+            if run.tail:
+                end = "sync"  # the caller's stream does not wait for the tail
+                state.over.record(lanes["compute0"])
+                state.over.hold(lanes[end])
+                for op in run.tail:
+                    op(call)
+            flight.end(lanes[end])
             state.retired = flight.after
         except BaseException:
             self._abort(run, call, slot, flight)
             raise
 
-    def _watched_by_events(
-        self, run: Run, call: Call, state: SlotState, body: Callable[[Run, Call], None]
-    ) -> None:
-        """Enqueue the body of a call, then its tail on lane ``sync``. The caller tells the watchdog
-        when the call ends."""
-        lanes = call.state
-        body(run, call)
-        if run.tail:
-            state.over.record(lanes["compute0"])
-            state.over.hold(lanes["sync"])
-            for op in run.tail:
-                op(call)
-
-    def _watched_by_words(
+    def _enqueue_with_words(
         self, run: Run, call: Call, slot: Slot, state: SlotState, body: Callable[[Run, Call], None]
     ) -> None:
         """Enqueue a call that writes its begin and end to words for the watchdog. If a graph

@@ -18,6 +18,7 @@ from typing import Any
 
 from ficco.dma.driver import drained
 from ficco.errors import BackendError
+from ficco.hip_kernels.launch import Numbers
 
 try:
     from hip import HIP_VERSION_TUPLE, hip
@@ -28,6 +29,11 @@ except ImportError as error:
 
 #: The oldest HIP that has all functions, from ROCm 7.2; also the oldest that hip-python may bind.
 OLDEST = 7, 2
+#: The oldest HIP whose hipMemcpyBatchAsync submits several copies at once, as RCCL requires it
+#: (``rocmwrap.h``). HIP 7.2 makes one copy after the other and refuses attributes (ROCm/clr #273).
+BATCHES_SINCE = 7, 12
+#: Copies of one call. ROCm 7.15 aborted with more than 8192 (vllm-project/vllm #43018).
+MAX_BATCH = 4096
 
 _EQUAL = int(hip.hipStreamWaitValueEq)
 # 3 is hipDeviceMallocUncached, which the binding does not name.
@@ -161,9 +167,9 @@ def _version() -> tuple[int, int]:
 
 def _check_version(*version: int) -> None:
     """Refuse a library, or a binding, of an unsupported version."""
-    binds, oldest = HIP_VERSION_TUPLE[:2], _dotted(OLDEST)
+    binds, oldest = HIP_VERSION_TUPLE[:2], dotted(OLDEST)
     if binds < OLDEST:
-        why = f"the installed hip-python binds HIP {_dotted(binds)}, ficco needs {oldest} or later"
+        why = f"the installed hip-python binds HIP {dotted(binds)}, ficco needs {oldest} or later"
         remedy = "pip install 'hip-python>=7.2,<11'"
     elif not any(version):
         why = f"the library does not tell its version, ficco needs HIP {oldest} or later"
@@ -176,10 +182,11 @@ def _check_version(*version: int) -> None:
         remedy = f"install ROCm 7.2 or a later one of HIP {binds[0]}, and a PyTorch built for it"
     else:
         return
-    raise BackendError("hipRuntimeGetVersion", f"HIP {_dotted(version)}", f"{why}; {remedy}")
+    raise BackendError("hipRuntimeGetVersion", f"HIP {dotted(version)}", f"{why}; {remedy}")
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
+    """A version as text."""
     return ".".join(map(str, version))
 
 
@@ -203,7 +210,7 @@ def _only_library() -> None:
 
 def runtime_version() -> str:
     """Version of the library, for example ``7.2``."""
-    return _dotted(_version())
+    return dotted(_version())
 
 
 def attribute(name: str, device: int) -> int:
@@ -329,7 +336,7 @@ class Event:
 @cache
 def _plain(name: str) -> Any:
     """A function of the library that both bindings wrap incorrectly: one passes an uninitialized
-    mode, the other reads an uninitialized status after an error."""
+    mode, one reads an uninitialized status after an error, one takes no array of sizes."""
     return getattr(ctypes.CDLL(_loaded().pop()), name)
 
 
@@ -396,6 +403,33 @@ def try_capture(stream: Any, address: int) -> bool:
             calls.hipGraphDestroy(calls.hipStreamEndCapture(stream))
 
     return bool(tried(capture))
+
+
+def batches() -> bool:
+    """Whether :func:`copy_batch` submits several copies at once."""
+    return _version() >= BATCHES_SINCE
+
+
+@cache
+def _attributes() -> Any:
+    """Attributes of the copies of a batch: sources are read in stream order, and copy engines are
+    preferred. RCCL passes the same."""
+    attributes = hip.hipMemcpyAttributes()
+    attributes.srcAccessOrder = hip.hipMemcpySrcAccessOrder.hipMemcpySrcAccessOrderStream
+    attributes.flags = int(hip.hipMemcpyFlags.hipMemcpyFlagPreferOverlapWithCompute)
+    return attributes
+
+
+def copy_batch(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+    """Copy between devices, in any order within the batch, in stream order as a whole. Through
+    ctypes: both bindings pass a single size. Sizes must not be 0."""
+    size, attributes = ctypes.c_size_t, _attributes().as_c_void_p()
+    for first in range(0, len(sizes), MAX_BATCH):
+        parts = [numbers[first : first + MAX_BATCH] for numbers in (dst, src, sizes)]
+        arrays = [ctypes.c_void_p(part.ctypes.data) for part in parts]
+        count, zero = size(len(parts[0])), size(0)  # the attributes hold from copy 0 on
+        more = attributes, ctypes.byref(zero), size(1), None, stream.as_c_void_p()
+        _call_plain("hipMemcpyBatchAsync", *arrays, count, *more)
 
 
 def fill(address: int, nbytes: int, stream: Any) -> None:

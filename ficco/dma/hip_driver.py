@@ -7,15 +7,13 @@ waits, copies and so on. The ranks determine together which of them the machine 
 call. It is not used: its documentation promises no order among its operations, and until July 2026
 AMD's runtime executed them concurrently (ROCm/rocm-systems #8911 says so).
 
-``hipMemcpyBatchAsync`` would enqueue many copies by one call, but hip-python 7.2 takes no sizes for
-it, only addresses: copies are enqueued one by one.
-
 Written without an AMD card. ``docs/amd.md`` lists the tests and the machines they ran on.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +28,12 @@ from ficco.compute.tiled.portable import TritonKernel, lacking
 from ficco.compute.tiled.products import TiledProducts
 from ficco.dma import WAYS, selected, variable
 from ficco.dma import hip_api as hip
-from ficco.dma.driver import WAIT_32, WORD, Driver, Mechanisms, MemOp, StreamEngine
+from ficco.dma.driver import WAIT_32, WORD, Copies, Driver, Mechanisms, MemOp, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Hosts, Meeting
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
-from ficco.hip_kernels.launch import Kernels, Packed
+from ficco.hip_kernels.launch import Kernels, Numbers, Packed
 from ficco.problems.products import Problem
 
 #: Requirements of each signal mechanism.
@@ -167,10 +165,17 @@ class HipDriver(Driver):
             wait=names["signals"][mechanism]
             + ("" if kernels else f", by {by} (GPU_STREAMOPS_CP_WAIT)")
             + "; relies on a peer's word arriving after the copy before it",
-            copy=f"{names['copy'][self._copy]} in memory of {names['memory'][memory]}, "
+            copy=f"{self._copies_by()} in memory of {names['memory'][memory]}, "
             f"columns by {columns}, ends told by {names['events'][events]}; "
             f"HIP {hip.runtime_version()}",
         )
+
+    def _copies_by(self) -> str:
+        """Description of the calls that copy between devices."""
+        names, (_, warning) = WAYS[self.name]["copy"], self.batched(0.0)
+        if warning:
+            return f"{names['dtod']}, for want of {names['batch']}"
+        return names[self._copy]
 
     def _uncaptured(self, engine: StreamEngine, word: int) -> str:
         """Why graphs do not capture stream writes, and so waits; empty if they do. Until July 2026
@@ -309,6 +314,34 @@ class HipDriver(Driver):
         return hip.Event()
 
     # Words and copies.
+
+    def batched(self, measured: float) -> tuple[float, str]:
+        chosen = self._selected.get("copy")
+        most = math.inf if chosen == "batch" else measured if chosen is None else 0.0
+        if not most or hip.batches():
+            return most, ""
+        key = (
+            f"{variable(self.name)}=copy=batch" if chosen else "batched_copies in the machine file"
+        )
+        return 0.0, (
+            f"{key}: required HIP {hip.dotted(hip.BATCHES_SINCE)} or later, whose "
+            f"hipMemcpyBatchAsync submits several copies at once, got HIP {hip.runtime_version()}; "
+            "copies are submitted one by one. Update ROCm, or leave the key out"
+        )
+
+    def copies(self, ranks: tuple[int, int], batched: float = 0.0) -> Copies:
+        one_by_one = super().copies(ranks)
+        if ranks[0] == ranks[1] or not batched:
+            return one_by_one
+
+        def copies(dst: Numbers, src: Numbers, sizes: Numbers, stream: Any) -> None:
+            # The legacy stream, which may be the caller's, takes no batch.
+            if len(sizes) > 1 and sizes.max() <= batched and not stream.is_ptr_null:
+                hip.copy_batch(dst, src, sizes, stream)
+            else:
+                one_by_one(dst, src, sizes, stream)
+
+        return copies
 
     def copy(
         self, dst: int, nbytes: int, ranks: tuple[int, int] | None = None

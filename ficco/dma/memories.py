@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import (
     _register_process_group,
     _SymmetricMemory,
@@ -52,8 +51,9 @@ _names = itertools.count()  # for names of groups, unique within a process
 
 def symmetric(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate memory that peers can map in a rendezvous."""
+    # PyTorch's Python function would import sympy, which takes more than a second.
     with _filling:
-        return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        return _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
 
 
 class Renumbered(dist.Store):

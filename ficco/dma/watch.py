@@ -103,6 +103,11 @@ class Flight:
     serial: int = 0
     whole: bool = False
 
+    def end(self, stream: Any) -> None:
+        """Record the end of the call after all work that the stream has now."""
+        self.after.record(stream)
+        self.whole = True
+
     def over(self) -> bool:
         return self.whole and self.after.over()
 
@@ -132,11 +137,6 @@ class Flights:
             flight.before.record(stream)
             self._flying.setdefault(key, deque()).append(flight)
         return flight
-
-    def end(self, flight: Flight, stream: Any) -> None:
-        """Record the end of a call after all work that the stream has now."""
-        flight.after.record(stream)
-        flight.whole = True
 
     def drop(self, flight: Flight) -> None:
         """Remove an aborted call, so that it is not waited for."""

@@ -169,7 +169,7 @@ def decide(
     offers: tuple[str, ...] = ALL_OFFERS,
     predict: Predict | None = None,
 ) -> Decision:
-    """Choose the schedule.
+    """Choose the schedule of a problem, and give the reason.
 
     Args:
         problem: the problem.
@@ -178,7 +178,7 @@ def decide(
         mode: ``"eager"``, on a GPU whose host may or may not run ahead; ``"queued"``, captured in
             a graph; ``"idle"``, carried out by the caller itself (the CPU engine). For operators
             other than products, ``"eager"`` is decided as ``"queued"``.
-        offers: offers of the engine. They are used only if the machine has figures for them.
+        offers: features of the engine. They are used only if the machine has figures for them.
         predict: seconds of a problem under a schedule on a machine in a mode; None: the family's.
 
     Raises:
@@ -326,7 +326,7 @@ class Candidate:
         queued, idle: seconds if the host runs ahead, and if the GPU waits for it; None if the
             machine lacks the figures.
         share: ideal time over queued time.
-        losses: decomposition and contention loss; None if they are not known.
+        losses: decomposition and contention loss (DIL and CIL); None if they are not known.
         extra_bytes: memory besides operands and result, on rank 0.
     """
 

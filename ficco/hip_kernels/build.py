@@ -73,7 +73,7 @@ def source() -> str:
     return kernels.replace(include, (HERE / "device.h").read_text().replace("#pragma once\n", ""))
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
     default = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
     return Path(os.environ.get(FOLDER_VARIABLE) or default)
 
@@ -88,7 +88,7 @@ def compiled(target: Target, folder: Path | None = None, text: str | None = None
     Raises:
         BackendError: no compiler is installed, or none could compile them.
     """
-    folder = folder or _cache_dir() / "kernels"
+    folder = folder or cache_dir() / "kernels"
     text = text or source()
     failure, missing = None, []
     for finder in FINDERS[target.vendor]:

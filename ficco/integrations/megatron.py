@@ -16,6 +16,7 @@ import torch
 
 from ficco.integrations import client
 from ficco.nn import copied_linear, gathered_linears, reduced_linear, scattered_linear
+from ficco.runtime.counters import stays
 
 with client("megatron", "megatron-core 0.16"):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -56,7 +57,11 @@ class FiccoRowParallelLinear(RowParallelLinear):
         _check(self)
 
     def forward(self, input_: torch.Tensor) -> Any:
-        if self.explicit_expert_comm or not self.input_is_parallel or self.tp_group.size() == 1:
+        if self.explicit_expert_comm or self.tp_group.size() == 1:
+            return super().forward(input_)
+        if not self.input_is_parallel:
+            reason, remedy = "Megatron's layer splits its input", "pass input_is_parallel=True"
+            stays(self.tp_group.group_name, "all-reduce", reason, remedy)
             return super().forward(input_)
         linear = scattered_linear if self.sequence_parallel else reduced_linear
         # Without the bias: Megatron sums the gradients of such parameters over ranks by itself.

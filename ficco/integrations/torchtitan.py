@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ficco.integrations import client
 from ficco.nn import gathered_linears, scattered_linear
 from ficco.nn.plain import local_of, own_kernel
+from ficco.runtime.counters import stays
 
 with client("torchtitan", "0.3.0"):
     import spmd_types as spmd
@@ -213,6 +214,43 @@ class FiccoFeedForward(FeedForward):
         return _scattered(F.silu(gate) * up, self.w2, group)
 
 
+class _Left:
+    """Before a block of torchtitan's among the base classes: at each call its collectives are
+    counted as left, or refused within :func:`ficco.expect`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        count = partial(_count, config.collectives, config.refusal)
+        self.register_forward_pre_hook(count, with_kwargs=True)  # type: ignore[attr-defined]
+
+
+def _count(
+    collectives: tuple[str, ...], refusal: str, module: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    (x, *_) = args or kwargs.values()
+    if not torch.compiler.is_compiling() and (group := _group(x)) is not None:
+        for collective in collectives:
+            stays(group.group_name, collective, refusal, "see docs/clients/torchtitan.md")
+
+
+class _LeftAttention(_Left, GQAttention):
+    """torchtitan's own attention, counted."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        collectives: tuple[str, ...]
+        refusal: str
+
+
+class _LeftFeedForward(_Left, FeedForward):
+    """torchtitan's own feed-forward, counted."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        collectives: tuple[str, ...]
+        refusal: str
+
+
 class FiccoSelectiveAC(SelectiveAC):
     """Saves what ficco's operators return. torchtitan recomputes operators that it does not know,
     though it saves what reduce-scatters return and every other product."""
@@ -268,6 +306,15 @@ def _derived(cfg: Any, kind: Any, **parts: Any) -> Any:
     return derive(cfg, kind, sharding_config=sharding, **parts)
 
 
+def _left(cfg: Any, kind: Any, row: Any, refusal: str) -> Any:
+    """The block as torchtitan has it, with its collectives counted; the reason is logged."""
+    logger.warning("ficco: %s stays as it is: %s", type(cfg).__qualname__, refusal)
+    sharding = row.sharding_config
+    scatters = sharding is not None and sharding.out_dst_shardings == _ROWS
+    collectives = ("all-gather", "reduce-scatter") if scatters else ("all-reduce",)
+    return derive(cfg, kind.Config, collectives=collectives, refusal=refusal)
+
+
 @override(target=GQAttention.Config, exact=True, description="ficco: all-gather, wo's scatter")
 def attention(cfg: Any) -> Any:
     """Grouped-query attention between sequence shards."""
@@ -281,8 +328,7 @@ def attention(cfg: Any) -> Any:
             "out this override"
         )
     if refusal:
-        logger.warning("ficco: an attention stays as it is: %s", refusal)
-        return cfg
+        return _left(cfg, _LeftAttention, cfg.wo, refusal)
     columns = {name: _states(getattr(qkv, name)) for name in names}
     return _derived(
         cfg,
@@ -296,8 +342,7 @@ def attention(cfg: Any) -> Any:
 def feed_forward(cfg: Any) -> Any:
     """The feed-forward of a dense block between sequence shards."""
     if refusal := _refusal(cfg, "x", [cfg.w1, cfg.w3], cfg.w2):
-        logger.warning("ficco: a feed-forward stays as it is: %s", refusal)
-        return cfg
+        return _left(cfg, _LeftFeedForward, cfg.w2, refusal)
     layers = {name: _states(getattr(cfg, name)) for name in ("w1", "w2", "w3")}
     return _derived(cfg, FiccoFeedForward.Config, **layers)
 

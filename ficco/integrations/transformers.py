@@ -13,6 +13,7 @@ Parameters and checkpoints are those of Transformers' styles.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
 from ficco.nn.styles import share_inputs
+from ficco.runtime.counters import stays
 from ficco.warn import warn_once
 
 with client("transformers", "5.23"):
@@ -46,7 +48,24 @@ class _FiccoLinear:
         except (NotImplementedError, ValueError) as error:
             warn_once(f"a layer is left to Transformers' own style: {error}")
             super().install_forward(module, mesh)  # type: ignore[misc]
+            if mesh.size() > 1:
+                count = partial(_count, self, mesh.get_group().group_name, str(error))
+                module.register_forward_pre_hook(count)
             return module
+
+
+def _count(style: Any, group: str, reason: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Count the collective of a layer that is left to Transformers, or refuse it."""
+    (x, *_) = args
+    if isinstance(style, stock.RowwiseParallel):
+        collective = "all-reduce"
+    elif isinstance(style.output_layouts, Replicate) or isinstance(x, DTensor):
+        collective = "all-gather"
+    elif x.requires_grad:  # whose gradient is summed over ranks
+        collective = "all-reduce"
+    else:
+        return
+    stays(group, collective, reason, "see docs/clients/transformers.md")
 
 
 class FiccoColwise(_FiccoLinear, stock.ColwiseParallel):

@@ -36,6 +36,7 @@ def _row_parallel_linear() -> Any:
         from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
     from ficco.ops.operators import matmul_all_reduce
+    from ficco.runtime.counters import stays
 
     class FiccoReducedLinear(RowParallelLinear):
         """vLLM's layer where it is quantized, adds its bias, does not reduce or splits its input;
@@ -58,6 +59,10 @@ def _row_parallel_linear() -> Any:
 
         def forward(self, input_: torch.Tensor) -> Any:
             if self.ficco_group is None:
+                if self.tp_size > 1 and self.reduce_results:
+                    reason = "vLLM's layer is quantized, adds its bias or splits its input"
+                    name = get_tp_group().device_group.group_name
+                    stays(name, "all-reduce", reason, "see docs/clients/vllm.md")
                 return super().forward(input_)
             rows = input_.reshape(-1, input_.shape[-1])
             y = matmul_all_reduce(rows, self.weight.t(), group=self.ficco_group)
@@ -96,12 +101,14 @@ def inductor_pass(graph: torch.fx.Graph) -> None:
         collectives[done] = name
         node.replace_all_uses_with(_before(node, functional.wait_tensor.default, done))
         graph.erase_node(node)
-    replace(graph)
-    for node in [node for node in graph.nodes if node in collectives]:
-        (wait,) = node.users
-        wait.replace_all_uses_with(_before(node, own, node.args[0], collectives[node]))
-        graph.erase_node(wait)
-        graph.erase_node(node)
+    try:
+        replace(graph)
+    finally:  # also where a collective that stays is refused
+        for node in [node for node in graph.nodes if node in collectives]:
+            (wait,) = node.users
+            wait.replace_all_uses_with(_before(node, own, node.args[0], collectives[node]))
+            graph.erase_node(wait)
+            graph.erase_node(node)
 
 
 def _before(node: torch.fx.Node, target: Any, *args: Any) -> torch.fx.Node:

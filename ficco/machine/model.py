@@ -625,6 +625,8 @@ class Machine:
         thresholds: thresholds of the rule of FiCCO, section V-C.
         tuned: problems whose candidates were all measured, with the fastest.
         margin: predicted gain over serial below which serial is taken.
+        batched_copies: bytes of the longest copies of which a lane submits several to different
+            peers at once (HIP); 0: it submits each by itself.
         source: the file it was read from, for human readers. Ranks need not agree on it.
     """
 
@@ -653,6 +655,7 @@ class Machine:
     thresholds: Thresholds | None = None
     tuned: tuple[Tuned, ...] = ()
     margin: Annotated[float, Quantity(least=0)] = 0.02
+    batched_copies: Annotated[int, Quantity("B", least=0)] = 0
     source: str = field(default="", compare=False)
 
     def products(self, problem: AnyProblem) -> Gemm | None:

@@ -129,6 +129,9 @@ def reduced_linear(
     backward then needs no communication, as in DTensor, in Megatron, and in
     :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
+    if recipe is None and _infers(x, weight):
+        y = matmul_all_reduce(_rows(x), weight.t(), group=group, schedule=schedule)
+        return _biased(_with_batch(y, x), bias)
     refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
     call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
@@ -153,6 +156,10 @@ def copied_linears(
     :func:`ficco.matmul_all_reduce` for all weights. If there are several, it concatenates them and
     the gradients, which copies both.
     """
+    if recipe is None and _infers(x, *weights):
+        linear = torch.nn.functional.linear
+        outs = tuple(linear(x, weight) for weight in weights)
+        return tuple(map(_biased, outs, biases))
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
         _LOCAL,
@@ -259,6 +266,12 @@ def _with_batch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Return [..., k] as a matrix; a vector is one row."""
     return x[None] if x.dim() == 1 else x.flatten(0, -2)
+
+
+def _infers(*operands: torch.Tensor) -> bool:
+    """Whether a call needs none of the steps for gradients, compilers and other modes, which take
+    longer than the product of a single token."""
+    return not torch.is_grad_enabled() and not watched(*operands)
 
 
 def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
@@ -379,7 +392,7 @@ class _Local(NamedTuple):
 def _local(request: _Local, operands: Sequence[torch.Tensor], needs: Needs) -> Any:
     """Multiply without communication: [m, k] x [n, k] for several weights -> [m, n] for each."""
     x, *weights = operands
-    saved = x if any(needs[1:]) else None, *(weights if needs[0] else ())
+    saved = (x if any(needs[1:]) else None, *(weights if needs[0] else ()))
     if request.recipe is None:
         return tuple(x @ weight.t() for weight in weights), saved
     joined = request.recipe.product(x, _cat(weights))

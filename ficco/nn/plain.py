@@ -75,6 +75,8 @@ def own_kernel(weight: torch.Tensor) -> bool:
     if kind is nn.Parameter or kind is torch.Tensor:
         return False
     local = local_of(weight)
+    if type(local) is torch.Tensor:
+        return False
     return not isinstance(local, AsyncCollectiveTensor) and is_traceable_wrapper_subclass(local)
 
 

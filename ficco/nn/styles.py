@@ -51,6 +51,9 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
         style = self.style
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, Replicate())
+        if style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
+            weight, bias = self.local()
+            return copied_linears(x, (weight,), (bias,), group=self.group)[0]
         layout = _layout(x, style.input_layouts, self.mesh)
         dim = _sequence(x, layout)
         y = shared_output(x, self)
@@ -72,6 +75,8 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
         features = Shard(x.dim() - 1)
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, features)
+        if style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
+            return reduced_linear(x, *self.local(), group=self.group, schedule=self.schedule)
         local = _local(_redistributed(x, style.input_layouts, mesh, features))
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), mesh, Partial(), style)
@@ -96,9 +101,14 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
 class _Scheduled:
     """Adds a schedule, a recipe and ficco's layers to the PyTorch style that is the next base
-    class."""
+    class.
+
+    Attributes:
+        usual: the layouts are the style's default ones, and operands are not cast.
+    """
 
     _kind: type[_ColwiseLinear | _RowwiseLinear]
+    _layouts: tuple[Placement, Placement]
 
     def __init__(
         self,
@@ -116,6 +126,8 @@ class _Scheduled:
         )
         check_schedule(schedule)
         self.schedule, self.recipe = schedule, recipe_of(recipe)
+        layouts = input_layouts or self._layouts[0], output_layouts or self._layouts[1]
+        self.usual = layouts == self._layouts and use_local_output and self.recipe is None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
@@ -174,6 +186,7 @@ class ColwiseParallel(_Scheduled, torch_style.ColwiseParallel):
     """
 
     _kind = _ColwiseLinear
+    _layouts = Replicate(), Shard(-1)
 
 
 class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
@@ -193,6 +206,7 @@ class RowwiseParallel(_Scheduled, torch_style.RowwiseParallel):
     """
 
     _kind = _RowwiseLinear
+    _layouts = Shard(-1), Replicate()
 
 
 class PrepareModuleInput(torch_style.PrepareModuleInput):
@@ -232,16 +246,17 @@ class PrepareModuleInput(torch_style.PrepareModuleInput):
 def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: mark each input with the layers that share it.
 
-    Layers share a plain tensor if their style says that every rank has it.
+    Layers share a plain tensor, for its gradient, if their style says that every rank has it.
     """
+    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
+    if not (torch.is_grad_enabled() or any(isinstance(x, DTensor) for x in inputs)):
+        return  # a token that is decoded
     layers = [
         child
         for child in module.children()
         if isinstance(child, _ColwiseLinear) and set_before_call(child, _ColwiseLinear.forward)
     ]
-    for x in (*args, *kwargs.values()):
-        if len(layers) < 2 or not isinstance(x, torch.Tensor) or x.dim() == 0:
-            continue
+    for x in inputs if len(layers) > 1 else ():
         mesh: Any = layers[0].mesh
         placements: tuple[Placement, ...] = (Replicate(),)
         if sharded := isinstance(x, DTensor):

@@ -28,10 +28,10 @@ from ficco.problems.specification import ALIGNMENT
 from ficco.runtime.workspace import (
     CachedCall,
     Invocation,
-    Repetition,
     Workspace,
     new_kind,
     perform,
+    repeat,
     workspace_for,
 )
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
@@ -62,32 +62,27 @@ def run(
     [W, rows, columns].
     """
     rows = rows if rows is None else frozen(rows)
-    plain = out is None and scales is None and not transposed and _strided(a, b, schedule)
-    options, key, known = current(), None, None
+    options, key = current(), None
     workspace = workspace_for(group, a, LEFT[operator], operator, options)
-    if plain:
+    engine = workspace.engine
+    # Other arguments cannot be a key as they are, and are perhaps refused.
+    plain = out is None and scales is None and not transposed and not workspace.allocations
+    strided = a.layout is b.layout is torch.strided and not (a.is_neg() or b.is_neg())
+    if plain and strided and isinstance(schedule, (str, Schedule)):
         a = a.flatten(0, -2) if a.dim() > 2 else a
-        captured = schedule == "auto" and workspace.engine.in_capture()
-        key = (
-            *(operator, schedule, rows, return_gathered, purpose, captured, a.dtype, a.shape),
-            *(a.stride(), a.is_neg(), b.dtype, b.device, b.shape, b.stride(), b.is_neg()),
-        )
-        known = None if workspace.allocations else workspace.repeated.get(key)
-    if known is not None and known[1] == options:
-        call = perform(workspace, Repetition(operator, purpose, a, b, known[0]), options)
-    else:
-        request = schedule, rows, return_gathered, out, purpose, scales, transposed
-        invocation = ProductCall(operator, a, b, *request)
-        call = perform(workspace, invocation, options)
-        if key is not None and invocation.repeats(a, b):
-            workspace.remember(key, invocation.cached, options)
+        if not (engine.asynchronous and engine.in_capture()):
+            named = operator, schedule, rows, return_gathered, purpose
+            key = named, a.dtype, a.shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
+            cached, known = workspace.repeated.get(key, (None, None))
+            if cached is not None and (known is options or known == options):
+                tensors = repeat(workspace, cached, operator, purpose, options, a, b)
+                return tensors["out"], tensors["gathered"] if return_gathered else None
+    request = schedule, rows, return_gathered, out, purpose, scales, transposed
+    invocation = ProductCall(operator, a, b, *request)
+    call = perform(workspace, invocation, options)
+    if key is not None and invocation.repeats(a, b):
+        workspace.remember(key, invocation.cached, options)
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
-
-
-def _strided(a: torch.Tensor, b: torch.Tensor, schedule: Any) -> bool:
-    """Whether a call's arguments can be a key as they are; others are perhaps refused."""
-    named = isinstance(schedule, (str, Schedule))
-    return named and a.layout is torch.strided and b.layout is torch.strided
 
 
 #: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
@@ -147,8 +142,8 @@ class ProductCall(Invocation):
     cached: Any = None
 
     def repeats(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether a :class:`Repetition` can run the next call of operands like these. The call has
-        used them as they are, and allocated only buffers with contiguous rows."""
+        """Whether :func:`repeat` can run the next call of operands like these. The call has used
+        them as they are, and allocated only buffers with contiguous rows."""
         plan = self.cached.plan
         written = [plan.buffer[name] for name, *_ in self.cached.fresh]
         rows = all(buffer.layout == "rows" for buffer in written)

@@ -17,6 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
@@ -38,8 +40,8 @@ def watched(*operands: torch.Tensor) -> Any:
     """Return whether a call is traced or watched, or has operands that are not plain tensors."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
         or not _PLAIN.issuperset(map(type, operands))
     )
 

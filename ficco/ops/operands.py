@@ -146,7 +146,7 @@ class Scales(NamedTuple):
     quantize: str | None = None
 
     @property
-    def given(self) -> bool:
+    def passed(self) -> bool:
         """Whether the caller passed any of the arguments."""
         tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
         rest = self.out_dtype is not None or self.quantize is not None

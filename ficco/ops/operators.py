@@ -537,13 +537,13 @@ def operate(
     scales: Scales | None = None,
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
-    for name, tensor in ((LEFT[operator], a), ("b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        name, other = ("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a)
+        raise ValueError(f"{name}: required a torch.Tensor, got {type(other).__name__}")
     ranks = process_group(group)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(a, b)
-    if scales is not None and scales.given:
+    if scales is not None and scales.passed:
         return _scaled(operator, a, b, ranks, schedule, rows, return_gathered, scales)
     a, b = under_autocast(a, b)
     if watched(a, b):

@@ -23,7 +23,7 @@ from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import process_group
 from ficco.ops.record import Declared, declare, overload
 from ficco.options import current
-from ficco.runtime.board import TOLD
+from ficco.runtime.board import COUNTS
 from ficco.runtime.workspace import Workspace, workspace_for, workspaces
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Routing(Blocks):
         self._group = workspace.group
         if counts.is_cpu:
             self._published = counts
-            workspace.board.tell(number, counts.numpy())
+            workspace.board.publish_counts(number, counts.numpy())
             return
         self._published = torch.empty_like(counts, device="cpu", pin_memory=True)
         self._published.copy_(counts, non_blocking=True)
@@ -197,10 +197,10 @@ class Routing(Blocks):
             workspace.raise_error()
             if self._counted is not None:
                 self._counted.synchronize()
-                workspace.board.tell(number, self._published.numpy())
+                workspace.board.publish_counts(number, self._published.numpy())
             seconds, board = current().timeout_s or workspace.limit_s, workspace.board
             board.agree(number, seconds, NAME, UNSCHEDULED)
-            self._all_counts = board.told(number, len(self._published), seconds, NAME)
+            self._all_counts = board.gather_counts(number, len(self._published), seconds, NAME)
             if self.exact and self._all_counts[board.rank].sum() != self.indices.numel():
                 raise ValueError(f"{_required(self.experts)}, got others; {_ROUTER}")
         except BaseException as error:
@@ -336,10 +336,10 @@ def _asking(
     """Return a routing after publishing this rank's counts to the others."""
     try:
         workspace.begin(NAME, current())
-        if capacity is None and experts > TOLD:
+        if capacity is None and experts > COUNTS:
             raise NotImplementedError(
-                f"ficco.route: ranks tell each other the counts of at most {TOLD} experts, got "
-                f"{experts}; pass a capacity"
+                f"ficco.route: ranks tell each other the counts of at most {COUNTS} experts, "
+                f"got {experts}; pass a capacity"
             )
         placed = _placed(indices, experts, capacity, workspace.engine)
         routing = Routing(indices, experts, capacity, overflow, placed)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 
-from ficco.passes.rewrite import Entry, Report, named, replace
+from ficco.passes.rewrite import Entry, Report, named, refuse_left, replace_in
 from ficco.runtime import counters
 
 #: The setting of Inductor's that holds the pass. The pass runs on each forward and backward graph,
@@ -43,17 +43,15 @@ class Backend:
         @wraps(compiled)
         def call(*args: Any) -> Any:
             if counters.blocks:
-                _refuse(left)
+                refuse_left(left)
             return compiled(*args)
 
         return call
 
     def replace(self, graph: GraphModule | Graph, left: list[Entry]) -> None:
-        """Run the pass on a graph. Collectives that stay are counted, and added to ``left``."""
-        report = replace(graph, group=self.group, schedule=self.schedule)
+        """Run the pass on a graph. Collectives that stay are added to ``left``."""
+        report = replace_in(graph, self.group, self.schedule)
         self.report.add(report)
-        for entry in report.left:
-            counters.count_collective(entry.group, entry.collective)
         left += report.left
 
     def _inductor(
@@ -144,22 +142,15 @@ def inductor_pass(
         ValueError: the group or the schedule is not valid.
     """
     _hook()
-    passes = Backend("inductor", named(group, schedule), schedule)
+    report, name = Report(), named(group, schedule)
 
     def run(graph: Graph) -> None:
-        left: list[Entry] = []
-        passes.replace(graph, left)
-        _refuse(left)
+        part = replace_in(graph, name, schedule)
+        report.add(part)
+        refuse_left(part.left)
 
-    hook: Callable[[Graph], None] = _pass_class()(run, report=passes.report)
+    hook: Callable[[Graph], None] = _pass_class()(run, report=report)
     return hook
-
-
-def _refuse(left: Sequence[Entry]) -> None:
-    """Raise ``NotOverlapped`` for collectives that stay, within :func:`ficco.expect`."""
-    for entry in left:
-        at = entry.where and f" at {entry.where}"
-        counters.refuse_collective(entry.group, f"{entry.collective}{at}", entry.reason)
 
 
 def _hook() -> None:

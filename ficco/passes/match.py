@@ -289,7 +289,7 @@ def _block(call: CollectiveCall) -> Size:
     by_name = arguments(call.node)
     blocks = [known(n) for n in (*by_name["input_split_sizes"], *by_name["output_split_sizes"])]
     if len(blocks) != 2 * call.world or not all(same(blocks[0], n) for n in blocks):
-        raise Leave("uneven blocks: the graph of one rank does not know what the others exchange")
+        raise Leave("uneven blocks: the graph of one rank lacks the block sizes of the other ranks")
     if not same(tensor_of(call.tensor).shape[0], call.world * blocks[0]):
         raise Leave("the blocks do not make up the rows of the operand")
     return blocks[0]
@@ -319,14 +319,14 @@ def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, 
     if isinstance(matmul, str):
         raise Leave(matmul)
     if leaf.tensor in matmul.scales:
-        raise Leave("what was gathered are scales, which travel with the rows that they are of")
+        raise Leave("the gathered tensor is a scale; scales travel with their rows")
     if leaf.tensor in (matmul.b, matmul.bias):
-        raise Leave("what was gathered is the right operand of the product")
+        raise Leave("the gathered tensor is the right operand of the product")
     if leaf.order is None:
         raise Leave("the rows cannot be followed through a view")
     rows = rows_of(leaf.order, tensor_of(leaf.tensor).shape)
     if rows is None:
-        raise Leave("the product sums over the rows that were gathered, or over columns that were")
+        raise Leave("the product sums over gathered rows, or over gathered columns")
     if not _all_ranks(call, rows):
         raise Leave("the product sums over the ranks")
     converts = [relayout for relayout in leaf.relayouts if relayout.converts is not None]
@@ -356,7 +356,7 @@ def _check_dtype(matmul: MatrixProduct) -> None:
     operand = tensor_of(matmul.a)
     dtype = str(operand.dtype).removeprefix("torch.")
     if matmul.scales and dtype in FAMILIES:
-        return  # the operator says what it lacks
+        return  # the operator refuses it with a reason
     if dtype not in ITEMSIZE or (dtype == "float64" and operand.device.type != "cpu"):
         raise Leave(f"dtype {dtype} is not served on {operand.device.type}", matmul.node)
 
@@ -384,7 +384,7 @@ def _hoisted(
         if node in needed or position[node] < position[call.node]:
             continue
         if node in call.results:
-            raise Leave("the right operand is computed from what was gathered", chosen.node)
+            raise Leave("the right operand is computed from the gathered tensor", chosen.node)
         needed.add(node)
         rest += node.all_input_nodes
     late = {node for node in needed if position[node] > position[place]}

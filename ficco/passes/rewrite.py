@@ -48,6 +48,7 @@ from ficco.passes.match import (
     world_of,
 )
 from ficco.problems.scaling import RECIPES, factor_count
+from ficco.runtime import counters
 from ficco.schedules import Schedule
 
 
@@ -152,8 +153,8 @@ def replace(
     """Replace collectives that feed a product, or are fed by one, by ficco's operators.
 
     Changes the graph in place. It must consist of ATen operations and have fake tensors, as graphs
-    of torch.compile after autograd or of ``make_fx`` do. The content of a graph never raises an
-    error: a collective that cannot be replaced stays, and the report says why.
+    of torch.compile after autograd or of ``make_fx`` do. The report has the reason why a collective
+    stays, and :func:`ficco.counters` counts it.
 
     Args:
         graph: a graph or its module, which is recompiled.
@@ -161,20 +162,35 @@ def replace(
         schedule: the schedule of every operator.
 
     Raises:
+        NotOverlapped: a collective stays, within :func:`ficco.expect`; the rest has been replaced.
         ValueError: the graph, the group or the schedule is not valid.
     """
-    name = named(group, schedule)
+    report = replace_in(graph, named(group, schedule), schedule)
+    refuse_left(report.left)
+    return report
+
+
+def refuse_left(left: Sequence[Entry]) -> None:
+    """Raise ``NotOverlapped`` for collectives that stay, within :func:`ficco.expect`."""
+    for entry in left:
+        at = entry.where and f" at {entry.where}"
+        counters.refuse_collective(entry.group, f"{entry.collective}{at}", entry.reason)
+
+
+def replace_in(graph: GraphModule | Graph, group: str | None, schedule: str) -> Report:
+    """As :func:`replace`, for the name of a group. Collectives that stay are counted, not refused:
+    the function compiled from the graph refuses them at each call."""
     if not isinstance(graph, Graph | GraphModule):
         raise ValueError(
             f"graph: required a torch.fx Graph or GraphModule, got {type(graph).__name__}; "
             "compile a model with ficco.passes.backend()"
         )
     if isinstance(graph, Graph):
-        return _replace(graph, name, schedule)
+        return _replace(graph, group, schedule)
     report = Report()
     for module in graph.modules():  # regions that are compiled separately are modules inside
         if isinstance(module, GraphModule):
-            part = _replace(module.graph, name, schedule)
+            part = _replace(module.graph, group, schedule)
             if part:
                 module.recompile()
             report.add(part)
@@ -196,6 +212,8 @@ def _replace(graph: Graph, group: str | None, schedule: str) -> Report:
         if not entries[node].replaced:
             entries |= _visit(node, group, schedule)
     report = Report(list(entries.values()), graphs=1)
+    for entry in report.left:
+        counters.count_collective(entry.group, entry.collective)
     if report:
         # Results of operators need no wait: calls run on the current stream.
         for node in list(graph.nodes):
@@ -426,7 +444,7 @@ def _apply_prologue(pattern: Prologue, schedule: str, write: Writer) -> Callable
     out, gathered = _call(*where, shard, of_a, chosen, call, schedule, bool(pattern.others))
     if gathered is not None:
         gathered = write.shaped(place, gathered, tensor_of(call.node).shape)
-        notes.append(f"what was gathered is kept for {_list(pattern.others)}")
+        notes.append(f"the gathered tensor is kept for {_list(pattern.others)}")
     at = chosen.node
     out = write.lying(at, write.moved(at, out, ordered, pattern.rows, n, tensor_of(at).shape))
     if pattern.rows != ordered:

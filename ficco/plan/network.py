@@ -1,7 +1,7 @@
 """Expresses moves between hosts as copies and signals, for the proof and the simulator.
 
 A network step becomes a signal to each receiver that the data are ready, a copy from each sender
-after that sender's signal, and a signal back, for which the sender waits. No library is stricter.
+after that sender's signal, and a signal back to the waiting sender. No library is stricter.
 Sends run in order, and so do receives. A step may send before an earlier step has received, and
 receive before its turn, because an engine may post all its receives at once.
 """

@@ -1,12 +1,13 @@
 """Adapts the steps of a Plan to launches.
 
 :func:`in_parts` splits steps whose signals gate or announce only some of their rows.
-:func:`together` groups the copies that one launch of the copy kernel carries out.
+:func:`together` groups the copies that one launch of the copy kernel, or one submission to the copy
+engines, carries out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -190,19 +191,23 @@ TOGETHER_BYTES = 4 << 20
 MOST = 16
 
 
-def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
+def together(plan: Plan, batched: float = 0) -> tuple[tuple[int, ...], ...]:
     """The runs of steps of a Plan that are enqueued at once, ordered by the first step of each.
 
     Kernel copies that follow each other on a lane go together if they have one shape, each has
     another peer, and none waits for more than the first; their signals are posted after the last.
     A place of the same shape that follows them joins them. On copy lanes this holds for small
     copies only. Every other step is a run of its own.
+
+    Args:
+        batched: bytes of the largest copies by copy engines that go together on a copy lane, in
+            any shapes; 0 for an engine that submits each by itself.
     """
     runs: list[list[int]] = []
     latest: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
         run = latest.get(step.lane)
-        if run is not None and _joins(plan, run, step):
+        if run is not None and _joins(plan, run, step, batched):
             run.append(index)
         else:
             run = latest[step.lane] = [index]
@@ -210,20 +215,56 @@ def together(plan: Plan) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, runs))
 
 
-def _joins(plan: Plan, run: list[int], step: Step) -> bool:
-    """Whether one launch can carry out a step with ``run``, the steps before it on its lane, by the
-    conditions of :func:`together`."""
-    if not (isinstance(step.work, Transfer) and step.work.mover == "kernel"):
+def _joins(plan: Plan, run: list[int], step: Step, batched: float) -> bool:
+    """Whether one launch, or one submission, can carry out a step with ``run``, the steps before it
+    on its lane, by the conditions of :func:`together`."""
+    if not isinstance(step.work, Transfer) or (step.work.mover == "dma" and not batched):
         return False
     steps = [plan.steps[i] for i in run]
     first = steps[0]
-    if first.copy is None or first.copy.mover != "kernel" or len(run) == MOST:
+    if first.copy is None or len(run) == MOST:
         return False
     if step.waits or step.clears or not set(step.after) <= set(first.after):
         return False
     transfers = [one.work for one in (*steps, step) if isinstance(one.work, Transfer)]
-    shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers}
+    if {transfer.mover for transfer in transfers} != {first.copy.mover}:
+        return False
     peers = {t.src.rank + t.dst.rank - plan.rank for t in transfers}
+    if len(peers) < len(transfers):
+        return False
+    if first.copy.mover == "dma":
+        small = max(map(plan.moved_bytes, transfers)) <= batched
+        plain = all(_plain(plan, transfer) for transfer in transfers)
+        return step.lane.startswith("copy") and small and plain and _apart(transfers)
+    shapes = {(t.src.buffer, t.dst.buffer, t.src.rows, t.src.cols) for t in transfers}
     nbytes = sum(plan.nbytes(t.src) for t in transfers)
     few = nbytes <= TOGETHER_BYTES or step.lane.startswith("compute")
-    return len(shapes) == 1 and len(peers) == len(transfers) and few
+    return len(shapes) == 1 and few
+
+
+def _plain(plan: Plan, transfer: Transfer) -> bool:
+    """Whether a transfer is one copy of whole rows, as many in every call."""
+    ends = transfer.src, transfer.dst
+    whole = all(end.cols == plan.buffer[end.buffer].shapes[end.rank][1] for end in ends)
+    ragged = any(plan.buffer[end.buffer].block for end in ends)
+    single = transfer.batch == 1 and not transfer.local
+    return single and whole and not ragged and transfer.elements > 0
+
+
+def _apart(transfers: Sequence[Transfer]) -> bool:
+    """Whether the last transfer may be carried out before or after each of the others: it writes no
+    memory that another reads or writes, and reads no memory that another writes."""
+    *others, last = transfers
+    return not any(
+        _overlap(last.dst, other.src)
+        or _overlap(last.dst, other.dst)
+        or _overlap(last.src, other.dst)
+        for other in others
+    )
+
+
+def _overlap(one: Region, two: Region) -> bool:
+    """Whether two regions have an element in common."""
+    rows = one.row < two.row_stop and two.row < one.row_stop
+    cols = one.col < two.col_stop and two.col < one.col_stop
+    return one[:2] == two[:2] and rows and cols

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import textwrap
+from collections.abc import Collection, Mapping
 
 from ficco.plan.model import OPS, Plan, unknown
 from ficco.plan.parts import in_parts
@@ -41,6 +42,17 @@ def column(values: Collection[float | None], units: Units) -> list[str]:
     size, unit = _unit(least, units)
     decimals = 2 - math.floor(math.log10(max(1.0, min(least / size, 100.0))))
     return ["" if value is None else f"{value / size:.{decimals}f} {unit}" for value in values]
+
+
+def legend(meanings: Mapping[str, str], width: int = 100) -> str:
+    """Meanings of the headings of a table, each on lines of at most ``width`` columns."""
+    indent = max(map(len, meanings), default=0) + 2
+    return "\n".join(
+        textwrap.fill(
+            text, width, initial_indent=head.ljust(indent), subsequent_indent=" " * indent
+        )
+        for head, text in meanings.items()
+    )
 
 
 def _unit(value: float, units: Units) -> tuple[float, str]:
@@ -84,7 +96,7 @@ def render(plan: Plan, width: int = 100) -> str:
     lines = [
         f"{problem}",
         f"{plan.schedule}: rank {plan.rank} of {problem.world}, {bytes_text(plan.extra_bytes)} "
-        "beside the operands and the product",
+        "besides the operands and the result",
     ]
     for lane in lanes:
         line = [lane.ljust(head)]

@@ -513,7 +513,7 @@ class HeadsProblem(AnyProblem):
         return self.saves == "heads" and self.world > 1
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def saved_heads(self) -> tuple[str, ...]:
         """The matrices whose heads a forward keeps for its gradient."""
         return ("q", "k", "v", "out") if self.keeps else ()
 
@@ -545,7 +545,7 @@ class HeadsProblem(AnyProblem):
 
     @cached_property
     def specification(self) -> Specification:
-        saved = [*self.kept, "lse"] if self.saves else []
+        saved = [*self.saved_heads, "lse"] if self.saves else []
         operands = [self.shard(matrix) for matrix in self.arrives]
         results = [self.shard(matrix) for matrix in self.returns]
         if self.backward:

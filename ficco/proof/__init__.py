@@ -45,7 +45,7 @@ from ficco.plan.model import Plan, paused
 from ficco.proof.accesses import Footprint
 from ficco.proof.columns import PlanError
 from ficco.proof.memory import call_claims, memory_claims
-from ficco.proof.order import execute, settle
+from ficco.proof.order import order_steps, settle
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 
@@ -61,7 +61,7 @@ def check(plans: Sequence[Plan]) -> None:
 def _prove(plans: Sequence[Plan]) -> None:
     steps = Steps(plans)
     signals = SignalColumns(steps)
-    order = execute(steps, signals)
+    order = order_steps(steps, signals)
     footprint = Footprint(steps, signals)
     claims = memory_claims(footprint, order)
     claims += call_claims(steps, signals, footprint, order)

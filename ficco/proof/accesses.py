@@ -41,11 +41,11 @@ class BufferColumns:
         buffers, world = steps.buffers, steps.world
         self.names = [buffer.name for buffer in buffers]
         matrices = dict.fromkeys(buffer.holds for buffer in buffers)
-        for one in steps.asked.contractions:  # a rank without rows may hold none of them
+        for one in steps.specification.contractions:  # a rank without rows may hold none of them
             matrices |= dict.fromkeys((one.a, *(factors.matrix for factors in one.factors)))
-        for each in steps.asked.attentions:
+        for each in steps.specification.attentions:
             matrices |= dict.fromkeys((*each[:3], *([each.back] if each.back else [])))
-        for application in steps.asked.applications:
+        for application in steps.specification.applications:
             rows = *application.inputs, *application.outs
             matrices |= dict.fromkeys(one.matrix for one in rows)
         self.matrix = {name: number for number, name in enumerate(matrices)}
@@ -123,7 +123,7 @@ class Footprint:
 
     def __init__(self, steps: Steps, signals: SignalColumns) -> None:
         self.steps, self.signals = steps, signals
-        self.asked, self.world = steps.asked, steps.world
+        self.specification, self.world = steps.specification, steps.world
         self.buffers = BufferColumns(steps)
         self.numbers = {0: 0}
         self._matrices()
@@ -142,11 +142,11 @@ class Footprint:
         self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
         self._cuts()
 
-    def by_access(self, access: Ints) -> Who:
+    def by_access(self, which: Ints) -> Who:
         """Function that names accesses in errors."""
 
         def who(index: int) -> str:
-            columns = (int(column[access[index]]) for column in self.access)
+            columns = (int(column[which[index]]) for column in self.access)
             step, buffer, rank, row, row_stop, col, col_stop, *_ = columns
             return (
                 f"{self.steps.name(step)}, at rows {row}:{row_stop} and columns {col}:{col_stop} "
@@ -157,7 +157,7 @@ class Footprint:
 
     def _matrices(self) -> None:
         matrix, world = self.buffers.matrix, self.world
-        exchanges = {matrix[name]: one for name, one in self.asked.exchanges.items()}
+        exchanges = {matrix[name]: one for name, one in self.specification.exchanges.items()}
         self.route = {number: _Route(one, world) for number, one in exchanges.items()}
         self.travels, self.common, self.sums, self.terms = np.zeros((4, len(matrix)), np.bool_)
         self.senders = {n: one.senders for n, one in exchanges.items() if one.senders}
@@ -168,7 +168,7 @@ class Footprint:
         self.summed = np.zeros((len(matrix), world), np.int64)
         self.transposed = np.zeros(len(matrix), np.bool_)
         self.share = np.zeros(len(matrix), np.int64)
-        for contraction in self.asked.contractions:
+        for contraction in self.specification.contractions:
             number = matrix[contraction.out]
             self.contraction[number] = contraction
             self.summed[number] = contraction.summed
@@ -176,7 +176,7 @@ class Footprint:
             self.share[number] = contraction.share
         self.attention: dict[int, Attention] = {}
         self.apart = np.zeros(len(matrix), np.bool_)
-        for attention in self.asked.attentions:
+        for attention in self.specification.attentions:
             number = matrix[attention.out]
             self.attention[number] = attention
             self.apart[number] = not attention.back
@@ -204,11 +204,11 @@ class Footprint:
         access = self.access
         full = (access.row < access.row_stop) & (access.col < access.col_stop)
         packed = np.flatnonzero(self.buffers.packed[access.buffer] & full)
-        home = (access.buffer * self.world + access.rank)[packed]
+        instance = (access.buffer * self.world + access.rank)[packed]
         col, stop = access.col[packed], access.col_stop[packed]
-        order = np.lexsort((stop, col, home))
+        order = np.lexsort((stop, col, instance))
         one, two = order[:-1], order[1:]
-        right = (home[one] != home[two]) | (stop[one] <= col[two])
+        right = (instance[one] != instance[two]) | (stop[one] <= col[two])
         right |= (col[one] == col[two]) & (stop[one] == stop[two])
         who = self.by_access(packed[two])
         demand(right, who, "cuts packed columns otherwise than another step")
@@ -323,10 +323,10 @@ class Footprint:
             src_shift[relays] += back
             way[relays] -= back
         dst_shift, dst_across = src_shift + down + way, src_across + across
-        home = ~of.placed[dst.buffer] | (dst_shift == begins) & (dst_across == dst_left)
-        home &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
-        demand(home, who, "puts rows where others belong")
-        self._gates(step[copy], (dst.row + dst_shift)[copy], (dst.row_stop + dst_shift)[copy])
+        in_place = ~of.placed[dst.buffer] | (dst_shift == begins) & (dst_across == dst_left)
+        in_place &= ~of.leaves[dst.buffer] | (src.rank == dst.rank)
+        demand(in_place, who, "puts rows where others belong")
+        self._announced(step[copy], (dst.row + dst_shift)[copy], (dst.row_stop + dst_shift)[copy])
         writes = Accesses.of(step, dst, dst_shift, dst_across, terms=terms)
         if cast := self._casts(step, dst, functions, factors):
             writes = Accesses(*map(np.concatenate, zip(writes, cast, strict=True)))
@@ -385,7 +385,7 @@ class Footprint:
         names = list(self.buffers.matrix)
         for at in np.flatnonzero(bools(functions)).tolist():
             name = functions[at], names[matrix[at]]
-            output = self.asked.functions.get(name)
+            output = self.specification.functions.get(name)
             if output is None or copy[at] or self.terms[matrix[at]]:
                 raise PlanError(
                     f"{who(at)} applies the function {name[0]!r}, which is not asked for"
@@ -393,7 +393,7 @@ class Footprint:
             written[at] = self.buffers.matrix.get(output, -1)
         return written
 
-    def _gates(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
+    def _announced(self, copy: Ints, row: Ints, row_stop: Ints) -> None:
         """Check that the rows of each signal posted after a copy include the copied rows."""
         begin, end = np.full(len(self.steps.all), _NO_END), np.full(len(self.steps.all), -1)
         np.minimum.at(begin, copy, row)
@@ -401,8 +401,8 @@ class Footprint:
         begin, end = begin[self.signals.posts.step], end[self.signals.posts.step]
         bounds = self.signals.signal.first, self.signals.signal.last
         first, last = (ints(column)[self.signals.posts.which] for column in bounds)
-        gated = (first <= begin) & (end <= last)
-        demand(gated | (end < 0), self.signals.posts.who, "gates other rows than those copied")
+        covers = (first <= begin) & (end <= last) | (end < 0)
+        demand(covers, self.signals.posts.who, "leaves out copied rows")
 
     def _each(self, kind: type[Any]) -> tuple[list[Any], Ints]:
         """The products or attentions of all steps, and the step of each."""
@@ -466,8 +466,8 @@ class Footprint:
         row, col = np.where(inner, (k_first, out.row + begins), (out.row + begins, k_first))
         across = col - a.col
         out_shift = np.where(fixed, begins + first + way - row, begins)
-        home = (out_shift == begins) | (~of.placed[out.buffer] & ~inner)
-        demand(home & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
+        in_place = (out_shift == begins) | (~of.placed[out.buffer] & ~inner)
+        demand(in_place & ((across == 0) | ~fixed), who, "multiplies its own rows into a peer's")
         self._inside(b, who)  # operands are not listed as accesses
         if share.any():
             number, length = np.where(fixed, first, row), self.summed[matrix, out.rank]
@@ -582,7 +582,7 @@ class Footprint:
         """Regions of a library function: region, whether it is written, and the specification's
         matrix, columns and bounds of rows."""
         rank = int(self.steps.rank[step])
-        known = {each.function: each for each in self.asked.applications}.get(one.function)
+        known = {each.function: each for each in self.specification.applications}.get(one.function)
         sides = ((known.inputs, one.inputs), (known.outs, one.outs)) if known else ()
         if not known or any(len(wanted) != len(held) for wanted, held in sides):
             raise PlanError(
@@ -609,7 +609,7 @@ class Footprint:
 
         wanted = [
             number(*(of.matrix[name] for name in (one.a, one.b, one.out)))
-            for one in self.asked.contractions
+            for one in self.specification.contractions
         ]
         known: Bools = np.isin(number(*(of.holds[one.buffer] for one in (a, b, out))), wanted)
         return known
@@ -738,8 +738,8 @@ class Footprint:
         demand(sizes, who, "sums regions of different sizes")
         begins = self._begins(out)
         down, across = here.row + begins[each] - part.row, here.col - part.col
-        home = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
-        demand(home, who, "sums rows that do not belong together")
+        in_place = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
+        demand(in_place, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in reductions for mask in reduction.terms)
         self._own_terms(terms, part, who)
         reads = Accesses.of(part_step, part, down, across, terms=terms)

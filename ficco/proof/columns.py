@@ -102,18 +102,18 @@ class Accesses(NamedTuple):
         return cls(step, *regions, *(np.broadcast_to(one, step.shape) for one in rest))
 
 
-def cut(home: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut the intervals of each ``home`` at all their ends.
+def cut(group: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut the intervals of each ``group`` at all ends of intervals of the group.
 
-    Returns the cuts of all homes in one array, and for each interval the index of its first part
-    there and the number of its parts.
+    Returns the cuts of all groups in one array, and for each interval the index of its first part
+    in that array and the number of its parts.
     """
-    ends = np.concatenate([start, stop]) + np.tile(home * (stop.max(initial=0) + 1), 2)
+    ends = np.concatenate([start, stop]) + np.tile(group * (stop.max(initial=0) + 1), 2)
     order = np.argsort(ends)
     new = np.diff(ends[order], prepend=-1) > 0
     index = np.empty(len(ends), np.int64)
     index[order] = np.cumsum(new) - 1
-    first, last = index[: len(home)], index[len(home) :]
+    first, last = index[: len(group)], index[len(group) :]
     return ends[order][new], first, last - first
 
 

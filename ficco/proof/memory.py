@@ -137,9 +137,9 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
     # Operands are left out: they are never written.
     live = np.flatnonzero(~footprint.buffers.operand[footprint.access.buffer])
     step, buffer, rank, *bounds = (column[live] for column in footprint.access[:7])
-    home = buffer * footprint.world + rank
-    rows, row, row_count = cut(home, *bounds[:2])
-    cols, col, col_count = cut(home, *bounds[2:])
+    instance = buffer * footprint.world + rank  # a buffer on one rank
+    rows, row, row_count = cut(instance, *bounds[:2])
+    cols, col, col_count = cut(instance, *bounds[2:])
     count = row_count * col_count
     each, turn = repeated(count)
     row, col = row[each] + turn // col_count[each], col[each] + turn % col_count[each]
@@ -160,11 +160,11 @@ def _visits(footprint: Footprint, order: Order) -> _Visits:
 
     first = by_cell[write & (before < 0)]
     area = np.diff(rows)[row[first]] * np.diff(cols)[col[first]]
-    _covered(footprint, home[each[write & (before < 0)]], area)
+    _covered(footprint, instance[each[write & (before < 0)]], area)
     k_first, k_last = _parts(footprint, live[each], cell)
     if footprint.attention:
         edge = cell // len(cols)
-        first = home[each] * (bounds[1].max(initial=0) + 1)
+        first = instance[each] * (bounds[1].max(initial=0) + 1)
         _attended(footprint, live[each], cell, rows[edge] - first, rows[edge + 1] - first, k_last)
     return _Visits(live[each], write, before, after, k_first, k_last)
 
@@ -181,16 +181,16 @@ def _parts(footprint: Footprint, each: Ints, cell: Ints) -> tuple[Ints, Ints]:
     adding = np.flatnonzero((k_first >= 0) & any_order)
     if not len(adding):
         return k_first, k_last
-    home, first, last = cell[adding], k_first[adding], k_last[adding]
-    rising = np.lexsort((last, first, home))
+    target, first, last = cell[adding], k_first[adding], k_last[adding]
+    rising = np.lexsort((last, first, target))
     one, two = rising[:-1], rising[1:]
-    once = (home[one] != home[two]) | (last[one] <= first[two])
+    once = (target[one] != target[two]) | (last[one] <= first[two])
     who = footprint.by_access(each[adding[two]])
     demand(once, who, "adds rows of A that another product adds, too")
     rows = last - first
     count = np.cumsum(rows)
-    begin = np.flatnonzero(np.diff(home, prepend=-1))  # first visit of each rectangle
-    sizes = np.diff(begin, append=len(home))
+    begin = np.flatnonzero(np.diff(target, prepend=-1))  # first visit of each rectangle
+    sizes = np.diff(begin, append=len(target))
     count -= np.repeat(count[begin] - rows[begin], sizes)
     k_first[adding], k_last[adding] = count - rows, count
     return k_first, k_last
@@ -231,11 +231,11 @@ def _same_piece(access: Accesses, one: Ints, two: Ints) -> Bools:
     return same
 
 
-def _covered(footprint: Footprint, home: Ints, area: Ints) -> None:
+def _covered(footprint: Footprint, instance: Ints, area: Ints) -> None:
     """Check that every element of the results is written."""
     steps = footprint.steps
     written = np.zeros(len(steps.buffers) * steps.world, np.int64)
-    np.add.at(written, home, area)
+    np.add.at(written, instance, area)
     for number, buffer in enumerate(steps.buffers):
         for rank in range(steps.world) if buffer.memory == "result" else ():
             rows, cols = steps.shape(buffer, rank)
@@ -261,11 +261,11 @@ def call_claims(
         # The post that hands a slot over is for the next call.
         here = ~signals.released[uses.word] | (uses is not signals.posts)
         touched.append((uses.step[here], signals.word_of[uses.word[here]]))
-    step, home = map(np.concatenate, zip(*touched, strict=True))
-    near = host[steps.rank[step]] == host[home]  # to other hosts both sides take part
-    home, first, last = _touches(steps, step[near], home[near])
+    step, owner = map(np.concatenate, zip(*touched, strict=True))
+    near = host[steps.rank[step]] == host[owner]  # to other hosts both sides take part
+    owner, first, last = _touches(steps, step[near], owner[near])
     if not steps.words:
-        demand(home < 0, steps.by_step(first), "shares memory without a signal")
+        demand(owner < 0, steps.by_step(first), "shares memory without a signal")
         return []
     # The steps that post and wait for the words that hand slots over, by waiter and poster.
     posts, waits = np.full((2, steps.world, steps.world), -1)
@@ -277,17 +277,17 @@ def call_claims(
     why = "does not hand its slot to every peer in one step"
     demand(whole, lambda index: f"rank {index}", why)
     why = "may still use a slot when its rank hands it on"
-    final = last[other.any(axis=0)[home]]  # there is a peer to hand it to
-    handed_on = Claim(final, hand_over[home[other.any(axis=0)[home]]], steps.by_step(final), why)
-    peer = steps.rank[first] != home
-    home, first = home[peer], first[peer]
+    final = last[other.any(axis=0)[owner]]  # there is a peer to hand it to
+    handed_on = Claim(final, hand_over[owner[other.any(axis=0)[owner]]], steps.by_step(final), why)
+    peer = steps.rank[first] != owner
+    owner, first = owner[peer], first[peer]
     why = "uses the slot of a peer that has not handed it over"
-    handed_over = Claim(waits[steps.rank[first], home], first, steps.by_step(first), why)
+    handed_over = Claim(waits[steps.rank[first], owner], first, steps.by_step(first), why)
     # Operands and results of a peer belong to this call once that peer has begun the call.
     callers = ~footprint.buffers.slot[access.buffer] & (access.rank != me)
     callers &= host[access.rank] == host[me]
-    home, first, _ = _touches(steps, access.step[callers], access.rank[callers])
-    begun, who = _heard(steps, signals, order)[steps.rank[first], home], steps.by_step(first)
+    owner, first, _ = _touches(steps, access.step[callers], access.rank[callers])
+    begun, who = _heard(steps, signals, order)[steps.rank[first], owner], steps.by_step(first)
     why = "uses an operand or a result of a peer that may not have begun this call"
     demand(begun >= 0, who, why)
     callers[: footprint.reads] = False
@@ -295,22 +295,22 @@ def call_claims(
     return [handed_on, handed_over, Claim(begun, first, who, why)]
 
 
-def _awaited(steps: Steps, signals: SignalColumns, step: Ints, home: Ints) -> None:
+def _awaited(steps: Steps, signals: SignalColumns, step: Ints, owner: Ints) -> None:
     """Check that the caller of a rank waits for the writes of peers to its results. After the write
     the peer's lane posts a signal, which the rank waits for on a lane that the caller's stream
     joins: on any lane but ``sync``."""
     joined = np.array([name != "sync" for _, name in steps.lanes], np.bool_)
     waits = joined[steps.lane[signals.waits.step]]
     posts, waiters = signals.poster[signals.waits.word[waits]], signals.waits.step[waits]
-    for one, rank in zip(step.tolist(), home.tolist(), strict=True):
+    for one, rank in zip(step.tolist(), owner.tolist(), strict=True):
         heard = (posts >= one) & (steps.lane[posts] == steps.lane[one])
         if not (heard & (steps.rank[waiters] == rank)).any():
             raise PlanError(f"{steps.name(one)} writes a result that its rank does not wait for")
 
 
-def _touches(steps: Steps, step: Ints, home: Ints) -> tuple[Ints, Ints, Ints]:
+def _touches(steps: Steps, step: Ints, owner: Ints) -> tuple[Ints, Ints, Ints]:
     """By lane and rank whose memory its steps touch: the rank, and the first and last step."""
-    pairs, pair = np.unique(steps.lane[step] * steps.world + home, return_inverse=True)
+    pairs, pair = np.unique(steps.lane[step] * steps.world + owner, return_inverse=True)
     first, last = np.full(len(pairs), _LATE), np.full(len(pairs), -1)
     np.minimum.at(first, pair, step)
     np.maximum.at(last, pair, step)

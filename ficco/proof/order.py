@@ -18,7 +18,7 @@ class Order:
     Attributes:
         source, target: pairs of steps; the second waits for the first.
         ran: the steps in an order of execution, with each rank's plan as one queue.
-        stuck: first step that cannot run of each stuck queue.
+        stuck: the first step that cannot run, of each queue with such a step.
         when: index of each step in ``ran``.
     """
 
@@ -92,8 +92,8 @@ class Order:
         return holds
 
 
-def execute(steps: Steps, signals: SignalColumns) -> Order:
-    """Order all steps so that each can run, with each rank's plan as one queue."""
+def order_steps(steps: Steps, signals: SignalColumns) -> Order:
+    """Order all steps by their dependencies. Checks that no step waits forever."""
     indices, step = steps.held(steps.of.after)
     after = np.array(indices, np.int64)
     exists = (after >= 0) & (after < np.diff(steps.start)[steps.rank[step]])
@@ -104,13 +104,11 @@ def execute(steps: Steps, signals: SignalColumns) -> Order:
     target = np.concatenate([signals.waits.step[data], step])
     order = Order(steps.rank, steps.lane, source, target)
     if stuck := order.stuck:
-        circle = order.run(steps.lane)[1]
-        kind = (
-            "wait for each other in a circle"
-            if circle
-            else "deadlock where lanes share one hardware queue"
-        )
-        raise PlanError(f"steps {kind}: {'; '.join(map(steps.name, (circle or stuck)[:4]))}")
+        circle = order.run(steps.lane)[1]  # steps that are stuck even with a queue for each lane
+        why = "wait for each other in a circle"
+        if not circle:
+            why = "deadlock where lanes share one hardware queue"
+        raise PlanError(f"steps {why}: {'; '.join(map(steps.name, (circle or stuck)[:4]))}")
     return order
 
 

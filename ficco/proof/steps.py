@@ -49,7 +49,7 @@ class Steps:
         except ValueError as error:
             raise PlanError(str(error)) from None
         self.plans = plans
-        self.asked = plans[0].problem.specification
+        self.specification = plans[0].problem.specification
         self.world = len(plans)
         self.words = plans[0].words
         self.host = np.arange(self.world) // max(self.world // plans[0].problem.hosts, 1)
@@ -68,7 +68,7 @@ class Steps:
             lane_of += map(number.__getitem__, lanes)
         self.lane = np.array(lane_of, np.int64)
         self._whole()
-        self._works()
+        self._group_works()
 
     def name(self, step: int) -> str:
         rank = int(self.rank[step])
@@ -105,7 +105,7 @@ class Steps:
                 raise PlanError(f"rank {rank} has two buffers of one name")
         self.buffers = list(by_name.values())
         external = [buffer for buffer in self.buffers if buffer.memory in ("operand", "result")]
-        if external != [*self.asked.operands, *self.asked.results]:
+        if external != [*self.specification.operands, *self.specification.results]:
             raise PlanError("the operands and results are not those that are specified")
         for rank, plan in enumerate(self.plans):
             if not plan.buffer.keys() >= {buffer.name for buffer in external}:
@@ -127,7 +127,7 @@ class Steps:
         known &= not slot or len({cols for _, cols in buffer.shapes}) == 1
         if not known:
             raise PlanError(f"there are no buffers such as {buffer.name}")
-        for one in (*self.asked.operands, *self.asked.results):
+        for one in (*self.specification.operands, *self.specification.results):
             narrower = one.dtype != buffer.dtype and buffer.itemsize <= one.itemsize
             if one.holds == buffer.holds and narrower:
                 raise PlanError(f"buffer {buffer.name} rounds what {one.name} does not")
@@ -159,8 +159,8 @@ class Steps:
         """Rows and columns of a buffer; 0 if the rank's plan does not list the buffer."""
         return buffer.shapes[rank] if buffer.name in self.plans[rank].buffer else (0, 0)
 
-    def _works(self) -> None:
-        """Check that the work of each step is of a known type, and is not empty."""
+    def _group_works(self) -> None:
+        """Group the steps by type of work. Checks that engines know each work."""
         self.works: dict[type, list[int]] = {}
         for number, work in enumerate(self.of.work):
             self.works.setdefault(type(work), []).append(number)
@@ -172,7 +172,7 @@ class Steps:
                 if kind is Transfer:
                     wrong = work.mover not in movers[work.local]
                 elif kind in (Products, Attendings):
-                    wrong = not work[0]
+                    wrong = not work[0]  # no products, or no attends
                 if wrong:
                     raise PlanError(f"{self.name(number)} holds no work that engines know")
         if LibraryMove in self.works:

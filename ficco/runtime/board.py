@@ -6,7 +6,7 @@ Other calls are compared while they wait for their peers' signals, or by the wat
 
 Between hosts a thread of each rank publishes the rank's part of the board in the group's store
 whenever that part changes. It reads the parts of other hosts continuously while a call waits for
-agreement, otherwise for a short time after each call. Numbers that ranks tell with a call are
+agreement, otherwise for a short time after each call. Counts that ranks publish with a call are
 published at once, and read while a call waits for them. When a call times out, its watchdog calls
 the roll. A rank whose thread does not answer has ended or is stopped.
 """
@@ -67,13 +67,13 @@ class BoardRelay:
         world: int,
     ) -> None:
         """``mine``: this rank's part; its first ``ring`` bytes change with every call.
-        ``far_parts``: copies of the parts of other hosts. ``counts``: their numbers by call."""
+        ``far_parts``: copies of the parts of other hosts. ``counts``: their counts by call."""
         self._others = [other for other in range(world) if other != rank]
         self._store: Any = store  # `set` also takes bytes
         self._rank, self._mine, self._far_parts = rank, mine, far_parts
         self._ring, self._counts = ring, counts
-        self._tells: deque[tuple[int, bytes]] = deque()
-        self._awaited: int | None = None  # row that a call waits for
+        self._unpublished: deque[tuple[int, bytes]] = deque()
+        self._awaited_row: int | None = None  # row that a call waits for
         self._known: dict[str, bytes] = {}
         self._sent: dict[str, bytes] = {}
         self._pause = SOON_S
@@ -81,7 +81,7 @@ class BoardRelay:
         self._answered = 0
         self._waits_until = 0.0
         self._changed, self._stop = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="ficco courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ficco board relay", daemon=True)
         self._thread.start()
 
     def changed(self) -> None:
@@ -103,14 +103,14 @@ class BoardRelay:
             self._changed.set()
             time.sleep(AT_ONCE_S / 10)
 
-    def tell(self, row: int, numbers: bytes) -> None:
-        """Publish the numbers that this rank tells with a call."""
-        self._tells.append((row, numbers))
+    def publish_counts(self, row: int, numbers: bytes) -> None:
+        """Publish this rank's counts of a call."""
+        self._unpublished.append((row, numbers))
         self._changed.set()
 
-    def ask(self, row: int | None) -> None:
-        """Keep reading the numbers that other ranks tell with a call, until the row is None."""
-        self._awaited = row
+    def await_counts(self, row: int | None) -> None:
+        """Keep reading the counts of other ranks in a row of the ring, until ``row`` is None."""
+        self._awaited_row = row
 
     def silent(self) -> list[int]:
         """Call the roll, and return the ranks that do not answer; empty if the store fails."""
@@ -154,11 +154,11 @@ class BoardRelay:
                 self._publish()
                 if stop:
                     return self._answer(LEFT)
-                if waits := time.monotonic() < self._waits_until:
+                if reading := time.monotonic() < self._waits_until:
                     self._read()
-                if self._changed.wait(self._pause if waits else SOON_S):
+                if self._changed.wait(self._pause if reading else SOON_S):
                     self._changed.clear()
-                elif not waits:
+                elif not reading:
                     self._pause = SOON_S
         except RuntimeError:  # the store is gone; from here on only timeouts end waits
             return
@@ -169,9 +169,9 @@ class BoardRelay:
             if data != self._sent.get(kind):
                 self._store.set(f"{kind}/{self._rank}", zlib.compress(data, 1))
                 self._sent[kind] = data
-        while self._tells:
-            row, numbers = self._tells.popleft()
-            self._store.set(f"told/{self._rank}/{row}", numbers)
+        while self._unpublished:
+            row, numbers = self._unpublished.popleft()
+            self._store.set(f"counts/{self._rank}/{row}", numbers)
 
     def _answer(self, number: int) -> None:
         """Answer the roll call with this number."""
@@ -194,8 +194,8 @@ class BoardRelay:
                 kind, _, rank = key.partition("/")
                 begin, end = (0, self._ring) if kind == "calls" else (self._ring, None)
                 self._far_parts[int(rank)][begin:end] = zlib.decompress(data)
-        if (row := self._awaited) is not None:
-            keys = [f"told/{rank}/{row}" for rank in self._counts]
+        if (row := self._awaited_row) is not None:
+            keys = [f"counts/{rank}/{row}" for rank in self._counts]
             if self._store.check(keys):
                 for rows, data in zip(
                     self._counts.values(), self._store.multi_get(keys), strict=True
@@ -208,16 +208,13 @@ class BoardRelay:
 ENTRIES = 256
 #: Texts that it holds for each rank, and the bytes of each, with its header.
 TEXTS, TEXT_BYTES = 128, 2048
-#: Numbers that a rank can tell with a call. Unused pages take no memory.
-TOLD = 1024
+#: Counts that a rank can publish with a call. Unused pages take no memory.
+COUNTS = 1024
 
 _DIGEST_BITS = 40
 _DIGEST = (1 << _DIGEST_BITS) - 1
 _NUMBERS = 1 << (64 - _DIGEST_BITS)
-_ONE, _DIGEST_MASK = (
-    np.uint64(1),
-    np.uint64(_DIGEST),
-)  # converting them takes longer than an operation
+_ONE, _DIGEST_MASK = np.uint64(1), np.uint64(_DIGEST)  # a conversion takes longer than a sum
 
 #: How a call fails: refused before it was posted; by an error of its own; by a timeout.
 REFUSED, FAILED, LATE = "refused", "broken off", "timed out"
@@ -244,8 +241,8 @@ LATE_S = 0.7
 # entry. No read depends on an entry: the data of a call wait for signals. So entries need no
 # ordering relative to other accesses; they only have to become visible, which cache coherence
 # guarantees. The texts of error messages are an exception: they carry a checksum, and a text that
-# has not arrived shows as unknown. Numbers that a rank tells with a call have a ring of their own.
-# Each number is written like an entry, and a reader waits until all carry the number of the call.
+# has not arrived shows as unknown. Counts have a ring of their own. Each count
+# is written like an entry, and a reader waits until all counts carry the number of the call.
 
 
 def published(error: BaseException) -> tuple[str, str]:
@@ -272,7 +269,7 @@ class Board:
         self._hosts = hosts = hosts or Hosts.one(group)
         texts = ENTRIES * 8
         shown = texts + TEXTS * TEXT_BYTES  # copied to other hosts
-        size = shown + ENTRIES * TOLD * 8
+        size = shown + ENTRIES * COUNTS * 8
         mapping = hosts.near, size, timeout_s, "the agreement board", operator
         memory = HostMemory(*mapping, begins=True)
         self._pids = hosts.spread(memory.pids, 0)
@@ -283,18 +280,18 @@ class Board:
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
         self._counts = [
-            np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, TOLD)
+            np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, COUNTS)
             if len(part) > shown
-            else np.zeros((ENTRIES, TOLD), np.uint64)  # a rank of another host
+            else np.zeros((ENTRIES, COUNTS), np.uint64)  # a rank of another host
             for part in parts
         ]
-        self._courier: BoardRelay | None = None
+        self._relay: BoardRelay | None = None
         if hosts.far:
             far_parts = {rank: parts[rank][:shown] for rank in hosts.far}
             store, mine = hosts.store("board"), parts[self.rank][:shown]
             counts = {rank: self._counts[rank] for rank in hosts.far}
             ends = ENTRIES * 8, counts, self.world
-            self._courier = BoardRelay(store, self.rank, mine, far_parts, *ends)
+            self._relay = BoardRelay(store, self.rank, mine, far_parts, *ends)
         memory.close()
         self._closed = False
         self._late: dict[int, float] = {}  # by call: time at which a rank's timeout was first seen
@@ -327,40 +324,40 @@ class Board:
             self._cells[key] = cell
         return key
 
-    def begin(self, kind: str, timeout_s: float, operator: str) -> None:
+    def begin(self, engine: str, timeout_s: float, operator: str) -> None:
         """Post this rank's kind of engine as call 0. Between hosts, wait until all ranks have
         posted their kinds.
 
         Raises:
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
-        self.post(0, self.describe(kind))
-        if self._courier is not None:
+        self.post(0, self.describe(engine))
+        if self._relay is not None:
             self._agree(0, timeout_s, operator, MEETING, first_call("make an engine"))
 
     def post(self, number: int, digest: int) -> None:
         """Post the digest of a call's description, or of the error that ended it. Calls count from
         1; 0 is the start of the engine. Errors are published to other hosts at once."""
         self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
-        if self._courier is not None and digest in (_REFUSED, _FAILED, _LATE):
-            self._courier.changed()
+        if self._relay is not None and digest in (_REFUSED, _FAILED, _LATE):
+            self._relay.changed()
 
-    def tell(self, number: int, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
-        """Tell the other ranks up to ``TOLD`` numbers below 2**40 - 1 with a call."""
+    def publish_counts(self, number: int, values: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """Publish up to ``COUNTS`` counts, each below 2**40 - 1, with a call."""
         # One more than each: 0 means none, also where the number of the call has wrapped to 0.
         one_more = np.array(values, np.uint64) + np.uint64(1)
         numbers = one_more | np.uint64((number % _NUMBERS) << _DIGEST_BITS)
         self._counts[self.rank][number % ENTRIES, : len(values)] = numbers
-        if self._courier is not None:
-            self._courier.tell(number % ENTRIES, numbers.tobytes())
+        if self._relay is not None:
+            self._relay.publish_counts(number % ENTRIES, numbers.tobytes())
 
-    def told(
+    def gather_counts(
         self, number: int, count: int, timeout_s: float, operator: str
     ) -> np.ndarray[Any, Any]:
-        """Wait for the ``count`` numbers that every rank tells with a call: int64 [world, count].
+        """Wait for the ``count`` counts of every rank for a call; return int64 [world, count].
 
         Raises:
-            FiccoError: a rank has overwritten its numbers, 256 calls later.
+            FiccoError: a rank has overwritten its counts, 256 calls later.
             RankMismatch, PeerFailed, SignalTimeout: as :meth:`agree`.
         """
         rings = [ring[number % ENTRIES, :count] for ring in self._counts]
@@ -375,14 +372,14 @@ class Board:
                 )
             return not (behind % _NUMBERS).any()
 
-        if self._courier is not None:
-            self._courier.ask(number % ENTRIES)
+        if self._relay is not None:
+            self._relay.await_counts(number % ENTRIES)
         try:
             step = "learn the counts of other ranks"
             self._await(arrived, number, timeout_s, operator, UNSCHEDULED, step)
         finally:
-            if self._courier is not None:
-                self._courier.ask(None)
+            if self._relay is not None:
+                self._relay.await_counts(None)
         return (np.stack(rings) & np.uint64(_DIGEST)).astype(np.int64) - 1
 
     def posted(self, number: int) -> bool:
@@ -396,7 +393,7 @@ class Board:
     def silent(self) -> list[int]:
         """Ranks whose processes do not answer within two seconds; empty within one host, where
         nobody asks."""
-        return [] if self._courier is None else self._courier.silent()
+        return [] if self._relay is None else self._relay.silent()
 
     def ended(self, rank: int) -> bool:
         """Whether the process of a rank has ended."""
@@ -432,8 +429,8 @@ class Board:
         self._await(
             lambda rank: self._passed(rank, number), number, timeout_s, operator, schedule, step
         )
-        if self._courier is not None:
-            self._courier.flush()
+        if self._relay is not None:
+            self._relay.flush()
         if error := self._mismatch_of(number):
             raise error
 
@@ -450,7 +447,7 @@ class Board:
         if self._closed:
             return
 
-        def waits(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
+        def timed_out(absent: list[int], ended: list[int], seconds: float) -> SignalTimeout:
             peer = (ended or absent)[0]
             return SignalTimeout(
                 operator=operator,
@@ -468,8 +465,8 @@ class Board:
         patience = Patience()
         absent = [rank for rank in self._ranks if rank != self.rank]
         polls = 0
-        if self._courier is not None:
-            self._courier.waiting(agrees=True)
+        if self._relay is not None:
+            self._relay.waiting(agrees=True)
         while absent := [rank for rank in absent if not arrived(rank)]:
             polls += 1
             if polls <= SPINS:  # the checks below take longer than a poll
@@ -477,19 +474,19 @@ class Board:
             time.sleep(min(SLEEP_S, 2e-5 * (polls - SPINS)))
             if polls % 16:
                 continue
-            if self._courier is not None:
-                self._courier.waiting()
+            if self._relay is not None:
+                self._relay.waiting()
             if error := self.mismatch(number):
                 raise error
             ended = [rank for rank in absent if self.ended(rank) and not arrived(rank)]
-            if late := patience.ends(0 if ended else timeout_s, partial(waits, absent, ended)):
+            if late := patience.ends(0 if ended else timeout_s, partial(timed_out, absent, ended)):
                 raise late
 
     def mismatch(self, latest: int) -> RankMismatch | PeerFailed | None:
         """First mismatch or failure among this rank's calls up to ``latest``; None if all agree.
         Thread-safe."""
-        if self._courier is not None:
-            self._courier.waiting()
+        if self._relay is not None:
+            self._relay.waiting()
         for number in self._differing(latest):
             if error := self._mismatch_of(number):
                 return error
@@ -498,10 +495,10 @@ class Board:
     def close(self) -> None:
         """Leave the board. Peers still see this rank's entries; this rank reads an empty board."""
         self._closed = True
-        if self._courier is not None:
-            self._courier.stop()
+        if self._relay is not None:
+            self._relay.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
-        self._counts = [np.zeros((ENTRIES, TOLD), np.uint64)] * self.world
+        self._counts = [np.zeros((ENTRIES, COUNTS), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 
     # Entries.
@@ -513,8 +510,7 @@ class Board:
 
     def _passed(self, rank: int, number: int) -> bool:
         """Whether a rank has posted a call, even if its entry has been overwritten."""
-        entry = self._rings[rank].item(number % ENTRIES)
-        return not self._behind(entry, number)
+        return not self._behind(self._rings[rank].item(number % ENTRIES), number)
 
     @staticmethod
     def _behind(entry: int, number: int) -> bool:

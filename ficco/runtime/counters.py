@@ -1,6 +1,6 @@
 """Counts of calls by group and operator, and blocks within which each call must overlap.
 
-Each cached kind of call has a :class:`Count`, so a warm call adds to two numbers and tests one.
+Each cached kind of call has an :class:`Increment`, so a warm call adds two numbers and tests one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class CallCounts(NamedTuple):
             with an empty result.
         serial: the other calls by source of the decision (:class:`ficco.Decision`), and by
             ``"limits"`` where the engine or ``workspace_bytes`` ruled out the decision.
-        left: collectives of PyTorch's that stayed, under their name: those of a graph once, when
-            the compile pass has seen it; those of a layer with a kernel of its own at each call.
+        left: collectives of PyTorch's that stayed, under their name. A graph's collectives count
+            once, in the compile pass; collectives of a layer with its own kernel, or of a layer
+            that an integration leaves to its client, at each call.
         hidden_s: seconds that serial would have taken longer, as the decisions measured or
             predicted it. Calls that were decided without times add nothing.
     """
@@ -41,24 +42,23 @@ class CallCounts(NamedTuple):
 
 
 @dataclass
-class Counter:
+class Sums:
     """Sums over the calls that have the same group, operator and source of a serial schedule."""
 
     calls: int = 0
     hidden_s: float = 0.0
 
 
-class Count(NamedTuple):
-    """Counts that a call of one kind adds.
+class Increment(NamedTuple):
+    """Addition of one call to ``sums``: the call, and ``hidden_s`` of its
+    :class:`ficco.Decision`, 0 if it is unknown."""
 
-    Attributes:
-        hidden_s: see :class:`ficco.Decision`; 0 if it is unknown.
-        exposed: arguments of the :class:`NotOverlapped` of a call that hides nothing.
-    """
-
-    counter: Counter
+    sums: Sums
     hidden_s: float = 0.0
-    exposed: tuple[str, str, str, str] | None = None
+
+
+#: Call, schedule, reason and remedy: arguments of the NotOverlapped of a call that hides nothing.
+Exposure = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Expectation:
 blocks: list[Expectation] = []
 
 #: By name of the group, operator, and source: "" for overlapped calls, ``_LEFT`` for collectives.
-_counters: dict[tuple[str, str, str], Counter] = {}
+_sums: dict[tuple[str, str, str], Sums] = {}
 _LEFT = "left"
 
 _REMEDIES = {
@@ -83,9 +83,12 @@ _REMEDIES = {
 }
 
 
-def count_of(group: str, plan: Plan, decision: Decision | None) -> Count:
-    """The count of a new kind of call; ``decision``: None if there was no choice."""
-    problem, schedule, source, exposed = plan.problem, Schedule.parse(plan.schedule), "", None
+def account_of(
+    group: str, plan: Plan, decision: Decision | None
+) -> tuple[Increment, Exposure | None]:
+    """The increment of a new kind of call, and its exposure; None if it hides communication.
+    ``decision``: None if there was no choice."""
+    problem, schedule, source, exposure = plan.problem, Schedule.parse(plan.schedule), "", None
     hidden_s = (decision and decision.schedule == schedule and decision.hidden_s) or 0.0
     exposes = decision and is_serial(schedule) and problem.world > 1
     if decision and exposes and not family_of(problem).empty(problem):
@@ -93,33 +96,35 @@ def count_of(group: str, plan: Plan, decision: Decision | None) -> Count:
         if decision.schedule != schedule:
             source, reason = "limits", f"in place of {decision.schedule}, {reason}"
         remedy = _REMEDIES.get(source, "pass a schedule that overlaps to take it nevertheless")
-        exposed = str(problem), plan.schedule, reason, remedy
-    counter = _counters.setdefault((group, problem.operator, source), Counter())
-    return Count(counter, hidden_s, exposed)
+        exposure = str(problem), plan.schedule, reason, remedy
+    sums = _sums.setdefault((group, problem.operator, source), Sums())
+    return Increment(sums, hidden_s), exposure
 
 
-def refuse(group: str, exposed: tuple[str, str, str, str]) -> None:
+def refuse(group: str, exposure: Exposure) -> None:
     """Raise ``NotOverlapped`` if the innermost open block of the group expects overlap."""
     wanted = (block.overlapped for block in reversed(blocks) if block.group in (None, group))
     if next(wanted, False):
-        raise NotOverlapped(*exposed)
+        raise NotOverlapped(*exposure)
 
 
-def refuse_collective(group: str, collective: str, reason: str) -> None:
+def refuse_collective(
+    group: str, collective: str, reason: str, remedy: str = "see docs/compile.md"
+) -> None:
     """As :func:`refuse`, for a collective of PyTorch's that stays."""
-    refuse(group, (f"{collective} of group {group}", "collective", reason, "see docs/compile.md"))
+    refuse(group, (f"{collective} of group {group}", "collective", reason, remedy))
 
 
 def count_collective(group: str, collective: str) -> None:
     """Count a collective of PyTorch's that stays."""
-    _counters.setdefault((group, collective, _LEFT), Counter()).calls += 1
+    _sums.setdefault((group, collective, _LEFT), Sums()).calls += 1
 
 
-def stays(group: str, collective: str, reason: str) -> None:
+def stays(group: str, collective: str, reason: str, remedy: str = "see docs/compile.md") -> None:
     """Count an eager collective of PyTorch's, or refuse it. A compiler does not trace this: in
     graphs the compile pass sees collectives."""
     if not torch.compiler.is_compiling():
-        refuse_collective(group, collective, reason)
+        refuse_collective(group, collective, reason, remedy)
         count_collective(group, collective)
 
 
@@ -142,16 +147,16 @@ def counters(*, reset: bool = False) -> dict[tuple[str, str], CallCounts]:
     Args:
         reset: count from zero afterwards.
     """
-    by_source: dict[tuple[str, str], dict[str, Counter]] = {}
-    for (group, operator, source), counter in _counters.items():
-        if counter.calls:
-            by_source.setdefault((group, operator), {})[source] = replace(counter)
+    by_source: dict[tuple[str, str], dict[str, Sums]] = {}
+    for (group, operator, source), sums in _sums.items():
+        if sums.calls:
+            by_source.setdefault((group, operator), {})[source] = replace(sums)
         if reset:
-            counter.calls, counter.hidden_s = 0, 0.0
+            sums.calls, sums.hidden_s = 0, 0.0
     counts = {}
-    for key, sums in by_source.items():
-        hidden_s = sum(counter.hidden_s for counter in sums.values())
-        serial = {source: counter.calls for source, counter in sums.items()}
+    for key, sources in by_source.items():
+        hidden_s = sum(sums.hidden_s for sums in sources.values())
+        serial = {source: sums.calls for source, sums in sources.items()}
         left, total, overlapped = serial.pop(_LEFT, 0), sum(serial.values()), serial.pop("", 0)
         counts[key] = CallCounts(total, overlapped, serial, left, hidden_s)
     return counts

@@ -16,21 +16,23 @@ def compile(
     engine: Engine,
     slot: Slot | None,
     source: tuple[Symmetric, int] | None = None,
-    trace: bool = False,
+    timed: bool = False,
+    batched: float = 0,
 ) -> Program:
-    """Compile a Plan to a Program on a slot. ``trace``: record the times of the steps.
+    """Compile a Plan to a Program on a slot. ``timed``: record the times of the steps.
+    ``batched``: see :attr:`Program.batched`.
 
     Raises:
         NotImplementedError: the engine lacks a capability that the Plan needs.
     """
     plan = _taken_apart(plan, engine)
-    program = Program(plan, slot, [], source)
-    needed = {earlier for step in plan.steps for earlier in step.after}
+    program = Program(plan, slot, [], source, batched=batched)
+    joined = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for run in together(plan):
+    for run in together(plan, batched):
         lane = plan.steps[run[0]].lane
-        ops = list(_operations(program, engine, run, needed, trace))
-        if ranges.STEPS or trace:
+        ops = list(_operations(program, engine, run, joined, timed))
+        if ranges.STEPS or timed:
             step = plan.steps[run[0]]
             text = f"{step.label} ({step.op} on {lane})"
             ops = [op if op in (None, callers) else ranges.as_range(text, op) for op in ops]
@@ -42,9 +44,9 @@ def compile(
 
 
 def _operations(
-    program: Program, engine: Engine, run: Sequence[int], needed: set[int], trace: bool
+    program: Program, engine: Engine, run: Sequence[int], joined: set[int], timed: bool
 ) -> Iterator[Op | None]:
-    """Operations of consecutive steps that are enqueued together."""
+    """Operations of a run of steps, enqueued together. ``joined``: steps that other steps join."""
     index, last = run[0], run[-1]
     step = program.plan.steps[index]
     for earlier in step.after:
@@ -53,7 +55,7 @@ def _operations(
         yield engine.wait(program, index, step.waits)
     if step.clears:
         yield engine.clear(program, index, step.clears)
-    if trace:
+    if timed:
         yield from (engine.stamp(program, one, end=False) for one in run)
     match step.work:
         case _ if len(run) > 1:
@@ -83,11 +85,11 @@ def _operations(
                 yield engine.reduce(program, index, reduction)
         case _:
             raise unknown(step, f"the {engine.name} engine")
-    if trace:
+    if timed:
         yield from (engine.stamp(program, one, end=True) for one in run)
     if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
         yield engine.post(program, last, posts)
-    for one in needed.intersection(run):
+    for one in joined.intersection(run):
         yield engine.record(program, one)
 
 

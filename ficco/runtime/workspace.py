@@ -83,8 +83,10 @@ class CachedCall:
     Attributes:
         columns: columns of b in each of several calls, where one call would need more memory than
             ``workspace_bytes``; 0 if one call suffices.
+        eager: programs of eager calls, by the turn of their slot.
         latest: number of the latest call of this kind.
-        count: what a call adds to the counters; of several calls by columns, each adds its own.
+        increment: addition of a call to the counters; calls by columns add their own.
+        exposure: why a call hides nothing; None if it overlaps.
     """
 
     plan: Plan
@@ -93,8 +95,12 @@ class CachedCall:
     source: tuple[Symmetric, int] | None
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
+    eager: dict[int, Program] = field(default_factory=dict)
     latest: int = 0
-    count: counters.Count = field(default_factory=lambda: counters.Count(counters.Counter()))
+    increment: counters.Increment = field(
+        default_factory=lambda: counters.Increment(counters.Sums())
+    )
+    exposure: counters.Exposure | None = None
 
     @cached_property
     def out(self) -> tuple[int, int]:
@@ -128,6 +134,7 @@ class CachedCall:
 
     def forget(self, slot: Slot | None = None) -> None:
         """Drop the program of a slot that is about to be freed; by default, all programs."""
+        self.eager.clear()
         for key in list(self.programs) if slot is None else [id(slot)]:
             if (program := self.programs.pop(key, None)) is not None:
                 if program.slot is not None:
@@ -187,8 +194,8 @@ class Workspace:
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
         held: the allocations that ficco itself has requested.
         programs: cached Plans and Programs, by the key of a kind of call.
-        repeated: kinds of calls by their arguments alone, with the options of the latest call; for
-            operands that are used as they are. See :class:`Repetition`.
+        repeated: kinds of eager calls by their arguments alone, with the options of the latest
+            call; for operands that are used as they are. See :func:`repeat`.
         error: the error that made the group unusable; None while the group is usable.
         block_open: whether a block of :func:`ficco.arriving` is open.
         thread: identifier of the thread inside a call; 0 if there is none.
@@ -359,7 +366,7 @@ class Workspace:
         self.programs[key] = cached
 
     def remember(self, key: Hashable, cached: CachedCall, options: Options) -> None:
-        """Let a :class:`Repetition` run the next calls with these arguments and options."""
+        """Let :func:`repeat` run the next calls with these arguments and options."""
         if len(self.repeated) >= KINDS:  # calls with other strides or options share a kind
             self.repeated.clear()
         self.repeated[key] = cached, options
@@ -699,48 +706,33 @@ def new_kind(
     ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
     ``decision``: of the schedule, None if there was no choice.
     """
-    texts = [str(plan.problem), f"schedule {plan.schedule}", *agreed]
-    if options.workspace_bytes is not None:
-        texts.append(f"workspace_bytes={options.workspace_bytes}")
-    count = counters.count_of(workspace.group_name, plan, decision)
-    return kind(plan, workspace.board.describe(", ".join(texts)), single, source, count=count)
-
-
-@dataclass(eq=False, slots=True)
-class Repetition:
-    """A call of products of a known kind, whose buffers all have contiguous rows."""
-
-    operator: str
-    purpose: str
-    a: torch.Tensor
-    b: torch.Tensor
-    cached: CachedCall
-
-    def allocate(self, cached: CachedCall) -> Call:
-        """Allocate the results and the local buffers of the call."""
-        tensors = {cached.left: self.a, "b": self.b}
-        for name, shape, dtype in cached.fresh:
-            tensors[name] = self.a.new_empty(shape, dtype=dtype)
-        return Call(tensors)
+    cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
+    text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
+    increment, exposure = counters.account_of(workspace.group_name, plan, decision)
+    digest = workspace.board.describe(text)
+    return kind(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
 def begin(
-    workspace: Workspace, invocation: Invocation | Repetition, options: Options
+    workspace: Workspace, invocation: Invocation, options: Options
 ) -> tuple[CachedCall, Call]:
     """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
     whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
-    board = workspace.board
     workspace.begin(invocation.operator, options)
-    key: Hashable = None
-    if isinstance(invocation, Repetition):
-        cached = invocation.cached
-    else:
-        key = invocation.key(workspace, options)
-        cached = workspace.programs.get(key) or invocation.plan(workspace, options)
-    if counters.blocks and cached.count.exposed:
-        counters.refuse(workspace.group_name, cached.count.exposed)
-    call = invocation.allocate(cached)
-    new, number = not cached.latest, workspace.calls
+    key = invocation.key(workspace, options)
+    cached = workspace.programs.get(key) or invocation.plan(workspace, options)
+    call, new = invocation.allocate(cached), not cached.latest
+    _announce(workspace, cached, invocation.operator, invocation.purpose)
+    if new:
+        workspace.keep(key, cached)
+    return cached, call
+
+
+def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: str) -> None:
+    """Post the latest call to the board and count it. The ranks agree if its kind is new."""
+    board, number = workspace.board, workspace.calls
+    if counters.blocks and cached.exposure:
+        counters.refuse(workspace.group_name, cached.exposure)
     cached.latest = number
     if not cached.columns:
         board.post(number, cached.digest)
@@ -748,13 +740,10 @@ def begin(
             workspace.raise_error()
         if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
             limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
-            board.agree(number, limit, invocation.operator, schedule, invocation.purpose)
-    if new:
-        workspace.keep(key, cached)
-    count = cached.count
-    count.counter.calls += 1
-    count.counter.hidden_s += count.hidden_s
-    return cached, call
+            board.agree(number, limit, operator, schedule, purpose)
+    sums, hidden_s = cached.increment
+    sums.calls += 1
+    sums.hidden_s += hidden_s
 
 
 def invoke(
@@ -772,11 +761,11 @@ def invoke(
     return perform(workspace, invocation, options)
 
 
-def perform(workspace: Workspace, invocation: Invocation | Repetition, options: Options) -> Call:
+def perform(workspace: Workspace, invocation: Invocation, options: Options) -> Call:
     """Run a call as :func:`invoke` does."""
     try:
         cached, call = begin(workspace, invocation, options)
-        if cached.columns and not isinstance(invocation, Repetition):
+        if cached.columns:
             workspace.calls -= 1  # its parts count as calls instead
             invocation.by_columns(workspace, cached, call)
         else:
@@ -787,14 +776,42 @@ def perform(workspace: Workspace, invocation: Invocation | Repetition, options: 
     return call
 
 
-#: Traces of the open blocks of :func:`tracing`, innermost last.
+def repeat(
+    workspace: Workspace,
+    cached: CachedCall,
+    operator: str,
+    purpose: str,
+    options: Options,
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Run an eager call of products of a known kind, as :func:`perform` does in more steps, and
+    return its tensors. Operands are used as they are, and all buffers have contiguous rows."""
+    try:
+        workspace.begin(operator, options)
+        tensors = {cached.left: a, "b": b}
+        for name, shape, dtype in cached.fresh:
+            tensors[name] = a.new_empty(shape, dtype=dtype)
+        _announce(workspace, cached, operator, purpose)
+        turn = workspace.calls % SLOTS
+        program = cached.eager.get(turn)
+        if program is None:
+            program = cached.eager[turn] = program_of(workspace, cached)
+        execute(workspace, cached, Call(tensors), program)
+    except BaseException as error:
+        workspace.end(error)
+        raise
+    return tensors
+
+
+#: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []
 
 
 @contextmanager
-def tracing() -> Iterator[list[tuple[Plan, list[Span]]]]:
-    """Trace the calls in a block: each call is synchronous and records the times of its steps on
-    this rank. A traced Plan is the one that the engine ran, perhaps split into parts
+def timing_steps() -> Iterator[list[tuple[Plan, list[Span]]]]:
+    """Time the steps of the calls in a block: each call is synchronous and records the times on
+    this rank. The Plan is the one that the engine ran, perhaps split into parts
     (:func:`ficco.plan.in_parts`)."""
     _records.append([])
     try:
@@ -808,18 +825,31 @@ def program_of(workspace: Workspace, cached: CachedCall) -> Program:
     slot = workspace.slot(cached.plan, cached.single)
     program = cached.programs.get(id(slot))
     if program is None:
-        program = compile(cached.plan, workspace.engine, slot, cached.source)
-        cached.programs[id(slot)] = program
+        program = cached.programs[id(slot)] = _compiled(workspace, cached, slot)
+        program.siblings = cached.programs
     return program
 
 
-def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
-    """Run the latest call: enqueue it (GPU) or carry it out (CPU)."""
-    traced = bool(_records)
-    if traced:
+def _compiled(
+    workspace: Workspace, cached: CachedCall, slot: Slot | None, timed: bool = False
+) -> Program:
+    """Compile the Plan of the latest call for a slot."""
+    engine, machine = workspace.engine, workspace.known(current().machine).machine
+    # Graphs capture no batch of copies (ROCm/rocm-systems #10089).
+    batched = 0.0 if slot is not None and slot.captured else engine.batched(machine)
+    return compile(cached.plan, engine, slot, cached.source, timed, batched)
+
+
+def execute(
+    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
+) -> None:
+    """Run the latest call: enqueue it (GPU) or carry it out (CPU). ``program``: see
+    :func:`program_of`."""
+    timed = bool(_records)
+    if timed:
         slot = workspace.slot(cached.plan, cached.single)
-        program = compile(cached.plan, workspace.engine, slot, cached.source, trace=True)
-    else:
+        program = _compiled(workspace, cached, slot, timed=True)
+    elif program is None:
         program = program_of(workspace, cached)
     grad = torch.is_grad_enabled()
     try:
@@ -830,12 +860,12 @@ def execute(workspace: Workspace, cached: CachedCall, call: Call) -> None:
                 workspace.engine.execute(program, call)
         else:
             workspace.engine.execute(program, call)
-        if traced:
+        if timed:
             _records[-1].append((program.plan, workspace.engine.spans(program, call)))
     finally:
         if grad:
             torch._C._set_grad_enabled(True)
-        if traced:
+        if timed:
             if slot is not None:
                 slot.programs.pop(program.number, None)
             program.clear()

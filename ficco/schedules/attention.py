@@ -44,7 +44,7 @@ class AttentionWorld(GatherWorld):
     """The route of the rows of KV, and the buffers of attention. They are equal on all ranks.
 
     Attributes:
-        asked: the problem of attention. ``problem`` is the gather of its keys.
+        attention: the problem of attention. ``problem`` is the gather of its keys.
         product: buffer of partial results: ``parts``, one for each step, or their ``sum``.
         function: name of the function that merges parts; empty if partial results are a sum.
         begins: words of the signal that a rank's call has begun, in a ring.
@@ -55,15 +55,15 @@ class AttentionWorld(GatherWorld):
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.asked, whole = problem, problem.specification
+        self.attention, whole = problem, problem.specification
         q, kv, *_ = whole.operands
         operands = q, kv, whole.results[0]
         # A tail cuts the queries of the last group. It cuts no keys.
         super().__init__(problem.keys, replace(schedule, tail=1), words, cap, operands)
         self.schedule = schedule
-        attention, wide = whole.attentions[0], SUMS[problem.dtype]
-        merges = attention.out != self.out.holds
-        shapes, holds = self.out.shapes, {"holds": attention.out, "dtype": wide}
+        request, wide = whole.attentions[0], SUMS[problem.dtype]
+        merges = request.out != self.out.holds
+        shapes, holds = self.out.shapes, {"holds": request.out, "dtype": wide}
         self.product = self.buffer("parts" if merges else "sum", self.out, shapes, "local", **holds)
         self.function = MERGE if merges else ""
         self.begins = words.block(int(problem.ring))
@@ -71,13 +71,14 @@ class AttentionWorld(GatherWorld):
     # In a ring, rows go from each rank to the next one, and on from there.
 
     def carrier(self, receiver: int, owner: int) -> int:
-        return (receiver - 1) % self.world if self.asked.ring else super().carrier(receiver, owner)
+        ring = self.attention.ring
+        return (receiver - 1) % self.world if ring else super().carrier(receiver, owner)
 
     def gives(self, src: int, dst: int) -> bool:
         return super().gives(src, dst) and self.carrier(dst, src) == src
 
     def begun(self, poster: int, waiter: int) -> Signal:
-        if not self.asked.ring:
+        if not self.attention.ring:
             return super().begun(poster, waiter)
         return self.begins.signal("begun", poster, waiter)
 
@@ -96,15 +97,15 @@ class AttentionStage(GatherStage):
 
     #: Whether the queries of the last group are cut into slices.
     cuts_queries = True
-    #: Products for each pair of a query and a key.
-    products_a_pair = FORWARD_PRODUCTS
+    #: Matrix products for each pair of a query and a key.
+    products_per_pair = FORWARD_PRODUCTS
 
     def __init__(self, world: AttentionWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.asked = world.asked
+        self.attention = world.attention
 
     def _turns(self) -> list[list[Item]]:
-        if not self.asked.ring or not self.groups:
+        if not self.attention.ring or not self.groups:
             return super()._turns()
         target = self._next_rank()
         # Own and arriving rows go to the next rank, except the rows that the next rank owns.
@@ -113,7 +114,7 @@ class AttentionStage(GatherStage):
         return [[*own, *chain.from_iterable(turns[:1])], *turns[1:]]
 
     def _copy(self, group: int, items: list[Item]) -> None:
-        if not self.asked.ring:
+        if not self.attention.ring:
             super()._copy(group, items)
             return
         target = self._next_rank()
@@ -125,10 +126,10 @@ class AttentionStage(GatherStage):
             self.traffic.send(target, number, owner=owner)
 
     def _next_rank(self) -> int:
-        return (self.me + 1) % self.asked.world
+        return (self.me + 1) % self.attention.world
 
     def _own_is_separate(self) -> bool:
-        return not self.schedule.uniform and self.asked.rows > 0
+        return not self.schedule.uniform and self.attention.rows > 0
 
     def _multiply_own(self) -> None:
         super()._multiply_own()
@@ -171,14 +172,14 @@ class AttentionStage(GatherStage):
     def _merge(self, lane: str, group: int, queries: Span) -> None:
         """Add the steps that merge or round the results of the ``queries`` that a group completes,
         after the steps on other lanes that attend to these queries."""
-        for first, last in both(self.last[group], queries):
+        for first, last in intersections(self.completed_spans[group], queries):
             attending = {
                 step.lane: index
                 for index, step in enumerate(self.steps)
                 if isinstance(step.work, Attendings) and step.work.meets(first, last)
             }
             after = tuple(index for other, index in attending.items() if other != lane)
-            src = Region(self.product, self.me, first, last, 0, self.asked.q_cols)
+            src = Region(self.product, self.me, first, last, 0, self.attention.q_cols)
             dst, function = src._replace(buffer=self.world.out.name), self.world.function
             label = function or f"{src.buffer}>{dst.buffer}"
             move = Transfer(src, dst, function=function)
@@ -208,14 +209,14 @@ class AttentionStage(GatherStage):
         return [run for span in spans if (run := self._run(*span))]
 
     def _run(self, kv: Region, first: int, last: int) -> KeyRun | None:
-        rectangles = self.asked.rectangles(self.me, (0, self.asked.rows), (first, last))
+        rectangles = self.attention.rectangles(self.me, (0, self.attention.rows), (first, last))
         if not rectangles:
             return None
         queries = min(one.q for one in rectangles), max(one.q_stop for one in rectangles)
         return KeyRun(kv, first, queries, rectangles)
 
     @cached_property
-    def last(self) -> dict[int, list[Span]]:
+    def completed_spans(self) -> dict[int, list[Span]]:
         """Ranges of queries that each group completes: no later group has a part of them."""
         completed, over = {}, list[Span]()
         for group, runs in reversed(self.runs.items()):
@@ -230,10 +231,10 @@ class AttentionStage(GatherStage):
         begun = next((g for g, runs in self.runs.items() if runs), OWN)
         sums, attends = not self.world.function, []
         for number, run in enumerate(self.runs[group]):
-            (rows,) = both([run.queries], queries) or [(queries[0], queries[0])]
+            (rows,) = intersections([run.queries], queries) or [(queries[0], queries[0])]
             if rows != run.queries:
                 keys = run.first, run.first + run.kv.rows
-                calls = self.asked.rectangles(self.me, rows, keys)
+                calls = self.attention.rectangles(self.me, rows, keys)
                 run = run._replace(queries=rows, calls=calls)
             adds = sums and (group != begun or number > 0)
             attends.append(self._attending(run, adds))
@@ -241,10 +242,10 @@ class AttentionStage(GatherStage):
 
     def _attending(self, run: KeyRun, adds: bool) -> Attending:
         """Attention of the queries of ``run`` to its keys; ``adds``: to the earlier sum."""
-        q = Region("q", self.me, *run.queries, 0, self.asked.q_cols)
-        out = q._replace(buffer=self.product)
-        pairs, heads = sum(one.pairs for one in run.calls), self.asked.batch * self.asked.heads
-        calls = tuple(one.call(heads, self.asked.size, self.products_a_pair) for one in run.calls)
+        attention, pairs = self.attention, sum(one.pairs for one in run.calls)
+        q = Region("q", self.me, *run.queries, 0, attention.q_cols)
+        out, heads = q._replace(buffer=self.product), attention.batch * attention.heads
+        calls = tuple(one.call(heads, attention.size, self.products_per_pair) for one in run.calls)
         return Attending(q, run.kv, out, run.first, pairs, adds, calls=calls)
 
 
@@ -264,8 +265,8 @@ class KeyRun(NamedTuple):
     calls: tuple[Rectangle, ...]
 
 
-def both(spans: list[Span], other: Span) -> list[Span]:
-    """Intersections of spans with another span."""
+def intersections(spans: list[Span], other: Span) -> list[Span]:
+    """Intersections of spans with another span, without empty ones."""
     common = [(max(first, other[0]), min(last, other[1])) for first, last in spans]
     return [(first, last) for first, last in common if first < last]
 
@@ -304,7 +305,7 @@ class GradientWorld(AttentionWorld):
     a host sums the gradients of all ranks of the host (``host sum``).
 
     Attributes:
-        kept: the forward has saved the gathered rows, so that no rows travel.
+        saved: the forward has saved the gathered rows, so that no rows travel.
         most_back: maximum number of units of a shard. Each host has as many words.
         back: route of the gradients.
         first_rows: by rank, the first row in ``returned`` of a block, by sender and owner.
@@ -314,7 +315,7 @@ class GradientWorld(AttentionWorld):
     def __init__(
         self, problem: AttentionProblem, schedule: Schedule, words: WordAllocator, cap: int | None
     ) -> None:
-        self.kept = problem.saved
+        self.saved = problem.saved
         if problem.saved:  # there is nothing to fetch
             schedule, cap = replace(schedule, pull=False), None
         super().__init__(problem, schedule, words, cap)
@@ -345,18 +346,18 @@ class GradientWorld(AttentionWorld):
             self.host_sums[distance] = host_sum
 
     def _add_slot_buffers(self, shapes: Shapes, packs_columns: bool) -> None:
-        if not self.kept:
+        if not self.saved:
             super()._add_slot_buffers(shapes, packs_columns)
 
     def returned(self, sender: int, rank: int, owner: int, first: int, last: int) -> Region:
         """Region where gradients of rows of an owner's keys arrive at a rank."""
         row = self.first_rows[rank][sender, owner] - self.problem.leaves(owner, sender)
-        return Region("returned", rank, row + first, row + last, 0, self.asked.kv_cols)
+        return Region("returned", rank, row + first, row + last, 0, self.attention.kv_cols)
 
     def leaving(self, rank: int, owner: int, first: int, last: int, summed: bool) -> Region:
         """Region at a rank of gradients for an owner: from the rank's queries or, if ``summed``,
         from the queries of its host."""
-        number, cols = partial(self.problem.number, rank, owner), (0, self.asked.kv_cols)
+        number, cols = partial(self.problem.number, rank, owner), (0, self.attention.kv_cols)
         buffer, begin = "leaving", 0
         if summed and self.host_sums:
             buffer, *_ = self.host_sums[self.problem.hosts_ahead(rank, owner)]
@@ -415,7 +416,7 @@ class GradientRoute(Route):
                     share.terms,
                 )
                 for share in shares
-                for common in both([share[:2]], rows)
+                for common in intersections([share[:2]], rows)
             )
             labels = (f"d{owner}.{unit.ordinal}>{dst}",)
             parcels.append(Parcel(moves, labels, (), (signal,), unit.group))
@@ -448,18 +449,18 @@ class GradientStage(AttentionStage):
 
     #: One step computes the gradients of a group's rows from all queries.
     cuts_queries = False
-    products_a_pair = BACKWARD_PRODUCTS
+    products_per_pair = BACKWARD_PRODUCTS
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.compute_lanes = ["compute0"]  # all steps add to the gradient of the queries
         self.return_lane = f"copy{self.schedule.copy}"
-        self.made: dict[Unit, int] = {}  # unit -> the step that makes the gradients of its rows
+        self.gradient_step: dict[Unit, int] = {}  # by unit, the step that computes its gradients
         self.back = Traffic(builder, replace(self.schedule, mover="dma"), world.back)
 
     def run(self) -> None:
         super().run()
-        if self.asked.rows:
+        if self.attention.rows:
             arrived = self._cross_back() if self.problem.hosts > 1 else ()
             self._sum(self.me, arrived)
 
@@ -478,7 +479,7 @@ class GradientStage(AttentionStage):
         row, buffer = run.first, "leaving"
         if (run.first, run.first + rows) == own:
             row, buffer = 0, "own"
-        back = Region(buffer, self.me, row, row + rows, 0, self.asked.kv_cols)
+        back = Region(buffer, self.me, row, row + rows, 0, self.attention.kv_cols)
         return super()._attending(run, adds)._replace(back=back)
 
     def _consume(self, group: int) -> None:
@@ -487,7 +488,7 @@ class GradientStage(AttentionStage):
         added = enumerate(self.steps[before:], before)
         attending = [i for i, step in added if isinstance(step.work, Attendings)]
         for unit in self.groups[group]:
-            self.made[unit] = attending[0]
+            self.gradient_step[unit] = attending[0]
             if unit.peer != self.me:
                 self._send_back(unit)
 
@@ -496,14 +497,14 @@ class GradientStage(AttentionStage):
         gradients for the owner."""
         peer = via(self.problem, self.me, unit.peer)
         if peer != self.me:
-            after = self.made[unit], self.acquired[peer]
+            after = self.gradient_step[unit], self.acquired[peer]
             self.back.send(peer, unit.ordinal, after, owner=unit.peer, lane=self.return_lane)
 
     def _cross_back(self) -> After:
         """Exchange gradients with other hosts. Returns the steps that receive gradients."""
         ways, steps_of = list(legs(self.problem, self.me)), dict[int, list[int]]()
         for target, _ in ways:
-            steps_of[target] = [self.made[unit] for unit in self.mine.units(target)]
+            steps_of[target] = [self.gradient_step[unit] for unit in self.mine.units(target)]
             if self.world.host_sums:
                 steps_of[target] = [self._sum(target)] * len(steps_of[target])
         self.back.cross(ways, lambda target, number: (steps_of[target][number],), direct=False)
@@ -523,8 +524,8 @@ class GradientStage(AttentionStage):
                 elif owner != me:
                     parts.append(world.leaving(me, owner, *rows, summed=False))
                 else:
-                    parts.append(Region("own", me, *rows, 0, self.asked.kv_cols))
-            out = Region("dkv", me, *rows, 0, self.asked.kv_cols)
+                    parts.append(Region("own", me, *rows, 0, self.attention.kv_cols))
+            out = Region("dkv", me, *rows, 0, self.attention.kv_cols)
             if owner != me:
                 out = world.leaving(me, owner, *rows, summed=True)
             terms = tuple(share.terms for share in shares)
@@ -540,7 +541,7 @@ class KeptGradientStage(GradientStage):
 
     def __init__(self, world: GradientWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        cols = (0, self.asked.kv_cols)
+        cols = (0, self.attention.kv_cols)
         self.regions = {
             peer: [Region(self.a, self.me, *rows, *cols) for rows in self.mine.rows(peer)]
             for peer in self.regions
@@ -549,7 +550,8 @@ class KeptGradientStage(GradientStage):
         self.begun, self.silent = self.back.begun, self.back.silent
 
     def _own_rows(self) -> Region:
-        return Region(self.a, self.me, *self.world.block(self.me, self.me), 0, self.asked.kv_cols)
+        own = self.world.block(self.me, self.me)
+        return Region(self.a, self.me, *own, 0, self.attention.kv_cols)
 
     def _turns(self) -> list[list[Item]]:
         return []

@@ -346,7 +346,7 @@ class Stage:
     ) -> int:
         """Add a copy within the rank, and return its index."""
         # The copy kernel brings own rows to their place in the launch that sends others.
-        mover = self.schedule.mover if src.buffer == self.a else "dma"
+        mover = "kernel" if src.buffer == self.a and self.schedule.mover == "kernel" else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
         return self.add(Step(move, lane, label, waits, posts, after=after))
 
@@ -418,11 +418,11 @@ def contiguous(products: Iterable[Product]) -> tuple[Product, ...]:
             runs[-1].append(product)
         else:
             runs.append([product])
-    return tuple([_to(run[0], run[-1]) if run[1:] else run[0] for run in runs])
+    return tuple([_spanning(run[0], run[-1]) if run[1:] else run[0] for run in runs])
 
 
-def _to(first: Product, last: Product) -> Product:
-    """The product of all rows from those of ``first`` to those of ``last``."""
+def _spanning(first: Product, last: Product) -> Product:
+    """One product of all rows between the first row of ``first`` and the last row of ``last``."""
     a = first.a._replace(row_stop=last.a.row_stop)
     out = first.out._replace(row_stop=last.out.row_stop)
     ends = zip(first.factors[:1], last.factors, strict=False)

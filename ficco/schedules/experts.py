@@ -217,7 +217,7 @@ class ExpertStage:
         brought: by target and piece, the step that copies tokens to the buffer from which they
             leave.
         placed: the step that copies own rows next to rows of other ranks, if any.
-        made: by rank of another host and piece, the step that multiplies its results.
+        result_step: by rank of another host and piece, the step that multiplies its results.
         aside: copies to final places on a separate lane, each with the turn that brings its rows.
             They are enqueued in the order of turns, so that none delays rows of an earlier turn.
     """
@@ -232,7 +232,7 @@ class ExpertStage:
         self.back = Traffic(self.builder, self.schedule, world.back)
         self.brought: dict[tuple[int, int], int] = {}
         self.placed: tuple[int, ...] = ()
-        self.made: dict[tuple[int, int], int] = {}
+        self.result_step: dict[tuple[int, int], int] = {}
         self.aside: list[tuple[int, Step]] = []
 
     def plan(self) -> Plan:
@@ -262,7 +262,7 @@ class ExpertStage:
         if layer.combines:
             # Results leave in the order in which the tokens came.
             legs = [(source, target) for target, source in self.legs]
-            self.back.cross(legs, lambda home, number: (self.made[home, number],))
+            self.back.cross(legs, lambda home, number: (self.result_step[home, number],))
             self._bring_home()
         for _, step in sorted(self.aside, key=lambda one: one[0]):
             self.add(step)
@@ -384,7 +384,7 @@ class ExpertStage:
             elif source in self.builder.lane_of:
                 self.back.send(source, number, (index,))
             else:
-                self.made[source, number] = index
+                self.result_step[source, number] = index
 
     def _multiply(
         self, left: Sequence[_Strided], right: str, outs: Sequence[_Strided], share: Share

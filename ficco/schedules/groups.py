@@ -1,7 +1,7 @@
-"""The order and the groups in which pieces arrive at a rank, or leave it.
+"""Order and groups of the pieces that arrive at a rank or leave it.
 
 Sender and receiver compute the same order from the problem and the schedule. So the sender knows
-where a piece lands and in which order to send, and the receiver knows which pieces to multiply
+the order of sending and where each piece lands, and the receiver knows which pieces to multiply
 together.
 """
 
@@ -75,7 +75,7 @@ def siblings(rank: int, world: int) -> list[range]:
 
 
 def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
-    """Peers in an order in which, at any time, all ranks receive from different peers.
+    """Peers in an order such that at any time all ranks receive from different peers.
 
     The order is a hypercube (``rank ^ i``) if a host has a power of two of ranks, else a rotation.
     Peers on other hosts follow, nearest host first, and in each host the rank on the same rail
@@ -88,7 +88,7 @@ def peers_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
 
 
 def peers_from_halfway(rank: int, world: int) -> list[int]:
-    """Peers in an order for masks under which ranks send and receive different numbers of rows.
+    """Order of peers for masks that let ranks send and receive different numbers of rows.
 
     Such ranks get out of step, and several send to one rank at a time. In each range of
     :func:`siblings` the peer half way round comes first, then lower peers, then higher peers. Under

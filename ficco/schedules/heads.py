@@ -256,7 +256,7 @@ class _HeadsStage:
     def _keep(self, piece: int, after: After) -> None:
         """Copy the new rows of a piece to the buffers that are saved for the gradient."""
         for matrix in self.problem.arrives:
-            if matrix not in self.problem.kept:
+            if matrix not in self.problem.saved_heads:
                 continue
             first, last = self.world.new_rows(matrix, self.me, piece)
             if first < last:

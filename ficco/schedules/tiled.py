@@ -127,7 +127,7 @@ class TiledScatterStage(ScatterStage):
             signals = [
                 self.world.signals(self.me, one.peer, one.peer)[one.ordinal] for one in leave
             ]
-            after = self.acquired  # peers wait for what it posts
+            after = self.acquired  # peers wait for the posted signal
         else:  # signals leave no event between this lane and the others
             announced = [*leave, *(stay if self.sums else [])]
             self.announced = {unit: self._multiplied(unit) for unit in announced}

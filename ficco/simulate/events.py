@@ -16,7 +16,7 @@ The model:
   none.
 - *Products.* A rank's GPU serves the products of all compute lanes in the order of their begin,
   each for ``Gemm.seconds``. A product begins in the last wave of its predecessor and fills part of
-  that wave, by which ``Gemm.dense`` is shorter: see ``UNFILLED``. Copies within a rank are served
+  that wave: see ``UNFILLED``. Copies within a rank are served
   likewise, at the rate of the rank's memory. Of products that can begin at the same time on several
   lanes, products to be sent come last: a GPU may take either, and if it takes a product that stays,
   the copies of the other wait for both (up to 32 % slower with two products on 2 H200). A GPU that
@@ -25,7 +25,7 @@ The model:
   processors' time; the last part also takes the unused rest of the last wave. A part that was
   waited for ends no sooner than a separate product would, but leaves processors to the next part.
 - *Batches* of products with one matrix each, as in layers of experts, use the machine's block
-  ``experts`` if there is one, else ``gemm``.
+  ``experts``, or ``gemm`` if the machine has no such block.
 - *Attention* runs at a share of the rate of full waves of products (``Machine.attends``), in turn
   with products. Calls on several lanes fill each other's first and last blocks, as products do.
 - *Sums* of arrived parts read all parts and write the result, at the rate of the rank's memory.
@@ -36,7 +36,7 @@ The model:
   all, both do so at the same time. A rank's traffic gets its share of the cards at both ends
   (``Network``), and slows products like copies. The moves of a step run one after the other, with
   one network latency.
-- *Collectives* take the time of a measured curve (``Machine.exchange``), and nothing runs beside.
+- *Collectives* take the time of a measured curve (``Machine.exchange``), nothing else runs then.
 - *Contention.* Products take longer by a factor while their rank sends or receives, and copies take
   longer while their ranks multiply (FiCCO, section IV-D). Copy kernels slow products as a
   collective does.
@@ -171,7 +171,7 @@ class _SimulatedRank:
     in_flight: int = 0  # copies of this rank's lanes
     engines: int = 0  # limit of copies in flight; 0 for none
     queue: deque[_SimulatedLane] = field(default_factory=deque)  # lanes waiting for a copy engine
-    #: By step: time at which the GPU can begin it, and at which its signals can be seen.
+    #: By step: times when the GPU can begin the step, and when its signals can be seen.
     enqueued: list[tuple[float, float]] = field(default_factory=list)
     ran: list[tuple[float, int, float]] = field(default_factory=list)  # start, step, stop
     posts: list[tuple[Signal, ...]] = field(default_factory=list)
@@ -218,10 +218,10 @@ class _SimulatedRank:
             self.posts[copies[-1]] = tuple(post for i in copies for post in steps[i].posts)
 
     def enqueue(self, host: Host, begin: float) -> None:
-        """Compute the time at which the host has enqueued each step and its signals.
+        """Compute when the GPU can begin each step, and when the signals of the step can be seen.
 
-        The lane ``sync`` is enqueued last, as engines do. A collective is part of its call. A place
-        or a sum costs the host as much as a product.
+        The host enqueues one operation after the other, the lane ``sync`` last. A collective is
+        part of its call. A place or a sum costs the host as much as a product.
         """
         plan = self.plan
         now = begin + (host.collective_call if plan.collective else host.call)
@@ -230,8 +230,8 @@ class _SimulatedRank:
             launch = self.launches[index]
             if launch[0] != index:
                 continue
-            one_launch = step.part > 1  # with the part before
-            if (step.waits or step.after) and not one_launch:
+            same_launch = step.part > 1  # as the part before
+            if (step.waits or step.after) and not same_launch:
                 now += host.signal
             available = now
             work = step.work
@@ -239,7 +239,7 @@ class _SimulatedRank:
                 available = now = now + host.copy + self._looks_up(step)
             elif isinstance(work, MOVES) and index not in self.placed:
                 available = now = now + host.matmul + self._looks_up(step)
-            elif isinstance(work, Products) and not one_launch:
+            elif isinstance(work, Products) and not same_launch:
                 now += LIVE * host.call * (index in self.tiled)
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
@@ -759,7 +759,7 @@ class Simulation:
         else:  # the peer's port mirrors this rank's port
             lane.endpoints = (0,)
             lane.ports = (peer,) if mesh else (0,)
-        self._occupy(lane)
+        self._enter_ports(lane)
 
     def _begin_crossing(
         self, lane: _SimulatedLane, rank: _SimulatedRank, moves: Sequence[Transfer]
@@ -785,7 +785,7 @@ class Simulation:
             ends = moves[0].src.rank, moves[0].dst.rank
             source, target = map(self._card, ends)
             lane.ports, lane.endpoints = (source, target + 1), ends
-        self._occupy(lane)
+        self._enter_ports(lane)
 
     def _card(self, rank: int) -> int:
         """Number of the port through which a rank sends to other hosts. The next number is its port
@@ -793,8 +793,8 @@ class Simulation:
         first = rank // self.local_world * self.local_world
         return 2 * (self.world**2 + first + (rank - first) // self.network.sharing)
 
-    def _occupy(self, lane: _SimulatedLane) -> None:
-        """Occupy a copy's ports, and slow down products at both ends."""
+    def _enter_ports(self, lane: _SimulatedLane) -> None:
+        """Add a copy to its ports and ends; mark the copies and ranks whose rates change."""
         for port in lane.ports:
             sharers = self.sharers.setdefault(port, {})
             sharers[lane] = None

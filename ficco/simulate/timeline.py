@@ -1,7 +1,7 @@
 """Timelines: when the steps of a call run on each lane, as data.
 
 A Timeline comes from the Plans of all ranks and a Machine (:mod:`ficco.simulate`) or from the Spans
-of a traced call (:mod:`ficco.tools.bench.harness`). In both, a wait is the time on a lane between
+of a timed call (:mod:`ficco.tools.bench.harness`). In both, a wait is the time on a lane between
 the end of the previous step and the start of the step that had to wait.
 """
 

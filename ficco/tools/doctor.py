@@ -30,6 +30,7 @@ from ficco.dma.engine import fingerprint
 from ficco.dma.patience import limit_of
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
+from ficco.hip_kernels.build import cache_dir, can_compile
 from ficco.options import current
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
@@ -44,6 +45,20 @@ VARIABLES = (
     *("GPU_", "AMD_", "NVIDIA_", "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "GLOO_", "OMP_", "MKL_"),
     *("LD_LIBRARY_PATH", "LD_PRELOAD"),
 )
+
+
+#: Parts of a report that a command adds, and their titles.
+MORE = {"extra": "The extra bench", "call": "A call"}
+
+#: Capabilities of engines, in words.
+LABELS = {
+    "capture": "CUDA graphs",
+    "partial_signals": "signals for rows of a product",
+    "tiles": "products whose tiles wait",
+    "scaled": "float8 products",
+    "functions": "functions in a call",
+    "network": "between hosts",
+}
 
 
 def report(ranks: int | None = None, device: str | None = None) -> dict[str, Any]:
@@ -251,7 +266,21 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         )
     else:
         on_cuda = "none: this torch is built for CPUs only"
-    return {**engines, "tensors on cuda": on_cuda, "schedule='auto'": _auto(ranks, device)}
+    return {
+        **engines,
+        "tensors on cuda": on_cuda,
+        "schedule='auto'": _auto(ranks, device),
+        "kernels": _kernels(),
+    }
+
+
+def _kernels() -> str:
+    """Where the kernels of GPUs are from."""
+    if not gpu.is_available():
+        return "none: they are for GPUs"
+    if can_compile("hip" if torch.version.hip else "cuda"):
+        return f"compiled at first use, into {cache_dir()}"
+    return "PyTorch's operations instead: no compiler is installed (nvrtc, nvcc, or ROCm's clang)"
 
 
 def _auto(ranks: int | None, device: str | None) -> str:
@@ -281,10 +310,10 @@ def show(report: dict[str, Any]) -> None:
     parts = {"Versions": report["versions"], "Devices": devices, "Links": report["links"]}
     parts |= {f"Engine {name}": value for name, value in report["engines"].items()}
     parts["What would be used"] = report["use"]
-    if "call" in report:
-        parts["A call"] = report["call"]
+    parts |= {title: report[key] for key, title in MORE.items() if key in report}
     for title, values in parts.items():
         values = values if isinstance(values, dict) else {"": values}
+        values = {LABELS.get(name, name): value for name, value in values.items()}
         blank = " " * (4 + max((len(str(name)) for name in values), default=0))
         print(f"\n{title}")
         for name, value in values.items():

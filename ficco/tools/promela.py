@@ -1,8 +1,8 @@
-"""Plans as a model in Promela, of which the model checker SPIN tries every interleaving.
+"""Model of Plans in Promela: the model checker SPIN tries every interleaving.
 
-The model is a second opinion on :func:`ficco.plan.check`. It shares no code with the proof: it
-takes the data of the Plans, in which gated products and moves between hosts are written as steps of
-their own (:func:`ficco.plan.in_parts`, :mod:`ficco.plan.network`). Each lane of each rank is a
+The model is a second opinion on :func:`ficco.plan.check`. It shares no code with the proof.
+Gated products and moves between hosts are first split into steps (:func:`ficco.plan.in_parts`,
+:mod:`ficco.plan.network`). Each lane of each rank is a
 process. A step that uses memory is two events: it begins when its waits hold, and its end posts its
 signals. Between the two, other steps may not write its inputs and may not use its outputs.
 
@@ -110,7 +110,7 @@ def promela(plans: Sequence[Plan]) -> str:
 
 def _uses(step: Step) -> Iterator[tuple[str, Region]]:
     """Accesses of a step to memory, in order: "read", "write", "add" to an earlier write, or
-    "beside", a write in any order with those of other steps."""
+    "beside", a write that other steps' writes to the same place may precede or follow."""
     match step.work:
         case Transfer() as move:
             for i in range(move.batch):
@@ -156,18 +156,18 @@ def _together(modes: Sequence[str]) -> str:
 
 
 def _atoms(plans: Sequence[Plan]) -> Iterator[Atom]:
-    """Memory, cut at the edges of all regions and grouped. The caller reads the results, and writes
-    the operands, of which only those that peers read are listed."""
-    homes = defaultdict[tuple[str, int], list[tuple[User, str, Region]]](list)
+    """Memory, cut at the edges of all regions and grouped. The caller reads the results and writes
+    the operands. An operand is listed only if peers read it."""
+    uses_of = defaultdict[tuple[str, int], list[tuple[User, str, Region]]](list)
     for plan in plans:
         for index, step in enumerate(plan.steps):
             for mode, region in _uses(step):
-                homes[region.buffer, region.rank].append(((plan.rank, index), mode, region))
+                uses_of[region.buffer, region.rank].append(((plan.rank, index), mode, region))
         for name, buffer in plan.buffer.items():
             if buffer.memory in ("operand", "result"):
                 whole = Region(name, plan.rank, 0, plan.shape(name)[0], 0, plan.shape(name)[1])
-                homes[name, plan.rank].append(((plan.rank, -1), buffer.memory, whole))
-    for (name, rank), uses in homes.items():
+                uses_of[name, plan.rank].append(((plan.rank, -1), buffer.memory, whole))
+    for (name, rank), uses in uses_of.items():
         memory = plans[rank].buffer[name].memory
         if memory == "operand" and all(user[0] == rank for user, *_ in uses):
             continue
@@ -188,7 +188,7 @@ class _Model:
     Attributes:
         number: of each step, by its user.
         signals: by the rank and place of their words; ``words``: the numbers of these.
-        uses: by user, the numbers of atoms and what is done to them.
+        uses: by user, the numbers of the atoms that it uses, each with the kind of access.
         collectives: by rank, its steps that are collectives.
     """
 

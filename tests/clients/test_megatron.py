@@ -12,6 +12,8 @@ import torch.distributed as dist
 from pages import snippet
 from ranks import Rank, caught, counted, run
 
+import ficco
+
 pytestmark = pytest.mark.clients
 
 
@@ -81,7 +83,7 @@ def _compared(at: Rank) -> None:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from ficco.integrations.megatron import _check, ficco_spec
+    from ficco.integrations.megatron import FiccoRowParallelLinear, _check, ficco_spec
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=at.world)
     # What Megatron asks of GPUs: where its buffers are, and random states, of which none is used.
@@ -103,6 +105,21 @@ def _compared(at: Rank) -> None:
     exec(snippet("megatron"), names)
     kinds = [type(module).__name__ for module in names["model"].decoder.modules()]
     assert kinds.count("FiccoColumnParallelLinear") == kinds.count("FiccoRowParallelLinear") == 4
+    layer = FiccoRowParallelLinear(
+        8,
+        8,
+        config=_config(at, False),
+        init_method=torch.nn.init.ones_,
+        bias=False,
+        input_is_parallel=False,
+        skip_bias_add=False,
+    )
+    assert torch.equal(layer(torch.ones(2, 8))[0], torch.full((2, 8), 8.0))
+    with ficco.expect():
+        refused = caught(lambda: layer(torch.ones(2, 8)))
+    assert refused.type == "NotOverlapped" and "pass input_is_parallel=True" in refused.text
+    counts = ficco.counters()[layer.tp_group.group_name, "all-reduce"]
+    assert counts.left == 1
     parallel_state.destroy_model_parallel()
     refused = caught(lambda: ficco_spec(ModuleSpec(module=torch.nn.Identity)))
     assert refused.type == "ValueError" and "get_gpt_layer_local_spec" in refused.text

@@ -81,17 +81,30 @@ def test_overrides_train_as_stock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "count", "says"),
+    ("flags", "count", "says", "left"),
     [
-        (f"{TWO} --parallelism.no-enable_sequence_parallel", 4, "set parallelism.enable_sequence"),
+        (
+            f"{TWO} --parallelism.no-enable_sequence_parallel",
+            4,
+            "set parallelism.enable_sequence",
+            {"all-reduce": 8},  # checkpointing calls the blocks of both layers twice
+        ),
         # FSDP2 alone.
-        ("--parallelism.tensor_parallel_degree 1", 1, "tensor_parallel_degree of 2 or more, got 1"),
+        (
+            "--parallelism.tensor_parallel_degree 1",
+            1,
+            "tensor_parallel_degree of 2 or more, got 1",
+            {},
+        ),
     ],
 )
-def test_what_stays_as_it_is_is_logged(flags: str, count: int, says: str, tmp_path: Path) -> None:
+def test_what_stays_as_it_is_is_logged_and_counted(
+    flags: str, count: int, says: str, left: dict[str, int], tmp_path: Path
+) -> None:
     for found in trained(2, tmp_path, "fused", f"{flags} {PARTIAL} --training.steps 1", *OVERRIDES):
         assert found["calls"] == {} and len(found["warned"]) == count
         assert all(says in text for text in found["warned"])
+        assert found["left"] == left
 
 
 def pair(

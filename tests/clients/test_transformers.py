@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,10 @@ import torch
 import torch.distributed as dist
 from pages import snippet
 from ranks import Rank, caught, counted, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ficco
 
 pytestmark = pytest.mark.clients
 
@@ -250,6 +255,49 @@ def test_adapters_between_sequence_shards_are_refused(tmp_path: Path) -> None:
     for failure in run(2, _adapted, str(tmp_path)):
         assert failure.type == "NotImplementedError", failure
         assert "such as an adapter of peft" in failure.text, failure
+
+
+class Own(torch.nn.Linear):
+    """A layer that only its own forward multiplies."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def _left(at: Rank) -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    from ficco.integrations.transformers import register
+
+    register()
+    mesh, name = init_device_mesh("cpu", (2,)), dist.group.WORLD.group_name
+    x = torch.ones(2, 8, requires_grad=True)
+    shard = DTensor.from_local(x, mesh, [Shard(0)])
+    for style, collective, inputs, quiet in (
+        ("colwise", "all-reduce", x, x.detach()),
+        ("colwise", "all-gather", shard, x.detach()),
+        ("colwise_gather_output", "all-gather", x, None),
+        ("rowwise", "all-reduce", x[:, :4], None),
+    ):
+        layer, rule = Own(8, 8), ALL_PARALLEL_STYLES[f"ficco_{style}"]
+        for param in ("weight", "bias"):
+            rule.shard_param(layer, param, mesh)
+        with warnings.catch_warnings(record=True):
+            rule.install_forward(layer, mesh)
+        ficco.counters(reset=True)
+        layer(inputs)
+        with ficco.expect():
+            refused = caught(lambda layer=layer, inputs=inputs: layer(inputs))
+            if quiet is not None:
+                layer(quiet)
+        assert refused.type == "NotOverlapped", (style, refused)
+        assert refused.text.startswith(f"{collective} of group {name}: required"), refused.text
+        assert "Own" in refused.text and "see docs/clients/transformers.md" in refused.text
+        assert ficco.counters() == {(name, collective): (0, 0, {}, 1, 0.0)}, style
+
+
+def test_layers_left_to_transformers_are_counted_and_refused() -> None:
+    run(2, _left, fresh=True)
 
 
 def _quantized(at: Rank, folder: str) -> None:

@@ -240,8 +240,10 @@ def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, An
     ):
         main()
     ficco.close()
+    counters = ficco.counters().items()
+    left = {operator: counts.left for (_, operator), counts in counters if counts.left}
     warned = [text % tuple(given) for text, *given in (one.args for one in warning.call_args_list)]
     warned = [text for text in warned if text.startswith("ficco:")]
     report = getattr(found, "report", passes.Report())
     replaced = [len(report.replaced), len(report.left)]
-    return {**values, "calls": counts, "warned": warned, "replaced": replaced}
+    return {**values, "calls": counts, "warned": warned, "replaced": replaced, "left": left}

@@ -16,7 +16,7 @@ from ranks import Rank, caught, on_ranks, run
 from ficco.dma.host import hosts_of
 from ficco.errors import FiccoError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.problems.products import digest
-from ficco.runtime.board import ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, TOLD, Board
+from ficco.runtime.board import COUNTS, ENTRIES, FAILED, LATE, LATE_S, TEXT_BYTES, TEXTS, Board
 
 NUMBERS = 1 << 24
 
@@ -48,35 +48,36 @@ def equal_entries_agree(at: Rank) -> None:
     assert mine.posted(number + 2) and not mine.refused(number + 2)
 
 
-def numbers_are_told_with_calls(at: Rank) -> None:
+def counts_are_published_with_calls(at: Rank) -> None:
     """With calls that ranks have posted, in any order, as late as they like."""
     mine, counts = board(), [7, 0, (1 << 40) - 2 - at.rank]
     for number in (1, 2, 3):
         mine.post(number, mine.describe("counts"))
     for number in (3, 1, 2):
         time.sleep(0.02 * at.rank)
-        mine.tell(number, [number, *counts])
-        told = mine.told(number, 4, 10.0, "route")
-        assert told.tolist() == [[number, 7, 0, (1 << 40) - 2 - rank] for rank in range(at.world)]
-    mine.tell(4, range(TOLD))
-    assert (mine.told(4, TOLD, 10.0, "route") == range(TOLD)).all()
-    mine.tell(5 + ENTRIES, [1])
+        mine.publish_counts(number, [number, *counts])
+        rows = mine.gather_counts(number, 4, 10.0, "route")
+        assert rows.tolist() == [[number, 7, 0, (1 << 40) - 2 - rank] for rank in range(at.world)]
+    mine.publish_counts(4, range(COUNTS))
+    assert (mine.gather_counts(4, COUNTS, 10.0, "route") == range(COUNTS)).all()
+    mine.publish_counts(5 + ENTRIES, [1])
     dist.barrier()
     with pytest.raises(FiccoError, match="within 256 calls"):
-        mine.told(5, 1, 10.0, "route")
+        mine.gather_counts(5, 1, 10.0, "route")
     if at.rank == 0:
-        mine.tell(6, [1])
+        mine.publish_counts(6, [1])
     with pytest.raises(SignalTimeout) as late:
-        mine.told(6, 2, 0.1, "route")
+        mine.gather_counts(6, 2, 0.1, "route")
     assert late.value.step.startswith("learn the counts")
     dist.barrier()
-    # A 0 that is told with a call whose number wraps to 0 is not taken for none.
+    # A count of 0 in a call whose number wraps to 0 is not taken for none.
     mine = board()
     for number in range(NUMBERS - 2, NUMBERS + 3):
         time.sleep(0.02 * at.rank)
         mine.post(number, 1)
-        mine.tell(number, [0, 1, number % 3])
-        assert mine.told(number, 3, 10.0, "route").tolist() == [[0, 1, number % 3]] * at.world
+        mine.publish_counts(number, [0, 1, number % 3])
+        rows = mine.gather_counts(number, 3, 10.0, "route")
+        assert rows.tolist() == [[0, 1, number % 3]] * at.world
         dist.barrier()
 
 
@@ -238,7 +239,7 @@ def no_entry_is_ever_seen_in_part(at: Rank) -> None:
 #: What ranks do, and the number of ranks.
 PROGRAMS: dict[Callable[[Rank], None], int] = {
     equal_entries_agree: 3,
-    numbers_are_told_with_calls: 2,
+    counts_are_published_with_calls: 2,
     a_call_that_differs_is_found_later_on_every_rank: 3,
     a_difference_counts_before_an_absent_rank: 3,
     a_rank_that_failed_is_named_without_waiting_for_the_rest: 3,
@@ -265,7 +266,7 @@ def test_a_rank_agrees_once_its_call_is_published(at: Rank) -> None:
     """Rank 1 posts after its thread has last published, and sees the call of rank 0."""
     mine: Any = on_two_hosts(at)
     reading, posted, released = threading.Event(), threading.Event(), threading.Event()
-    courier, read, publish = mine._courier, mine._courier._read, mine._courier._publish
+    relay, read, publish = mine._relay, mine._relay._read, mine._relay._publish
 
     def read_late() -> None:
         reading.set()
@@ -278,8 +279,8 @@ def test_a_rank_agrees_once_its_call_is_published(at: Rank) -> None:
         publish()
 
     if at.rank == 1:
-        courier._read, courier._publish = read_late, publish_late
-        courier.waiting(agrees=True)
+        relay._read, relay._publish = read_late, publish_late
+        relay.waiting(agrees=True)
         reading.wait()
     mine.post(1, mine.describe("usual"))
     posted.set()

@@ -661,18 +661,17 @@ std::shared_ptr<Capture> capture_of(Stream& stream) {
   return stream.capture;
 }
 
-int copy(const char* call, void* target, size_t target_pitch, const void* source,
-         size_t source_pitch, size_t width, size_t height, int kind, void* handle) {
+// Prepare a copy of a stream as work.
+int prepare(const char* call, Stream& stream, void* target, size_t target_pitch,
+            const void* source, size_t source_pitch, size_t width, size_t height, int kind,
+            Work& work) {
   int code = 0;
-  auto stream = queue(handle, call, code);
-  if (!stream) return code;
-  if (!width || !height) return Success;
   if (height > 1 && (width > target_pitch || width > source_pitch))
     return violation(InvalidPitchValue, "%s: rows of %zu bytes at pitches %zu and %zu", call,
                      width, target_pitch, source_pitch);
-  auto to = reach(*stream, target, (height - 1) * target_pitch + width, call, code);
+  auto to = reach(stream, target, (height - 1) * target_pitch + width, call, code);
   if (!to) return code;
-  auto from = reach(*stream, source, (height - 1) * source_pitch + width, call, code);
+  auto from = reach(stream, source, (height - 1) * source_pitch + width, call, code);
   if (!from) return code;
   bool device_to = to->device >= 0, device_from = from->device >= 0;
   bool fits = kind == 4 || (device_from ? (device_to ? kind == 3 || kind == 1024 : kind == 2)
@@ -693,8 +692,21 @@ int copy(const char* call, void* target, size_t target_pitch, const void* source
              static_cast<const char*>(source) + row * source_pitch, width);
     std::atomic_thread_fence(std::memory_order_release);
   };
-  stream->add({run, nullptr, {to, from}});
+  work = {run, nullptr, {to, from}};
   return Success;
+}
+
+int copy(const char* call, void* target, size_t target_pitch, const void* source,
+         size_t source_pitch, size_t width, size_t height, int kind, void* handle) {
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  if (!width || !height) return Success;
+  Work work;
+  code = prepare(call, *stream, target, target_pitch, source, source_pitch, width, height, kind,
+                 work);
+  if (!code) stream->add(std::move(work));
+  return code;
 }
 
 int write_value(const char* call, void* handle, void* pointer, uint64_t value, int width) {
@@ -1729,6 +1741,54 @@ API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
   if (!settings().rectangles) return latch(NotSupported);
   return copy("hipMemcpy2DAsync", target, target_pitch, source, source_pitch, width, height, kind,
               stream);
+}
+
+// Copies in any order, each at any time between the work of the stream before the batch and the work
+// after it. The runtimes before HIP 7.12 make them in their order and refuse attributes.
+struct CopyAttributes {
+  int source_order, source_kind, source_at, target_kind, target_at;
+  unsigned flags;
+};
+API int hipMemcpyBatchAsync(void** targets, void** sources, size_t* sizes, size_t count,
+                            const CopyAttributes* attributes, const size_t* firsts, size_t kinds,
+                            size_t*, void* handle) {
+  const char* call = "hipMemcpyBatchAsync";
+  ENTER(call);
+  int code = 0;
+  auto stream = queue(handle, call, code);
+  if (!stream) return code;
+  if (!targets || !sources || !sizes || !count)
+    return violation(InvalidValue, "%s of %zu copies", call, count);
+  bool old = settings().version < 71200000;
+  if (old && kinds) return latch(NotSupported);
+  if (kinds && (!attributes || !firsts || firsts[0] || kinds > 1 || attributes->source_order != 1))
+    return violation(InvalidValue, "%s whose sources are not all read in stream order", call);
+  if (capture_of(*stream)) return violation(CaptureUnsupported, "%s in a capture", call);
+  std::vector<Work> parts(count);
+  Uses uses;
+  auto meet = [&](void** left, size_t i, void** right, size_t j) {
+    auto *one = static_cast<char*>(left[i]), *two = static_cast<char*>(right[j]);
+    return one < two + sizes[j] && two < one + sizes[i];
+  };
+  for (size_t i = 0; i < count; i++) {
+    if (!sizes[i]) return violation(InvalidValue, "%s: copy %zu has no bytes", call, i);
+    code = prepare(call, *stream, targets[i], 0, sources[i], 0, sizes[i], 1, 3, parts[i]);
+    if (code) return code;
+    uses.insert(uses.end(), parts[i].uses.begin(), parts[i].uses.end());
+    for (size_t j = 0; j < i; j++)
+      if (meet(targets, i, targets, j) || meet(targets, i, sources, j) ||
+          meet(sources, i, targets, j))
+        return violation(InvalidValue, "%s: copies %zu and %zu depend on their order", call, j, i);
+  }
+  auto run = [parts = std::move(parts), old] {
+    std::vector<const Work*> order;
+    for (auto& part : parts) order.push_back(&part);
+    thread_local std::mt19937 random(getpid());
+    if (!old) std::shuffle(order.begin(), order.end(), random);
+    for (auto* part : order) late(), part->run();
+  };
+  stream->add({run, nullptr, uses});
+  return Success;
 }
 API int hipMemsetAsync(void* target, int value, size_t nbytes, void* handle) {
   ENTER("hipMemsetAsync");

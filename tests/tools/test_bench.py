@@ -30,12 +30,13 @@ from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
 from ficco.tools import cli
+from ficco.tools.baselines import COPY_ENGINES, PRODUCT
 from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
 from ficco.tools.bench import candidates as table
 from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
-from ficco.tools.bench.harness import BenchSettings, Checked, bench, trace_all
+from ficco.tools.bench.harness import BenchSettings, Checked, bench, timelines_of
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
 from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
@@ -166,7 +167,7 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert COMPARED in chosen and not {"pytorch-pieces", "pytorch-native"} & names
     assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
     assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
-    assert "beta" in table.refused(parse("growing:beta"), problem) or problem.kind.sums
+    assert "beta" in table.reason_against(parse("growing:beta"), problem) or problem.kind.sums
     large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 
@@ -558,7 +559,9 @@ def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Pat
     wrong = {key: row.note for key, row in found.items() if row.status == "wrong"}
     names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
     assert wrong == {("matmul_reduce_scatter", n): "wrong result on ranks [1]" for n in names}
-    assert {key[1] for key, row in found.items() if row.status == "skipped"} == {"pytorch-fused"}
+    skipped = {key[1]: row.note for key, row in found.items() if row.status == "skipped"}
+    assert skipped.keys() == {"pytorch-fused", PRODUCT, *COPY_ENGINES}
+    assert all(note.startswith("not here: ") for note in skipped.values())
     for operator in set(OPERATORS) - {OPERATOR, "matmul_reduce_scatter"}:
         for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "auto"):
             assert found[operator, name].ms > 0, (operator, name)
@@ -666,6 +669,8 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
     harness.show_ways(room.SUBJECT, rows)
     table = capsys.readouterr().out
     assert "│ auto (" in table and "│ serial " in table and "---" not in table
+    case = ("layer: 8 experts, top 2; tokens a rank: 256; ", "positions: 256; heads (of keys), ")
+    assert case[which] in table and "\nx baseline  the fastest baseline over" in table
     assert f"all ways of odd: skipped: {note}\n" in table
     assert cli.run(["plot", str(tmp_path / "ways.csv"), "--report"]) == 0
     assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in text
@@ -750,7 +755,7 @@ def test_shapes_of_the_command_line() -> None:
     assert [name for _, name in found] == ["g2", "g14", "g14"]
 
 
-def _traced(at: ranks.Rank) -> list[list[Timeline]]:
+def _timelines(at: ranks.Rank) -> list[list[Timeline]]:
     group: Any = torch.distributed.group.WORLD
     found = []
     for dtype in ("fp8-row", "fp8-block"):
@@ -759,12 +764,12 @@ def _traced(at: ranks.Rank) -> list[list[Timeline]]:
         operands.exact(0)
         operands.exact_b()
         calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
-        found.append(trace_all(calls, group, at.device))
+        found.append(timelines_of(calls, group, at.device))
     return found
 
 
-def test_calls_of_float8_are_traced() -> None:
-    by_dtype, other = ranks.run(2, _traced)
+def test_calls_of_float8_have_timelines() -> None:
+    by_dtype, other = ranks.run(2, _timelines)
     assert by_dtype == other
     for recipe, found in zip(("row", "block"), by_dtype, strict=True):
         assert [one.title for one in found[:2]] == ["serial: planned", "serial: measured"]

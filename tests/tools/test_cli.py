@@ -341,6 +341,19 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
+def test_tables_fit_into_a_terminal_and_are_explained(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    sizes = "--m 8192 --n 3584 --k 4096 --machine h200-4".split()
+    assert cli.run([*command.split(), *sizes]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    meanings = {"plan": "2.0>1 its copy to rank 1", "explain": "\nCIL ", "simulate": "\nideal "}
+    assert meanings[command.split()[0]] in text
+
+
 @pytest.mark.parametrize("operator", OTHERS)
 def test_attention_and_experts_are_planned_simulated_and_explained(
     operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -378,7 +391,7 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     predicted = {one["schedule"]: one["predicted"]["queued"] for one in decision["candidates"]}
     assert predicted == {name: pytest.approx(rows[name]["ms"] * 1e-3) for name in names}
     table = said("explain")
-    assert f"  model: {planned['reason']}\n" in table and "predicted to" in planned["reason"]
+    assert f" model: {planned['reason']} " in " ".join(table.split())  # the terminal wraps it
     assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
 
     over_hosts = ("--machine", "h100-8", "--hosts", "2")
@@ -442,7 +455,7 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
 
 
 def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {}
     for number in (None, 1, 2):
@@ -465,6 +478,11 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     doctor.show(found)
     shown = capsys.readouterr().out
     assert all(t in shown for t in ("Engine cpu", "What would be used", "right on every rank"))
+    assert "float8 products" in shown and "partial_signals" not in shown
+    assert found["extra"] == dict.fromkeys(cli.EXTRA, "installed")
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.run(["doctor", "--device", "cpu"]) == 0
+    assert "rich        rich: required, and not installed; `pip install" in capsys.readouterr().out
 
 
 def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

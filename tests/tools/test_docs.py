@@ -58,8 +58,8 @@ def test_links_code_and_addresses(tmp_path: Path) -> None:
         ("page.md", "Rows travel.\n\n```\nWhat is code\n```\nWhat a rank sends.\n", [6]),
         ("page.md", "Rows of the peers travel with theirs.\n", [1]),
         ("page.md", "`What is` code; which rows travel is known to so many ranks.\n", [1]),
-        ("a.py", 'def send(told):\n    """Send a row."""\n    # Of what they are.\n', [3, 1]),
-        ("a.py", '"""Rows."""\nplan = 1\nfor found in ():\n    pass\n', [3]),
+        ("a.py", 'def _made(told):\n    """Send a row."""\n    # Of what they are.\n', [3, 1, 1]),
+        ("a.py", '"""Rows."""\nplan.kept = 1\nfor found in ():\n    pass\n', [2, 3]),
         ("a.py", '"""Which row to send.\n\nWhy?\n"""\nfound.append(1)\n', [1]),
     ],
 )

@@ -188,6 +188,9 @@ def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "all_gather_matmul: best schedule per shape, queued" in text
     assert re.search(r"geometric mean │ +│ +0.91 │ +1.27 │ +1.14 │", text)
+    assert "\nof ideal    ideal over this time; above 1 if" in text
+    report.show_best(rows.assign(vs_pytorch=math.nan))
+    assert "x PyTorch" not in capsys.readouterr().out
 
 
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:

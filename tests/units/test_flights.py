@@ -42,7 +42,7 @@ class Caller:
     def call(self, number: int) -> None:
         flight = self.flights.begin(number, self.key, self.stream)
         self.stream.given += 1
-        self.flights.end(flight, self.stream)
+        flight.end(self.stream)
 
 
 def flights() -> tuple[Flights, list[Event]]:
@@ -97,7 +97,7 @@ def test_a_call_that_the_host_is_stuck_in_runs_until_it_is_broken_off() -> None:
     caller = Caller(found, 1)
     flight = found.begin(3, 1, caller.stream)
     assert found.look() == (3, True) and found.look() == (3, False) and not found.idle()
-    found.end(flight, caller.stream)
+    flight.end(caller.stream)
     assert found.look() == (0, True) and found.idle()
     caller.call(1)
     found.drop(found.begin(2, 1, caller.stream))

@@ -22,23 +22,23 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3486, 1832),
-    "dma": (7215, 4025),
+    "compute": (3490, 1835),
+    "dma": (7350, 4105),
     "heuristics": (1595, 720),
     "hip_kernels": (1250, 610),
-    "integrations": (845, 415),
+    "integrations": (917, 462),
     "machine": (1445, 635),
     "nn": (2150, 1020),
     "ops": (5985, 2775),
-    "passes": (1955, 1160),
-    "plan": (1020, 490),
+    "passes": (1960, 1161),
+    "plan": (1069, 514),
     "problems": (2430, 1095),
-    "proof": (1798, 1242),
-    "runtime": (1957, 1118),
+    "proof": (1775, 1230),
+    "runtime": (1985, 1125),
     "schedules": (4845, 2840),
     "simulate": (1250, 815),
-    "tools": (13560, 7380),
-    "__init__.py": (192, 50),
+    "tools": (13720, 7411),
+    "__init__.py": (190, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
@@ -49,9 +49,9 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 167,
-    "loose files": 10,
-    "lines of the longest file": 866,
+    "files": 166,
+    "loose files": 9,
+    "lines of the longest file": 876,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 35,
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 42_480
+LINES_OF_TESTS = 42_430
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -111,7 +111,7 @@ LAYERS = (
     ("integrations",),
     ("ficco",),
     ("tools",),
-    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela"),
+    ("tools.launch", "tools.doctor", "tools.probe", "tools.promela", "tools.baselines"),
     ("tools.bench",),
     ("tools.tune",),
     ("tools.selftest",),
@@ -147,6 +147,7 @@ VENDORS_ALLOWED = {
     "machine": "data of a machine",
     "tools.doctor": "prints what a machine has",
     "tools.probe": "tries a driver's mechanisms",
+    "tools.baselines": "compares with one vendor's libraries",
     "tile": "device functions for the GPUs of each vendor",
 }
 #: Code that is no vendor's business although the word is in it: (unit, string).

@@ -56,7 +56,7 @@ from ficco.plan import Buffer, LibraryMove, Plan, Product, Reduction, Region, St
 from ficco.plan.model import MANY, aligned, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
-from ficco.proof.order import execute
+from ficco.proof.order import order_steps
 from ficco.proof.signals import SignalColumns
 from ficco.proof.steps import Steps
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -342,7 +342,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "landings that overlap": (change(sends_second, dst=down(-1)), f"{UNWRITTEN}|{LOST}"),
     },
     (PROBLEM, FUSED): {
-        "other rows": (change(is_copy, src=down(1)), f"{LOST}|gates other rows|puts rows"),
+        "other rows": (change(is_copy, src=down(1)), f"{LOST}|out copied rows|puts rows"),
         "a sum without its last term": (
             change(awaits_data, b={"row_stop": 31}, a={"col_stop": 31}),
             "does not cover all of k",
@@ -388,7 +388,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "summed before it is there": (sum_before_it_is_due, EARLY),
         "a copy of another's rows": (
             change(is_copy, src=down(16)),
-            f"gates other rows|{UNWRITTEN}",
+            f"out copied rows|{UNWRITTEN}",
         ),
         "a product in other rows": (
             change(multiplies, out={"row": 1}, a={"row_stop": 3}),
@@ -642,12 +642,12 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     (SENT, PULLED, without_kinds("valid", "done"), WITHOUT_ORDER),
     (RETURNED, FUSED, without_kinds("summed"), WITHOUT_ORDER),
     # Signals that are wrong wherever they are named.
-    (PROBLEM, "growing", signal(1, is_copy, last=17), "gates other rows"),
+    (PROBLEM, "growing", signal(1, is_copy, last=17), "out copied rows"),
     (PROBLEM, "growing", signal(1, is_copy, word=9999), "outside the pads"),
     (PROBLEM, "growing", signal(1, is_copy, word=1), "used twice"),
     (PROBLEM, "growing", signal(1, is_copy, kind="released"), "rests at another value"),
     (PROBLEM, "growing", signal(1, is_copy, poster=2), "another rank than it says"),
-    (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=16), f"gates other rows|{LOST}"),
+    (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=16), f"out copied rows|{LOST}"),
     (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=64), LOST),
     (PROBLEM, "growing", used_by_another_rank("waits"), "another rank than it says"),
     (PROBLEM, "growing", used_by_another_rank("clears"), "another rank than it says"),
@@ -861,7 +861,7 @@ def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
 def test_orders_are_told_as_by_walking_all_paths(operator: str, name: str, cap: int | None) -> None:
     problem = Problem(operator, (24, 0, 17, 8), 24, 40, "bfloat16")
     found = Steps(made(name, problem, cap))
-    order = execute(found, SignalColumns(found))
+    order = order_steps(found, SignalColumns(found))
     steps = range(len(found.all))
     over = [1 << step for step in steps]  # by step, what is over before it starts, and itself
     before = defaultdict(list)

@@ -223,7 +223,7 @@ class TileCosts:
 
 @dataclass(frozen=True)
 class TileRates:
-    """Rates of one GPU, from which :class:`TileCosts` follow; benchmarks/tiled_rates.py fits them.
+    """Rates of one GPU, the input of :class:`TileCosts`; benchmarks/tiled_rates.py fits them.
 
     Attributes:
         multiply: seconds of one step with operands in shared memory, by tiling.

@@ -7,7 +7,7 @@ cases       shapes, in sets; settings of a bench
 inputs      operands with one right product, calls compared exactly in shuffled order
 candidates  candidates of a bench of products, and how each is called
 measure     rounds, modes, clocks; calls timed exclusively or during other calls
-harness     the one bench: workloads, variants, proofs, rounds, rows, traced calls
+harness     the one bench: workloads, variants, proofs, rounds, rows, timed calls
 products    workload: a product by all candidates; errors of float sums
 layers      workload: forward and backward of tensor-parallel layers
 fsdp        workload: forward and backward of a stack of blocks under FSDP2

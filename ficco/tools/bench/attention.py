@@ -331,16 +331,16 @@ class AttentionData(Workload):
         pytorch = {
             f"context_parallel, {kernels}, {rotation}": Variant(
                 by_pytorch,
-                meets=True,
+                needs_peers=True,
                 context=partial(context_parallel, group, device, backend, ROTATIONS[rotation]),
                 lacks=lacks,
             )
             for (kernels, backend), rotation in product(BACKENDS.items(), ROTATIONS)
         }
-        moved = Variant(lambda: gather(base, self.operands, group), MOVED, meets=True)
+        moved = Variant(lambda: gather(base, self.operands, group), MOVED, needs_peers=True)
         return {
             "all-gather": moved,
-            "pytorch-serial": Variant(by_collective, baseline=True, meets=True),
+            "pytorch-serial": Variant(by_collective, baseline=True, needs_peers=True),
             **pytorch,
         }
 
@@ -365,8 +365,8 @@ class AttentionData(Workload):
         lacks = f"{base.kv_heads} heads of keys for {base.world} ranks" if (
             base.kv_heads % base.world) else ""  # fmt: skip
         return {
-            "all-to-alls": Variant(exchanges, MOVED, meets=True, lacks=lacks),
-            "pytorch-serial": Variant(by_collectives, baseline=True, meets=True, lacks=lacks),
+            "all-to-alls": Variant(exchanges, MOVED, needs_peers=True, lacks=lacks),
+            "pytorch-serial": Variant(by_collectives, baseline=True, needs_peers=True, lacks=lacks),
         }
 
     @property

@@ -26,6 +26,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule, plan, refusal, same_plans
 from ficco.schedules.groups import cut
+from ficco.tools import baselines
 from ficco.tools.bench.cases import OPERATOR
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Runner, all_gather, reduce_scatter
@@ -92,6 +93,17 @@ REFERENCES = (
     BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
     BenchCandidate("pytorch-native", "pytorch-native", operators=(OPERATOR,)),
     BenchCandidate("quack", "quack", operators=(OPERATOR,)),
+    BenchCandidate(baselines.PRODUCT, "product-by"),
+    *(
+        BenchCandidate(
+            name,
+            "copy-engines",
+            operators=tuple(
+                operator for operator, kind in OPERATORS.items() if kind.collective in collectives
+            ),
+        )
+        for name, (collectives, _) in baselines.COPY_ENGINES.items()
+    ),
 )
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
@@ -123,12 +135,12 @@ SCHEDULES = tuple(
 def choose(
     names: list[str] | None, without: Sequence[str] = (), device: str = "cuda"
 ) -> tuple[BenchCandidate, ...]:
-    """The candidates of a bench: the references but some, and the schedules of these names, or all
-    that are of use on ``"cuda"`` or ``"cpu"``.
+    """The candidates of a bench: the references except ``without``, and the schedules ``names``.
+    Default: all schedules of use on the device, ``"cuda"`` or ``"cpu"``.
 
-    The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, with those
-    by kernel where copies are small, and those that sum in the memory of the peers. With a number
-    it stands for as many of library products, besides serial, that are predicted to be fastest.
+    The name ``candidates`` stands for the schedules that ``auto`` compares on a switch, schedules
+    that copy by kernel if copies are small, and schedules that sum in the memory of the peers.
+    ``candidates=N``: the N schedules of library products, except serial, predicted to be fastest.
     """
     ours = tuple(one for one in SCHEDULES if device != "cpu" or not one.several_lanes)
     if names is not None:
@@ -139,7 +151,7 @@ def choose(
 
 
 def _stands_for(name: str) -> BenchCandidate | None:
-    """A candidate that stands for several schedules; None if the name is not of one."""
+    """The candidate of a name that stands for several schedules; None if the name is of one."""
     head, equals, most = name.partition("=")
     if head != COMPARED.name or (equals and not (most.isdecimal() and int(most))):
         return None
@@ -152,8 +164,8 @@ def of_problem(
     engine: Engine | None = None,
     ranked: Callable[[], Sequence[Schedule]] = tuple,
 ) -> tuple[BenchCandidate, ...]:
-    """The candidates that a problem's operator has, of those that an engine offers. ``ranked``
-    gives the schedules that were compared for it, the best first, if any were."""
+    """The chosen candidates that serve a problem on an engine. ``ranked`` returns the schedules
+    that the decision compared, the best first, if there are any."""
     available: dict[BenchCandidate, None] = {}
     for one in chosen:
         if one.kind == COMPARED.kind and one != COMPARED:
@@ -162,7 +174,7 @@ def of_problem(
                 for schedule in ranked() or candidates(problem)
                 if schedule.grouping != "tiled" and not is_serial(schedule)
             ]
-            served = [each for each in products if not refused(each, problem, engine)]
+            served = [each for each in products if not reason_against(each, problem, engine)]
             available |= dict.fromkeys(served[: int(one.name.partition("=")[2])])
         elif one == COMPARED:
             small = block_bytes(problem) <= KERNEL_BYTES
@@ -172,15 +184,15 @@ def of_problem(
             available |= dict.fromkeys(one for one in every if on_gpu or not one.several_lanes)
         elif problem.operator in (one.operators or OPERATORS):
             available[one] = None
-    return tuple(one for one in available if not refused(one, problem, engine))
+    return tuple(one for one in available if not reason_against(one, problem, engine))
 
 
 def named_again(
     candidates: Iterable[BenchCandidate], problem: Problem
 ) -> dict[BenchCandidate, BenchCandidate]:
-    """Those that go through the same steps as one before them, and that one.
+    """Candidates with the same steps as an earlier candidate, each with the earlier candidate.
 
-    They are timed once: of several clocks on one plan the fastest would win by chance.
+    Equal plans are timed once: of several times of one plan the fastest would win by chance.
     """
     plain = {
         Schedule.parse(one.schedule): one
@@ -191,8 +203,10 @@ def named_again(
     return {plain[one]: plain[first] for one, first in same.items() if one != first}
 
 
-def refused(candidate: BenchCandidate, problem: Problem, engine: Engine | None = None) -> str:
-    """Why a problem cannot be served by a candidate's schedule; empty if it can."""
+def reason_against(
+    candidate: BenchCandidate, problem: Problem, engine: Engine | None = None
+) -> str:
+    """Reason why a candidate's schedule cannot serve a problem; empty if it can."""
     if not candidate.ours:
         return ""
     if problem.kind.scatters and (candidate.symmetric or candidate.stages):
@@ -244,11 +258,13 @@ QUACK_TILINGS = (
 
 
 def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -> str:
-    """Why a candidate does not exist for this shape and device; empty if it exists. ``hosts``:
-    number of hosts of the ranks."""
+    """Reason why a candidate does not exist for a shape, device and number of hosts; empty if it
+    exists."""
     scaling = operands.problem.scaling
-    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack"):
+    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack", "copy-engines"):
         return "it copies through memory that ranks of one host share"
+    if candidate.kind in ("copy-engines", "product-by"):
+        return baselines.lacking(candidate.name, operands.device, operands.problem.equal)
     if candidate.kind == "pieces" and scaling:
         return "PyTorch has no batched product of float8"
     if candidate.kind in ("pytorch", "pytorch-native"):
@@ -415,6 +431,13 @@ def _serial_collective(
     return Runner(run)
 
 
+def _copy_engines(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """The library's collective and the product, with all results in memory that it has registered,
+    so that it may take copy engines."""
+    runner = _serial_collective(candidate, operands, group)
+    return replace(runner, context=baselines.registered(group, operands.device, runner.run))
+
+
 def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """FiCCO-rccl of the paper (section VI-E): W pieces per shard by the vendor's collective.
 
@@ -576,5 +599,9 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "pytorch": _pytorch,
     "pytorch-native": _pytorch,
     "quack": _quack,
+    "product-by": lambda _, operands, __: Runner(
+        operands.product, "product", context=baselines.preferred
+    ),
+    "copy-engines": _copy_engines,
     "ficco": _ficco,
 }

@@ -11,6 +11,7 @@ from ficco.errors import ConfigError
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.problems.specification import ITEMSIZES
+from ficco.tools.baselines import COPY_ENGINES, PRODUCT
 
 #: Ranks of the paper's machine. Each scenario is benched with the sizes that one of these ranks
 #: has, on any number of ranks.
@@ -23,7 +24,10 @@ MEMORY_SHARE = 0.9
 OPERATOR = "all_gather_matmul"
 
 #: Baselines that can be left out: no figure of the others needs them.
-OPTIONAL = ("pytorch-pieces", "pytorch-fused", "pytorch-native", "quack")
+OPTIONAL = (
+    *("pytorch-pieces", "pytorch-fused", "pytorch-native", "quack"),
+    *(PRODUCT, *COPY_ENGINES),
+)
 
 #: The operator that gives the gradient of its B.
 WEIGHT_GRADIENT = "all_gather_transposed_matmul"

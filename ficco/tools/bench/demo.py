@@ -31,7 +31,7 @@ from ficco.tools.bench.candidates import BenchCandidate, caller, parse, taken, v
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
-from ficco.tools.bench.harness import Tick, Workload, trace_all
+from ficco.tools.bench.harness import Tick, Workload, timelines_of
 from ficco.tools.bench.measure import Stopwatch
 from ficco.tools.bench.products import ProductWork
 from ficco.tools.bench.simulated import examples
@@ -72,8 +72,8 @@ DECIDED_ON = "h200-4"
 #: Bytes per second of drawn copies on CPUs: without a limit they are too short to see.
 DRAWN_BANDWIDTH = 3e8
 
-#: Traced calls of each schedule. The shortest is drawn: other work on the machine delays some.
-TRACES = 3
+#: Timed calls of each schedule. The shortest is drawn: other work on the machine delays some.
+RUNS = 3
 
 
 def demo(device_name: str, out: Path | None) -> int:
@@ -110,7 +110,7 @@ def demo(device_name: str, out: Path | None) -> int:
         calls = {one: caller(work.operands, group, one) for one in served if one in work.offered}
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            traces = [trace_all(calls, group, device) for _ in range(TRACES)]
+            runs = [timelines_of(calls, group, device) for _ in range(RUNS)]
         finally:
             CpuEngine.bandwidth = None
     watch.close()
@@ -126,7 +126,7 @@ def demo(device_name: str, out: Path | None) -> int:
     results.to_csv(out / "demo.csv", index=False, lineterminator="\n", float_format="%.4f")
     limit = f"copies limited to {DRAWN_BANDWIDTH / 1e6:.0f} MB/s, or they would be too short to see"
     note = limit if device.type == "cpu" else ""
-    by_name = zip(*(zip(run[::2], run[1::2], strict=True) for run in traces), strict=True)
+    by_name = zip(*(zip(run[::2], run[1::2], strict=True) for run in runs), strict=True)
     timelines = [one for pairs in by_name for one in min(pairs, key=lambda pair: pair[1].stop_s)]
     picture = draw(timelines, out / "timelines.png", columns=2, ranks=[0], note=note)
     operators = pd.DataFrame(by_operator)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ficco.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 BLUE, LIGHT, ORANGE, SAND = "#2a5d8f", "#6f9fca", "#e08a1e", "#f0c48a"
 GREEN, PURPLE, GREY, BLACK = "#7a9a3a", "#a05a8a", "#b8b8b8", "#333333"
@@ -42,6 +45,39 @@ def picture(path: Path, width: float, height: float, title: str = "") -> Iterato
             figure.suptitle(title)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=130)
+
+
+def bars(
+    panels: Mapping[str, pd.DataFrame], path: Path, title: str, bound: float | None = None
+) -> Path:
+    """Draw a panel for each frame: a group of bars for each row, and in the group a bar for each
+    column. The suffix of ``path`` is the format.
+
+    Args:
+        panels: frames by title. Missing figures have no bar.
+        bound: a dashed line that the legend calls ideal.
+    """
+    heights = [frame.size + 2 for frame in panels.values()]
+    with picture(path, 8, 0.17 * sum(heights) + 0.6, title) as figure:
+        split = {"height_ratios": heights}
+        grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=split)[:, 0]
+        for axes, (heading, frame) in zip(grid, panels.items(), strict=True):
+            rows, height = range(len(frame)), 0.8 / frame.shape[1]
+            for number, (name, values) in enumerate(frame.items()):
+                places = [row - 0.4 + height * (number + 0.5) for row in rows]
+                colour = (BLUE, LIGHT, ORANGE, SAND)[number % 4]
+                drawn = axes.barh(places, values, height=height, color=colour, label=name)
+                labels = ["" if value != value else f"{value:.3g}" for value in values]
+                axes.bar_label(drawn, labels, padding=2)
+            axes.set_yticks(rows, frame.index)
+            axes.invert_yaxis()
+            axes.margins(x=0.12)
+            axes.set_title(heading, loc="left")
+            if bound is not None:
+                axes.axvline(bound, color=BLACK, linewidth=1, linestyle="--", label="ideal")
+            if bound is not None or frame.shape[1] > 1:
+                axes.legend(loc="upper right")
+    return path
 
 
 #: Colours of the kinds of bars; dark, middle and light, for readers who cannot see hues.

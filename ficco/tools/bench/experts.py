@@ -1,8 +1,8 @@
 """Workload: a layer of experts, by ficco, and by collectives and grouped products in turn.
 
 The baseline is an all-to-all, grouped products and an all-to-all back. It is timed with blocks of
-the same fixed capacity as ficco's, and with exact row counts, for which the host waits, as in
-torchtitan. No token is dropped.
+ficco's fixed capacity, and with exact row counts as in torchtitan, where the host waits for the
+counts. No token is dropped.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ExpertData(Workload):
         super().__init__(case, watch, schedules)
         if case.experts % watch.world:
             raise ValueError(f"{case.experts} experts for {watch.world} ranks")
-        if case.skew and not watch.meets:
+        if case.skew and not watch.has_peers:
             raise ValueError("skewed routes: required all ranks, which agree on a capacity")
         dtype, each = getattr(torch, case.dtype), case.experts // watch.world
         places = torch.arange(case.experts, device=self.device).view(each, watch.world)
@@ -123,7 +123,7 @@ class ExpertData(Workload):
         scores = torch.rand(case.tokens, case.experts, device=self.device, generator=generator)
         # The largest are a weighted sample without replacement (Efraimidis and Spirakis, 2006).
         self.weights, self.indices = (scores**self.rarity).topk(case.top_k)
-        if self.watch.meets:
+        if self.watch.has_peers:
             self.capacity = ficco.route(self.indices, case.experts, group=self.group).capacity
         else:
             self.capacity = -(-int(SPARE * case.tokens * case.top_k) // case.experts)
@@ -134,14 +134,14 @@ class ExpertData(Workload):
     def variants(self) -> dict[str, Variant]:
         ours = self.by_ficco(partial(by_ficco, self), ("auto", *EXPERTS_FAMILY.compared))
         collectives = {
-            way: Variant(partial(call, self), baseline=True, meets=True)
+            way: Variant(partial(call, self), baseline=True, needs_peers=True)
             for way, call in COLLECTIVES.items()
         }
         parts = {
             "products": Variant(partial(by_blocks, self, travels=False), COMPUTED),
-            "all-to-alls": Variant(partial(exchanges, self), MOVED, meets=True),
+            "all-to-alls": Variant(partial(exchanges, self), MOVED, needs_peers=True),
         }
-        exact = Variant(partial(by_ficco, self, "auto", exact=True), meets=True)
+        exact = Variant(partial(by_ficco, self, "auto", exact=True), needs_peers=True)
         return {**parts, **collectives, **ours, "auto, exact rows": exact}
 
     def between(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -220,8 +220,8 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 
 
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
-    """Call ficco with blocks of a fixed capacity, or with exact row counts, for which the host
-    waits."""
+    """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
+    for the counts."""
     return ficco.experts(
         data.tokens,
         data.indices,

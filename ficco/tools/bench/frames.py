@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import warnings
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from ficco.errors import ConfigError
+from ficco.plan.render import legend
 from ficco.tools import doctor
 
 #: By the type of a column: its dtype in a frame, and its default.
@@ -44,7 +46,7 @@ class Schema:
         columns: their types, in the order of the file.
         optional: values of columns that a file may lack, since it is older or trimmed.
         case: column with the name of a case.
-        ways: columns that name what was measured of a case.
+        ways: columns that name the measured variant of a case.
         figure: column of the figure that pictures show.
     """
 
@@ -370,7 +372,7 @@ def show(
         bold: rows to stress.
         sections: rows after which a line is drawn.
     """
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=escape(title) or None, title_justify="left")
     for number, heading in enumerate(rows.columns):
         justify, overflow = ("left", "fold") if number in left else ("right", "ellipsis")
         table.add_column(escape(heading), justify=justify, overflow=overflow)
@@ -379,6 +381,33 @@ def show(
         table.add_row(*map(escape, row), style=style, end_section=number in sections)
     console = Console(width=None if sys.stdout.isatty() else width)
     console.print(table, highlight=False)
+
+
+#: Meanings of headings and of rows of tables on a terminal.
+MEANINGS = {
+    "gemm": "the whole GEMM of the library, and nothing else",
+    "collective": "the library's collective, and nothing else",
+    "copies": "the copies of the operator, and nothing else",
+    "ideal": "the longer of computation and communication, each timed separately",
+    "of ideal": "ideal over this time; above 1 if the parts took longer than within the call",
+    "x serial": "the better serial composition over this time",
+    "x PyTorch": "PyTorch's fused operator over this time",
+    "x baseline": "the fastest baseline over this time",
+    "x in turn": "computation, then communication, over this time",
+    "x collectives": "the fastest step by collectives over this time",
+    "x Async TP": "PyTorch's Async TP over this time",
+    "others": "share of kernels other than the library's",
+    "host us": "host time to enqueue one of several calls",
+    "off us": "largest deviation of a peer's signal from its planned time",
+    "extra MiB": "memory of a rank besides operands and result",
+}
+
+
+def show_meanings(names: Iterable[str]) -> None:
+    """Print the meanings of headings and rows that need an explanation."""
+    present = set(names)
+    meanings = {name: text for name, text in MEANINGS.items() if name in present}
+    print(legend(meanings, shutil.get_terminal_size((120, 24)).columns))
 
 
 class Forecast:

@@ -36,12 +36,12 @@ from ficco.machine import Machine
 from ficco.machine.model import ATTENTION, flat
 from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem
-from ficco.runtime.workspace import tracing, workspace_of
+from ficco.runtime.workspace import timing_steps, workspace_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show
+from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show, show_meanings
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
 from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
@@ -73,7 +73,7 @@ class Variant(NamedTuple):
         part: kind of part; empty for the whole.
         baseline: speed-ups are over the fastest baseline.
         schedule: of a call of ficco's.
-        meets: the call needs peers that run.
+        needs_peers: the call needs peers that run.
         context: entered around calls, outside of the timed part.
         lacks: why the variant cannot run here.
     """
@@ -82,7 +82,7 @@ class Variant(NamedTuple):
     part: str = ""
     baseline: bool = False
     schedule: str = ""
-    meets: bool = False
+    needs_peers: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     lacks: str = ""
 
@@ -162,7 +162,7 @@ class Workload:
             name: Variant(
                 partial(call, name),
                 schedule=name,
-                baseline=name == "serial" and not self.watch.meets,
+                baseline=name == "serial" and not self.watch.has_peers,
             )
             for name in self.schedules or usual
         }
@@ -172,8 +172,8 @@ class Workload:
     @cached_property
     def offered(self) -> Mapping[str, Any]:
         """Variants that these ranks can run, by name."""
-        variants = self.variants().items()
-        offered = {name: one for name, one in variants if self.watch.meets or not one.meets}
+        has_peers, variants = self.watch.has_peers, self.variants().items()
+        offered = {name: one for name, one in variants if has_peers or not one.needs_peers}
         if copies := self.watch.arrivals(self.problem):
             offered = {copies: Variant(torch.Tensor, MOVED), **offered}
         return offered
@@ -191,7 +191,7 @@ class Workload:
             return Checked(name, status="skipped", note=variant.lacks)
         value, why = self.watch.together(partial(self.prove, variant), fatal=FATAL)
         if value is None:
-            if not self.watch.meets:
+            if not self.watch.has_peers:
                 self.watch.free()  # the next call has an engine of its own
             status = "skipped" if why.startswith(REFUSALS) else "failed"
             return Checked(name, status=status, note=why)
@@ -204,7 +204,7 @@ class Workload:
     def prove(self, variant: Any) -> tuple[Runner, Any]:
         """A variant's calls, and what :meth:`judge` takes of each rank. Of a part, and of a rank
         that is replayed, the proof shows only that the calls run."""
-        right, shows = True, self.watch.meets and not variant.part
+        right, shows = True, self.watch.has_peers and not variant.part
         for seed in range(1, 1 + CHECKS):
             if shows:
                 self.fill(seed, exact=True)
@@ -390,7 +390,7 @@ class _Bench:
         try:
             return self._timed(work, shape, began, share, number)
         except FiccoError as error:
-            if watch.meets:
+            if watch.has_peers:
                 raise
             return [{**shape, "status": "failed", "note": str(error).splitlines()[0]}]
 
@@ -432,7 +432,7 @@ class _Bench:
             for one in timed:
                 if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
-            timelines = trace_all(calls, watch.group, watch.device)
+            timelines = timelines_of(calls, watch.group, watch.device)
             if watch.rank == 0:
                 write(timelines, settings.csv)
         return [*rows, *work.renamed(rows)]
@@ -488,14 +488,16 @@ def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataF
 
 
 def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
-    """Print a table for each mode; a case is named on its first line."""
+    """Print a table for each case and mode."""
+    headings: list[str] = []
     for mode, table in tables(subject, rows):
-        words = list(table).index("way") + 1
-        again = (cases := table.iloc[:, : words - 1]).eq(cases.shift()).all(axis=1)
-        table.iloc[again.to_numpy(), : words - 1] = ""
-        ends = [number - 1 for number, same in enumerate(again) if not same]
-        title = f"{subject.name}, {mode}: {MODE_WORDS[mode]}"
-        show(title, table, left=range(words), sections=ends, width=140)
+        words = list(table)[: list(table).index("way")]
+        headings += [name for name in table if name not in (*words, *headings)]
+        print(f"{subject.name}, {mode}: {MODE_WORDS[mode]}")
+        for case, ways in table.groupby(words, sort=False):
+            print("; ".join(f"{word}: {text}" for word, text in zip(words, case, strict=True)))
+            show("", ways.drop(columns=words), width=100)
+    show_meanings(headings)
     for line in left_out(subject, rows):
         print(f"  {line}")
 
@@ -520,17 +522,17 @@ def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: st
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-# Traced calls.
+# Calls whose steps are timed.
 
 
 #: Rate of steps whose time is too short to measure.
 UNSEEN = 1e18
 
-#: About 20 ms of a GPU: a traced call of hundreds of steps is enqueued by then.
+#: About 20 ms of a GPU: a timed call of hundreds of steps is enqueued by then.
 SLEEP_CYCLES = 40_000_000
 
 
-def trace_all(
+def timelines_of(
     calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
 ) -> list[Timeline]:
     """The planned and the measured Timeline of every call that is served here, in turn.
@@ -540,7 +542,7 @@ def trace_all(
     """
     timelines: list[Timeline] = []
     for name, call in calls.items():
-        with suppress(NotImplementedError), tracing() as seen:
+        with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
             if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
@@ -574,7 +576,7 @@ def write(timelines: Sequence[Timeline], csv: Path) -> None:
 def measured(
     title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
 ) -> Timeline:
-    """The Timeline of a traced call: a Plan and its Spans for every rank."""
+    """The Timeline of a timed call: a Plan and its Spans for every rank."""
     ranks = [
         [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
         for plan, mine in zip(plans, spans, strict=True)

@@ -71,7 +71,7 @@ class Operands:
     sum of all ranks' A, since all ranks have the same B. ``scales`` are the scales of float8
     operands, as operators take them. ``whole_scale`` is the scale of ``whole_OK``, whose sums have
     a wider dtype. Each rank computes ``whole_OK`` without communication, so that the reference does
-    not depend on what is tested. ``a_symmetric_LK`` is the left operand in memory that peers can
+    not depend on the tested code. ``a_symmetric_LK`` is the left operand in memory that peers can
     read; set by users that need it.
     """
 

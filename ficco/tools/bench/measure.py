@@ -65,8 +65,8 @@ LONG_S = 0.05
 #: Least number of warm-up calls: one on each slot, which may allocate memory, and one more.
 LEAST_WARM = 3
 
-#: Sleep of the GPU: a multiple of the fastest host time, plus a constant in which the collective
-#: that aligns the ranks is enqueued; up to a limit.
+#: Sleep of the GPU: a multiple of the fastest host time, plus a constant, up to a limit. The
+#: constant covers the time to enqueue the collective that aligns the ranks.
 SLEEP_FACTOR = 2.0
 SLEEP_LEAST_S = 200e-6
 SLEEP_MOST_S = 5e-3
@@ -415,11 +415,11 @@ class Stopwatch:
         mode: the mode for times of a device: queued on GPUs, idle on CPUs.
         hosts: hosts of the ranks, determined unless passed. At most one Stopwatch may use the same
             ``hosts``.
-        meets: whether the peers are there.
+        has_peers: whether processes of the other ranks run; false where they are replayed.
         note: remark on the times, for reports.
     """
 
-    meets = True
+    has_peers = True
     note = ""
 
     def __init__(

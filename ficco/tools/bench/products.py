@@ -76,7 +76,7 @@ class ProductWork(Workload):
     def candidates(self) -> tuple[BenchCandidate, ...]:
         """Candidates of the operator, those with equal plans included."""
         engine = workspace_of(self.group, self.device).engine
-        chosen = [one for one in self.schedules if self.watch.meets or one.kind in REPLAYED]
+        chosen = [one for one in self.schedules if self.watch.has_peers or one.kind in REPLAYED]
         return of_problem(
             *(chosen, self.problem, engine),
             lambda: taken(self.problem, self.group, self.device).others,
@@ -124,7 +124,7 @@ class ProductWork(Workload):
 
     def annotate(self, checked: Sequence[Checked]) -> None:
         """Add the error on random operands, where products are summed."""
-        if not self.problem.kind.sums or not self.watch.meets:
+        if not self.problem.kind.sums or not self.watch.has_peers:
             return
         error = accuracy(self.operands, self.group)
         for one in checked:
@@ -177,7 +177,7 @@ class Verifier:
         if self.watch.on_gpu:
             gpu.empty_cache()
             free = gpu.mem_get_info()[0]
-            if not self.watch.meets:  # the operands of all ranks are here
+            if not self.watch.has_peers:  # the operands of all ranks are here
                 free //= self.watch.world
         else:
             lines = Path("/proc/meminfo").read_text().splitlines()
@@ -199,7 +199,7 @@ class Verifier:
         """Build a candidate and prove its calls right; note what memory they take."""
         name = candidate.name
         if why := unavailable(candidate, operands, self.watch.hosts.count):
-            return Checked(name, status="skipped", note=why)
+            return Checked(name, status="skipped", note=f"not here: {why}")
         if candidate.ours:
             self.renew(operands, candidate.symmetric)  # so that its memory is its own
 

@@ -268,7 +268,7 @@ class ReplayEngine(GpuEngine):
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         if any(part.rank != self.rank for part in reduction.parts):
-            raise _without_peers("sums of what lies at the peers")
+            raise _without_peers("sums in peers' memory")
         return super().reduce(program, step, reduction)
 
     def execute(self, program: Program, call: Call) -> None:
@@ -482,6 +482,7 @@ class ReplayPeers:
             self._played.learn(self._begun)
 
     def _enqueue(self, timetable: Timetable, places: Buffers | None) -> None:
+        """Enqueue the pieces: copies of real rows to ``places``, or copies that take as long."""
         images, stream = self.engine.images, self.stream
         timetable.opening.enqueue(stream)
         for piece, seconds in zip(timetable.pieces, timetable.durations(), strict=True):
@@ -508,6 +509,7 @@ class ReplayPeers:
         return timetable
 
     def _timetable(self, program: Program) -> Timetable:
+        """A new timetable, from a simulation of the Plans of all ranks."""
         engine, plan = self.engine, program.plan
         every = plans_of(plan, engine.packs_columns)
         coming = arrivals(every, self.machine, self.mode, engine.rank)
@@ -519,12 +521,11 @@ class ReplayPeers:
             *(MemOp(WAIT_32, at, 0) for at in handed_over),
             *(MemOp(WRITE_32, at, 1) for at in handed_over),
             *(MemOp(WRITE_32, words.address(me, peer), 0) for peer in peers),
+            *(MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)),  # the start
         ]
-        begin = MemOp(WAIT_32, self._flag, 1), MemOp(WRITE_32, self._flag, 0)
         pieces = tuple(self._pieces(coming, words))
         tick = max(self.paces.tick, pieces[-1].at / TICKS if pieces else 0.0)
-        batch = engine.driver.batch([*opening, *begin])
-        return Timetable(batch, pieces, tick, [0.0] * len(pieces))
+        return Timetable(engine.driver.batch(opening), pieces, tick, [0.0] * len(pieces))
 
     def _pieces(self, coming: Sequence[Arrival], words: Words) -> list[Piece]:
         """Pieces of the arrivals. Arrivals that follow each other faster than the writes of words
@@ -666,8 +667,8 @@ class ReplayOperands(Operands):
 
 
 def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace: Workspace) -> Any:
-    """Make a call for which the courier copies the peers' rows; memory is filled with NaN
-    before."""
+    """Fill the memory with NaN, then make a call during which the courier copies the peers'
+    rows."""
     engine = workspace.engine
     assert isinstance(engine, ReplayEngine)
     with ficco.options(replay=False):
@@ -748,7 +749,7 @@ class ReplayWatch(Stopwatch):
     """A stopwatch of one rank, without peers."""
 
     clock: ReplayClock
-    meets = False
+    has_peers = False
 
     def __init__(self, settings: Replayed, device: torch.device) -> None:
         super().__init__(dist.group.WORLD, device)

@@ -17,13 +17,14 @@ import pandas as pd
 
 from ficco.problems.products import OPERATORS
 from ficco.schedules import Schedule
+from ficco.tools.baselines import COPY_ENGINES
 from ficco.tools.bench.candidates import moved_bytes
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, picture
-from ficco.tools.bench.frames import Schema, cells, markdown, place, show
+from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, bars, picture
+from ficco.tools.bench.frames import Schema, cells, markdown, place, show, show_meanings
 
 #: Baselines: the serial compositions, and PyTorch's fused op.
-SERIALS = ("pytorch-serial", "serial")
+SERIALS = ("pytorch-serial", "serial", *COPY_ENGINES)
 PYTORCH = ("pytorch-fused", "pytorch-native")
 
 #: Kind of the first serial composition, whose name was ``serial-collective`` in older files.
@@ -180,7 +181,7 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
     roles = {
         "shape": name == name,
         **{part: name == part for part in (*PARTS, IDEAL, "auto")},
-        "serial": (timed["kind"] == SERIAL) | (name == "serial"),
+        "serial": (timed["kind"] == SERIAL) | name.isin(SERIALS),
         "pytorch": name.isin(PYTORCH),
         "best": ours,
         "library": named & ~tiled,
@@ -447,6 +448,9 @@ NAMES = {
     ),
     "serial:collective": "the same as a schedule of ficco's",
     **dict.fromkeys(
+        COPY_ENGINES, "RCCL's collective, which may take copy engines, and then the product"
+    ),
+    **dict.fromkeys(
         ("pytorch-pieces", "ficco-rccl"),
         "the paper's name for pieces that the library's collectives carry, without ficco",
     ),
@@ -496,7 +500,7 @@ def _accuracy(rows: pd.DataFrame) -> str:
 #: Figures of the table of a shape in each mode: heading, column, format.
 BY_MODE = (
     ("ms", "ms", ".3f"),
-    ("ideal", "share", ".2f"),
+    ("of ideal", "share", ".2f"),
     ("host us", "host_us", ".0f"),
     ("off us", "off_us", ".1f"),
 )
@@ -517,8 +521,9 @@ def show_shape(rows: pd.DataFrame) -> None:
     turn = timed["mode"].map({mode: number for number, mode in enumerate(modes_there)})
     names = timed.assign(turn=turn).sort_values(["turn", "ms"], kind="stable")["candidate"].unique()
     seen = timed.drop_duplicates("candidate").set_index("candidate").loc[names]
-    notes = zip(names, seen["note"], strict=True)
-    table = pd.DataFrame({"candidate": [f"{n} ({note})" if note else n for n, note in notes]})
+    notes = seen["note"].str.removeprefix("is ")
+    named = [f"{name}: {note}" if note else name for name, note in notes.items()]
+    table = pd.DataFrame({"candidate": named})
     figures = timed.pivot(index="candidate", columns="mode").reindex(names)
     for mode in modes_there:
         for heading, column, form in BY_MODE:
@@ -534,6 +539,7 @@ def show_shape(rows: pd.DataFrame) -> None:
 
 def show_best(rows: pd.DataFrame) -> None:
     """Print the figures of the best schedule for each shape, a table per operator and mode."""
+    print("Times and ratios are medians of the rounds. The best schedule has the largest ratio.")
     for operator, mine in by_operator(rows):
         for mode in modes(mine):
             shapes = lines(mine, mode)
@@ -543,10 +549,13 @@ def show_best(rows: pd.DataFrame) -> None:
             best = shapes["best"]
             ratios = {head: best[name] for name, head in RATIOS.items()}
             table = pd.DataFrame({"shape": shapes["shape", "case"], "ms": cells(best["ms"], ".3f")})
+            ratios = {head: values for head, values in ratios.items() if values.notna().any()}
             table = table.assign(**{head: cells(values) for head, values in ratios.items()})
             table = with_means(table.assign(schedule=schedules(best)), ratios)
             title, last = f"{operator}: best schedule per shape, {mode}", len(table) - 1
             show(title, table, left=(0, table.shape[1] - 1), bold=(last - 1, last))
+    shown = (head for name, head in RATIOS.items() if rows[name].notna().any())
+    show_meanings([*rows["candidate"], *shown, "extra MiB"])
 
 
 # Pictures.
@@ -580,7 +589,15 @@ def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Pat
     drawn = []
     if "kind" not in rows:
         timed = rows.dropna(subset=schema.figure)
-        return [] if timed.empty else [bars(schema, timed, path, title)]
+        ways = timed[[*schema.ways]].astype(str).agg(" ".join, axis=1)
+        columns = [name for name in ("operator", schema.case, "mode") if name in rows]
+        panels = {
+            f"{', '.join(map(str, names))}: {schema.figure}": mine[[schema.figure]].set_axis(
+                ways[mine.index]
+            )
+            for names, mine in timed.groupby(columns, sort=False)
+        }
+        return [bars(panels, path, title)] if panels else []
     several = rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
         if not (timed_modes := modes(mine)):
@@ -590,27 +607,6 @@ def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Pat
             drawn.append(path.with_name(f"{start}_{name}{path.suffix}"))
             function(mine, timed_modes, drawn[-1], f"{title}, {operator}" if several else title)
     return drawn
-
-
-def bars(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> Path:
-    """A bar for each way, and a panel for each case and mode."""
-    columns = [name for name in ("operator", schema.case, "mode") if name in rows]
-    panels = [
-        (", ".join(map(str, names)), mine) for names, mine in rows.groupby(columns, sort=False)
-    ]
-    heights = [len(mine) + 2 for _, mine in panels]
-    with picture(path, 7, 0.17 * sum(heights) + 0.4, title) as figure:
-        split = {"height_ratios": heights}
-        axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=split)[:, 0]
-        for panel, (name, mine) in zip(axes, panels, strict=True):
-            ways = mine[[*schema.ways]].astype(str).agg(" ".join, axis=1)
-            drawn = panel.barh(range(len(ways)), mine[schema.figure], color=BLUE)
-            panel.bar_label(drawn, fmt="%.3g", padding=2)
-            panel.set_yticks(range(len(ways)), ways)
-            panel.invert_yaxis()
-            panel.margins(x=0.12)
-            panel.set_title(f"{name}: {schema.figure}", loc="left")
-    return path
 
 
 def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:

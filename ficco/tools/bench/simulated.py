@@ -16,7 +16,7 @@ from ficco.machine import Machine
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.draw import BLACK, BLUE, LIGHT, ORANGE, SAND, picture
+from ficco.tools.bench.draw import bars
 from ficco.tools.bench.frames import SIMULATED
 
 #: References of every shape: bounds, not schedules.
@@ -81,30 +81,20 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
     if not decision.candidates or decision.problem is None or decision.machine is None:
         raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
-    shown = decision.candidates[::-1]
-    series = {
-        "predicted, queued": [one.queued for one in shown],
-        "predicted, idle": [one.idle for one in shown],
-        "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
-        "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
-    }
-    present = {name: values for name, values in series.items() if any(values)}
-    colours = dict(zip(series, (BLUE, LIGHT, ORANGE, SAND), strict=True))
-    height = 0.8 / len(present)
+    shown = decision.candidates
+    chosen = str(decision.schedule)
+    seconds = pd.DataFrame(
+        {
+            "predicted, queued": [one.queued for one in shown],
+            "predicted, idle": [one.idle for one in shown],
+            "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
+            "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
+        },
+        [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown],
+        dtype=float,
+    )
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
-    with picture(path, 8.0, 0.32 * len(shown) + 1.4, title) as figure:
-        axes = figure.subplots()
-        for i, (name, values) in enumerate(present.items()):
-            places = [row + 0.4 - height * (i + 0.5) for row in range(len(shown))]
-            widths = [(value or 0.0) * 1e3 for value in values]
-            axes.barh(places, widths, height=height, color=colours[name], label=name)
-        axes.axvline(bound, color=BLACK, linewidth=1, linestyle="--", label="ideal")
-        chosen = str(decision.schedule)
-        names = [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown]
-        axes.set_yticks(range(len(shown)), names)
-        axes.set_xlabel("ms")
-        axes.legend(loc="upper right")
-    return path
+    return bars({"ms": seconds.dropna(axis=1, how="all") * 1e3}, path, title, bound)

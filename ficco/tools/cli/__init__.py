@@ -201,7 +201,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(error, 1)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
-        if package not in PACKAGES:
+        if package not in EXTRA:
             raise
         return _fail(not_installed(package), 2)
     except BrokenPipeError as error:
@@ -276,13 +276,20 @@ DTYPE_TEXT = (
 MACHINE = "h200-4"
 
 #: Packages of the extra ``bench``, for figures, pictures and tables; ``import ficco`` needs none.
-PACKAGES = ("pandas", "matplotlib", "rich")
+EXTRA = ("pandas", "matplotlib", "rich")
 
 #: Kinds of options, as argparse takes them.
 FLAG: dict[str, Any] = {"action": "store_true"}
 NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    with suppress(ValueError):  # imports of it are blocked
+        return find_spec(package) is not None
+    return False
 
 
 def not_installed(package: str) -> str:
@@ -294,13 +301,10 @@ def require_extra() -> None:
     """Refuse to begin what needs the extra.
 
     Raises:
-        ModuleNotFoundError: a package is missing; its ``name`` is one of ``PACKAGES``.
+        ModuleNotFoundError: a package is missing; its ``name`` is one of ``EXTRA``.
     """
-    for package in PACKAGES:
-        installed = False
-        with suppress(ValueError):  # imports of it are blocked
-            installed = find_spec(package) is not None
-        if not installed:
+    for package in EXTRA:
+        if not is_installed(package):
             raise ModuleNotFoundError(not_installed(package), name=package)
 
 

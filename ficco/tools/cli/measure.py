@@ -24,6 +24,7 @@ from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli import (
     CSV,
+    EXTRA,
     FAMILIES,
     FILE,
     FLAG,
@@ -36,6 +37,8 @@ from ficco.tools.cli import (
     add_ranks,
     command,
     field_values,
+    is_installed,
+    not_installed,
     shapes,
     writable,
 )
@@ -57,7 +60,7 @@ KINDS = ("attention", "experts", *STEPS)
 
 
 def _add_measured(parser: Any) -> Any:
-    """Add the options of what is measured; returns their group."""
+    """Add the options that select the measured workloads; return their group."""
     measured = parser.add_argument_group("what is measured")
     measured.add_argument(
         "--operator",
@@ -212,8 +215,8 @@ def kind_of(arguments: argparse.Namespace) -> str:
     )
     if others:
         raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
-    refused = (*OF_PRODUCTS, *("schedules", "timelines") * (kind in STEPS))
-    for name in refused if kind in KINDS else ():
+    unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind in STEPS))
+    for name in unserved if kind in KINDS else ():
         if getattr(arguments, name, None):
             raise ValueError(f"--{name}: required none for {kind}")
     return kind
@@ -349,12 +352,12 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
 
 def _servable(candidates: Sequence[BenchCandidate], shapes: Sequence[Case]) -> None:
     """Refuse a schedule that none of the operators can take."""
-    from ficco.tools.bench.candidates import refused
+    from ficco.tools.bench.candidates import reason_against
 
-    kinds = {(case.operator, case.dtype): case for case in shapes}
-    by_operator = {kind: case.problem(2) for kind, case in kinds.items()}
+    by_kind = {(case.operator, case.dtype): case for case in shapes}
+    problems = [case.problem(2) for case in by_kind.values()]
     for candidate in candidates:
-        reasons = [refused(candidate, problem) for problem in by_operator.values()]
+        reasons = [reason_against(candidate, problem) for problem in problems]
         if reasons and all(reasons):
             raise ValueError(f"--schedules: {reasons[0]}")
 
@@ -440,17 +443,16 @@ def add_tune(parser: Any) -> None:
         "--operator",
         **NAMES,
         choices=OPERATORS,
-        help="measure only the collectives of these operators; take --shapes as shapes of theirs "
-        "(scattering operators take them with n and k exchanged), and of --from-log only their "
-        f"problems (default: all collectives; shapes of their own operator, or {GATHERS})",
+        help="measure only the collectives of these operators, time --shapes for each of them "
+        "(for scattering operators with n and k exchanged), and only their problems of --from-log "
+        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
     )
     text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
     measured.add_argument("--shapes", **CSV, help=text)
     text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
     measured.add_argument("--from-log", **FILE, help=text)
-    measured.add_argument(
-        "--check", **FLAG, help="compare a few points with the file; change nothing"
-    )
+    text = "compare a few points with the file; change nothing"
+    measured.add_argument("--check", **FLAG, help=text)
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
     measured.add_argument("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
@@ -612,6 +614,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if ranks is not None:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
     report = doctor.report(ranks, device)
+    report["extra"] = {
+        one: "installed" if is_installed(one) else not_installed(one) for one in EXTRA
+    }
     if ranks is not None:
         name, seen = launch.launch(
             doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ficco.errors import ConfigError
-from ficco.plan.render import SECONDS, column, seconds_text
+from ficco.plan.render import SECONDS, column, legend, seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
 from ficco.tools import launch
@@ -103,7 +103,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "them; `ficco explain` says for which"
         )
     schedules = [Schedule.parse(name) for name in arguments.schedules] or None
-    requests = list(_asked(arguments, where.world * arguments.hosts))
+    requests = list(_problems(arguments, where.world * arguments.hosts))
     drawn = arguments.draw or arguments.trace or arguments.timelines
     if drawn and len(requests) > 1:
         raise ValueError(
@@ -121,7 +121,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(map(_what, problems))))
+        print(", ".join(dict.fromkeys(map(_heading, problems))))
         names = ASKABLE[problems[0].operator].required
         heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
         values = sizes(arguments)
@@ -134,8 +134,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Problems, and what rows say of them."""
+def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The requested problems, each with the columns that describe it in rows."""
     from ficco.tools.bench.simulated import shape_of
 
     values, operator = sizes(arguments), arguments.operator
@@ -175,7 +175,7 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
         print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _what(problem: Any) -> str:
+def _heading(problem: Any) -> str:
     """Heading of a table: the operator, or the problem with its sizes."""
     return problem.operator if problem.operator in OPERATORS else str(problem)
 
@@ -185,7 +185,7 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     an operator other than products."""
     import pandas as pd
 
-    from ficco.tools.bench.frames import cells, show
+    from ficco.tools.bench.frames import cells, show, show_meanings
     from ficco.tools.bench.simulated import BOUNDS
 
     bound = rows["candidate"].isin(BOUNDS)
@@ -210,6 +210,7 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     over = f" on {hosts} hosts" if hosts > 1 else ""
     title = f"simulated on {machine}, {world} ranks{over}, {mode}"
     show(title, pd.concat(tables), bold=starts, sections=ends)
+    show_meanings([*rows["candidate"], *text])
 
 
 # Plan.
@@ -272,12 +273,20 @@ def run_plan(arguments: argparse.Namespace) -> int:
     else:
         print(render(one))
         print(_plan_text(one, decision))
+        print(PLAN_LEGEND)
         if why := too_large(wanted, one.rank, one.extra_bytes, where.machine):
             print(why)
     if drawn is not None:
         mode = "idle" if where.mode == "idle" else "queued"
         write([simulate(plans, drawn, mode)], arguments)
     return 0
+
+
+#: Meaning of the steps of a Plan, whichever there are.
+PLAN_LEGEND = (
+    "a line is a lane, a column a tick; 2.0 is piece 0 of rank 2, 2.0>1 its copy to rank 1\n"
+    "acquire waits until peers have memory for the call, retire tells them that it is over"
+)
 
 
 def _plan_text(plan: Any, decision: Any) -> str:
@@ -498,7 +507,6 @@ LEGEND = {
     "other down",
     "memory": "of a rank, besides operands and result",
 }
-INDENTED: Any = {"subsequent_indent": 10 * " "}
 
 
 def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> None:
@@ -506,20 +514,21 @@ def _print_decision(decision: Any, measured: dict[str, dict[str, float]]) -> Non
 
     from ficco.heuristics.decide import too_large
 
+    on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = shutil.get_terminal_size().columns if on_terminal else None
+    why = f"  {decision.why}"
     print(decision.problem)
-    print(f"{decision.schedule}\n  {decision.why}")
+    print(decision.schedule)
+    print(textwrap.fill(why, width, subsequent_indent="    ") if width else why)
     for one in decision.candidates:
         if one.schedule == str(decision.schedule):
-            if why := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
-                print(f"  {why}")
+            if large := too_large(decision.problem, 0, one.extra_bytes, decision.machine):
+                print(f"  {large}")
     if decision.candidates:
-        on_terminal = sys.stdout.isatty() or "COLUMNS" in os.environ
-        width = shutil.get_terminal_size().columns if on_terminal else None
         table = decision.table(measured, width)
         print(f"{table}\n")
-        for head, text in LEGEND.items():
-            if f"  {head}" in table:
-                print(textwrap.fill(text, width or 120, initial_indent=f"{head:10}", **INDENTED))
+        meanings = {head: text for head, text in LEGEND.items() if f"  {head}" in table}
+        print(legend(meanings, width or 120))
     else:  # measured only
         for mode, seconds in measured.get(str(decision.schedule), {}).items():
             print(f"measured {mode}: {seconds_text(seconds)}")
@@ -557,7 +566,10 @@ def run_plot(arguments: argparse.Namespace) -> int:
                 f"--{name}: required {'timelines' if tables else 'the CSV of a bench'}"
             )
     if len(tables) > 1 and arguments.out:
-        raise ValueError(f"--out: required one CSV file, got {len(tables)}")
+        raise ValueError(
+            f"--out: required one CSV file, got {len(tables)}; without --out each picture "
+            "has the name of its file"
+        )
     for path in tables:
         if not (paths := drawn(path, arguments.out)):
             raise ValueError(f"{path}: required a row with a figure, got none")

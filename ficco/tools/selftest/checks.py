@@ -7,9 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, takewhile
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.dma import WAYS
 from ficco.dma.engine import Engine
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.heuristics import problem_of_sizes
@@ -554,7 +555,49 @@ def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -
     capabilities = at.engine(group).capabilities()
     details = "\n".join(map(str, (capabilities.post, capabilities.wait, capabilities.copy)))
     seen = f"{calls} calls exact; {rate:.1f} GB/s received per rank, by {schedule}"
-    return Passed(seen + f" with products of {n} columns" * pull, details)
+    seen += f" with products of {n} columns" * pull
+    if f"for want of {WAYS[capabilities.engine][choice][value]}" in capabilities.copy:
+        raise NotOffered(f"another way took its place: {seen}", details)
+    return Passed(seen, details)
+
+
+#: Bytes of the copies that are timed in batches, and gain in percent that pays for later signals.
+BATCHED_BYTES, BATCH_GAIN = tuple(1 << power for power in range(12, 27, 2)), 3.0
+
+
+def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
+    """Time copies to all peers, on one lane, one by one and in batches, for ``batched_copies`` of
+    a machine file."""
+    if at.world < 3:
+        raise NotOffered("a batch is copies to several peers, and there are fewer than two")
+    sizes = [size for size in BATCHED_BYTES if size <= at.settings.pair_bytes]
+    rates = {}
+    for value in ("dtod", "batch"):
+        at.settle()
+        ficco.close(group)  # each way has an engine of its own
+        at.settle()
+        with environment(variable, f"copy={value}"):
+            proven(at, group, ORDERED, (at.settings.small, 2))
+            if "for want of" in at.engine(group).capabilities().copy:
+                raise NotOffered(at.engine(group).capabilities().copy)
+            for size in sizes:
+                smaller = replace(at, settings=replace(at.settings, pair_bytes=size))
+                rates[value, size] = gb_per_s(smaller, group, "shard-overlap", at.world - 1)
+    gains = {size: 100 * (rates["batch", size] / rates["dtod", size] - 1) for size in sizes}
+    most = batched_bytes(gains)
+    lines = [
+        f"copies of {size} bytes: {rates['dtod', size]:.2f} GB/s received per rank, "
+        f"{rates['batch', size]:.2f} in batches ({gains[size]:+.0f} %)"
+        for size in sizes
+    ]
+    return Passed(f"batched_copies: {most} B in the machine file", "\n".join(lines))
+
+
+def batched_bytes(gains: Mapping[int, float]) -> int:
+    """``batched_copies`` in bytes, from the gain of batches in percent by bytes of a copy: the
+    largest size up to which batches pay; 0 if they do not pay at the smallest."""
+    paying = list(takewhile(lambda size: gains[size] >= BATCH_GAIN, sorted(gains)))
+    return paying[-1] if paying else 0
 
 
 def attribute(at: Rank, group: ProcessGroup, engine: str, name: str) -> Passed:

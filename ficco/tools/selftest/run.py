@@ -158,6 +158,16 @@ WAYS = {
             for choice, values in choices.items()
             for value in values
         ),
+        *(
+            Check(
+                "batches of copies",
+                partial(checks.batches, variable=variable(engine)),
+                "copies one by one: leave batched_copies out of the machine file",
+                limits=3,
+            )
+            for value in choices.get("copy", ())
+            if value == "batch"
+        ),
     )
     for engine, choices in ENGINE_WAYS.items()
 }

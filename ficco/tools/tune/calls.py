@@ -82,7 +82,7 @@ def counts(whole: Plan) -> tuple[int, int, int]:
 
 
 def _later(site: Site, calls: dict[str, Any]) -> dict[str, float]:
-    """Seconds by which calls end later if the device waits for the host.
+    """Delay of the end of calls, in seconds, if the device waits for the host.
 
     The host's time to enqueue is longer with calls in flight. The start latency of a GPU is not
     included.

@@ -206,7 +206,7 @@ GPU = Effort(
     sizes=tuple(size * KIB for size in (64, 256, 1024, 4096, 16384, 65536, 131072)),
     pieces=(1, 4),
     least_bytes=16 * MIB,
-    # So many heads that no library splits keys between processors.
+    # Enough heads that no library splits the keys of a head between processors.
     attends=attends(
         (512, 1024, 4096), (1024, 4096, 8192), ((32, 8, 64), (32, 8, 128), (32, 8, 256))
     ),

@@ -437,7 +437,7 @@ def fit(
     names = ["efficiency", "start", "bandwidth"]
     names += ["prologue", "step", "write", "join"] if waves else []
 
-    def made(x: Any) -> Gemm:
+    def gemm_of(x: Any) -> Gemm:
         values: dict[str, Any] = {
             name: float(getattr(guess, name) * np.exp(x[i])) for i, name in enumerate(names)
         }
@@ -449,10 +449,10 @@ def fit(
         return replace(guess, **values, shares=(guess.shares[0], *shares))
 
     def loss(x: Any) -> float:
-        off = np.abs(np.log(_predict(made(x), columns) / seconds))
+        off = np.abs(np.log(_predict(gemm_of(x), columns) / seconds))
         return float(off.mean() + _PULL * np.abs(x).sum())
 
-    fitted = made(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
+    fitted = gemm_of(_descend(loss, np.zeros(len(names) + len(sizes) - 1)))
     if known is None:
         return fitted
     # Shares are of the smallest dtype that was measured: one of the known model's, too, perhaps.

@@ -1,0 +1,173 @@
+"""Training steps and `generate` of a Llama in Transformers: stock tensor parallelism and ficco's.
+
+    torchrun --nproc-per-node 2 -m benchmarks.transformers_step FOLDER out.csv
+
+FOLDER takes the weights of a random Llama of four layers (4096, 14336, 32 heads, 8 of keys), in
+bfloat16. Losses, norms of the gradients and tokens of all variants are compared before any is
+timed. Steps and requests take turns in shuffled rounds; a figure is the median of the slower rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ficco
+from ficco.tools.bench.frames import Schema, append, describe
+
+LAYERS = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
+#: Sequences and positions of a step; positions of a prompt, and tokens that a request decodes.
+BATCH, LENGTH, PROMPT, TOKENS = 2, 4096, 512, 32
+ROUNDS, REQUESTS = 12, 6
+#: Relative difference of losses in bfloat16, whose sums over ranks are rounded in another order.
+TOLERANCE = 2e-3
+
+ROWS = Schema(
+    {
+        **dict.fromkeys(("case", "way"), str),
+        **dict.fromkeys(("ms", "ms_low", "ms_high"), float),
+        "rounds": int,
+    }
+)
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    shared = torch.tensor([value], dtype=torch.float64, device="cuda")
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return float(shared.item())
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return slowest((time.perf_counter() - begin) * 1e3)
+
+
+def models(folder: str) -> dict[str, Any]:
+    """The same weights under stock's plan and under ficco's."""
+    # Not above: README's table reads ROWS without Transformers.
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from ficco.integrations.transformers import plan, register
+
+    config = AutoConfig.for_model(
+        "llama", **LAYERS, **HEADS, max_position_embeddings=16384, pad_token_id=0, eos_token_id=None
+    )
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    register()
+    plans = {
+        "stock": "auto",
+        "ficco": plan(config),
+        "ficco, sequence": plan(config, sequence_parallel=True),
+    }
+    return {
+        way: AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            attn_implementation="sdpa",
+            distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=rules),
+        )
+        for way, rules in plans.items()
+    }
+
+
+def step(model: Any, ids: torch.Tensor) -> float:
+    """The loss of a step, whose gradients stay in the parameters."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return float(loss.item())
+
+
+def gradient_norm(model: Any) -> float:
+    total = 0.0
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            total += whole.float().square().sum().item()
+        parameter.grad = None
+    return math.sqrt(total)
+
+
+def generate(model: Any, ids: torch.Tensor) -> list[int]:
+    with torch.no_grad():
+        tokens = model.generate(ids[:1, :PROMPT], max_new_tokens=TOKENS, do_sample=False)
+    return tokens[0, PROMPT:].tolist()
+
+
+def compared(ways: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+    """Losses, norms of gradients and tokens by variant. Ends the program if losses differ."""
+    exact = {}
+    for way, model in ways.items():
+        loss, norm = step(model, ids), gradient_norm(model)
+        exact[way] = {"loss": loss, "gradient norm": norm, "tokens": generate(model, ids)}
+    for way, one in exact.items():
+        stock = exact["stock"]
+        one["tokens as stock's"] = sum(map(int.__eq__, one["tokens"], stock["tokens"]))
+        for name in ("loss", "gradient norm"):
+            if not math.isclose(one[name], stock[name], rel_tol=TOLERANCE):
+                sys.exit(f"{name} of {way}: required {stock[name]} as stock's, got {one[name]}")
+    return exact
+
+
+def main(folder: str, out: str) -> None:
+    faulthandler.dump_traceback_later(150, exit=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    ways = models(folder)
+    torch.manual_seed(1)
+    ids = torch.randint(1, HEADS["vocab_size"], (BATCH, LENGTH), device=device)
+    exact = compared(ways, ids)
+    cases: dict[str, tuple[int, Callable[[Any], object]]] = {
+        f"training step, {BATCH} x {LENGTH} positions": (ROUNDS, lambda model: step(model, ids)),
+        f"generate {TOKENS} tokens": (REQUESTS, lambda model: generate(model, ids)),
+    }
+    order, rows = random.Random(0), []
+    for case, (rounds, run) in cases.items():
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds + 1):
+            names = list(ways)
+            order.shuffle(names)
+            for way in names:
+                times[way].append(milliseconds(partial(run, ways[way])))
+                ways[way].zero_grad()
+        for way, every in times.items():
+            ms = sorted(every[1:])
+            quartiles = ms[rounds // 2], ms[rounds // 4], ms[3 * rounds // 4]
+            values = (case, way, *quartiles, rounds)
+            rows.append(dict(zip(ROWS.columns, values, strict=True)))
+    if dist.get_rank() == 0:
+        path, command = Path(out), "torchrun --nproc-per-node 2 -m benchmarks.transformers_step"
+        print(append(path, ROWS.frame(rows)).read_text())
+        about = {**describe("cuda", command, dist.get_world_size()), "exact": exact}
+        path.with_suffix(".json").write_text(json.dumps(about, indent=1))
+        print(json.dumps(exact))
+    ficco.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

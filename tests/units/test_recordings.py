@@ -1,0 +1,82 @@
+"""When calls on a GPU are recorded. The recordings themselves need a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ficco.compute.program import Call, Program
+from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run
+
+
+class Recorded(Replays):
+    """Recordings are the names of their runs; ``fails``: no call can be recorded."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(SimpleNamespace(records=True))  # type: ignore[arg-type]
+        self.fails, self.attempts = fails, 0
+
+    def _record(self, run: Run, call: Call, raw: int) -> Any:
+        self.attempts, self.possible = self.attempts + 1, not self.fails
+        return None if self.fails else run.tail_lane
+
+
+def kind(*lanes: str) -> list[Program]:
+    """The programs of a kind of call on slots; a run's name is its lane."""
+    slots = {}
+    for number, lane in enumerate(lanes):
+        slot = SimpleNamespace(captured=lane == "captured")
+        run = Run([], None, [], lane, (), recordable=True)
+        slots[number] = Program(None, slot, [], state={"run": run}, siblings=slots)  # type: ignore[arg-type]
+    return list(slots.values())
+
+
+def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
+    replays, (first, second, _) = Recorded(), kind("first", "second", "captured")
+    call, other = Call({"a": torch.ones(2, 3)}), Call({"a": torch.ones(2, 3)})
+    assert replays.find(first, call, 1) is None and replays.attempts == 0
+    assert replays.find(second, call, 1) == "second" and replays.attempts == 2
+    for _ in range(2):  # nothing is left to record
+        assert replays.find(first, call, 1) == "first"
+        assert replays.find(second, call, 1) == "second"
+    assert replays.attempts == len(replays) == 2
+    assert replays.find(first, other, 1) is None  # other addresses
+    assert replays.find(first, call, 2) is None  # another stream
+
+
+def test_a_call_that_cannot_be_recorded_is_tried_once() -> None:
+    replays, (first, second) = Recorded(fails=True), kind("first", "second")
+    call = Call({"a": torch.ones(2, 3)})
+    assert [replays.find(one, call, 1) for one in (first, second)] == [None, None]
+    assert replays.attempts == 1 and not replays.possible and len(replays) == 0
+
+
+@pytest.mark.parametrize("limit", [2, 5])
+def test_the_oldest_recordings_go(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", limit)
+    replays, (program,) = Recorded(), kind("first")
+    calls = [Call({"a": torch.ones(2, 3)}) for _ in range(6)]
+    for call in calls:
+        replays.find(program, call, 1)
+        assert replays.find(program, call, 1) == "first"
+    assert len(replays) == limit
+    assert replays.find(program, calls[-1], 1) == "first" and replays.attempts == 6
+    assert replays.find(program, calls[0], 1) is None  # used anew
+
+
+def test_recordings_that_are_not_replayed_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.FREE_RECORDINGS", 2)
+    replays, (program,) = Recorded(), kind("first")
+    calls = [Call({"a": torch.ones(2, 3)}) for _ in range(4)]
+    for call in calls:
+        assert replays.find(program, call, 1) is None
+    recorded = [replays.find(program, call, 1) for call in calls]
+    assert recorded == ["first", "first", None, None]
+    for _ in range(PAYING_REPLAYS):
+        replays.find(program, calls[0], 1)
+        replays.find(program, calls[1], 1)
+    assert replays.find(program, calls[2], 1) == "first"
+    assert replays.find(program, calls[3], 1) is None and len(replays) == 3
