@@ -359,7 +359,7 @@ def by_gloo(case: SoakCase) -> bool:
 def may_spin(case: SoakCase) -> bool:
     """Whether blocks of a call may wait for peers on a GPU, which serves few of these at once: only
     eager calls of one group do so here."""
-    return any(part in case.case.schedule for part in ("auto", "one-shot", "kernel"))
+    return any(part in case.case.schedule for part in ("auto", "-shot", "kernel"))
 
 
 def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:

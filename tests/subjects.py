@@ -239,9 +239,11 @@ class Product(Subject):
                 beta = "beta" in knobs or base.beta
                 if (beta and base.uniform) or (name == "ring" and "pull" in knobs):
                     continue
-                if not sums and (beta or name == "one-shot"):
+                if not sums and (beta or base.sums_in_place):
                     continue
-                reads = "pull" in knobs or name in ("ring", "one-shot") or base.pull
+                if name == "two-shot" and not self.kind.returns:
+                    continue
+                reads = "pull" in knobs or name == "ring" or base.pull
                 if hosts > 1 and (reads or beta):
                     continue
                 found.append(f"{name}:{knobs}" if knobs else name)

@@ -58,6 +58,7 @@ COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
 EXCHANGES = ("ficco_exchange_aligned", "ficco_exchange_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
 ONE_SHOTS = tuple(name for name in launch.NAMES if "one_shot" in name)
+TWO_SHOTS = tuple(name for name in launch.NAMES if "two_shot" in name)
 
 
 def places(lines: Sequence[str], pattern: str) -> list[int]:
@@ -208,6 +209,19 @@ def test_amd_sum_at_the_peers_is_behind_what_is_waited_for(amd: Amd) -> None:
         assert through < counted < max(words)
 
 
+def test_amd_two_shot_is_ordered(amd: Amd) -> None:
+    """A block has stored its sums before it posts, and polls before it reads those of peers."""
+    for name in TWO_SHOTS:
+        kernel = amd.kernel(name)
+        begun, summed, heard, over = kernel.at("s_barrier")
+        assert kernel.at(STORE, begun, summed) and not kernel.at(STORE, summed, heard)
+        (back,), (poll,) = kernel.at(amd.back, summed, heard), kernel.at(amd.poll, summed, heard)
+        word = rf"global_store_dword v.*{amd.scope}$"
+        (post,), (_,) = kernel.at(word, summed, heard), kernel.at(word, heard, over)
+        assert kernel.at(OVER, back, post) and back < post < poll
+        assert kernel.at(amd.drop, poll, heard) and kernel.at(LOAD, heard, over)
+
+
 def test_amd_script_tells_behind_what_came_before(amd: Amd) -> None:
     script = amd.kernel("ficco_script")
     (back,) = script.at(amd.back)
@@ -250,6 +264,7 @@ def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Nvidia:
 
 
 LOAD_16, STORE_16 = r"ld\.global\.v4\.", r"st\.global\.v4\."
+ACQUIRE = r"ld\.acquire\.sys\.global\.u32"
 
 
 def test_nvidia_accesses_are_by_16_bytes_and_nothing_is_spilt(nvidia: Nvidia) -> None:
@@ -273,6 +288,21 @@ def test_nvidia_signals_are_ordered_for_the_system(nvidia: Nvidia) -> None:
     (fence,) = wait.at(fences)
     assert fence > max(wait.at(r"ld\.relaxed\.sys"))
     assert any("globaltimer" in line for line in wait.lines)
+
+
+def test_nvidia_two_shot_is_ordered(nvidia: Nvidia) -> None:
+    """A block has stored its sums before it posts, and it polls before it reads those of peers."""
+    for name in TWO_SHOTS:
+        kernel = nvidia.kernel(name)
+        begun, summed, heard, over = kernel.at(r"bar\.sync")
+        assert begun < min(kernel.at(LOAD_16)) and max(kernel.at(STORE_16)) < over
+        assert kernel.at(STORE_16, begun, summed) and not kernel.at(STORE_16, summed, heard)
+        (fence,), (poll,) = (
+            kernel.at(pattern, summed, heard) for pattern in (r"fence\.acq_rel\.sys", ACQUIRE)
+        )
+        word = r"st\.relaxed\.sys\.global\.u32"
+        (post,), (_,) = kernel.at(word, summed, heard), kernel.at(word, heard, over)
+        assert fence < post < poll and kernel.at(LOAD_16, heard, over)
 
 
 def test_nvidia_cast_is_by_the_instruction(nvidia: Nvidia, tmp_path: Path) -> None:
@@ -1067,6 +1097,112 @@ def test_every_block_waits_for_the_peers(
     told = [[0, 0], [7, 8], [7, 8]] if block == 0 else [[0, 0]] * 3
     assert seen == [(words, False) for words in told]
     assert (some.out != 7.0).any() and some.words[0] == 1
+
+
+class TwoShot:
+    """Launches of a two-shot on ranks of one process, on two blocks, that are carried out block by
+    block: all threads of that block of all ranks at a time. By rank, the words are the counter, one
+    behind it all, and for each rank one for each block."""
+
+    BLOCKS = 2
+
+    def __init__(self, kernels: Kernels, patch: pytest.MonkeyPatch, *rows: int, n: int) -> None:
+        self.binding: Any = kernels.binding
+        self.launches: list[tuple[Any, ...]] = []
+        patch.setattr(self.binding, "launch", lambda *given: self.launches.append(given))
+        self.ranks, size = range(len(rows)), 2 + self.BLOCKS * len(rows)
+        self.words = torch.zeros(len(rows), size, dtype=torch.int32)
+        ends = [sum(rows[:rank]) for rank in (*self.ranks, len(rows))]
+        self.mine = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.products = far_apart(len(rows), torch.bfloat16, ends[-1], n, device="cpu")
+        self.come, self.out = torch.zeros(2, len(rows), ends[-1], n).bfloat16()
+        word = lambda rank, at: self.words[rank, at].data_ptr()  # noqa: E731
+        first = lambda rank, of: word(rank, 2 + self.BLOCKS * of)  # noqa: E731
+        for rank in self.ranks:
+            peers, mine = [peer for peer in self.ranks if peer != rank], self.mine[rank]
+            sends = [(self.come[to, mine].data_ptr(), first(to, rank)) for to in peers]
+            keeps = [
+                (self.come[rank, rows].data_ptr(), first(rank, of), self.out[rank, rows])
+                for of in peers
+                for rows in [self.mine[of]]
+            ]
+            rear = Script((ScriptStep(word(rank, 1), 9),))
+            parts = [one[mine] for one in self.products]
+            ends = sends, keeps, self.BLOCKS, Signals(word(rank, 0), rear=rear)
+            kernels.two_shot(self.out[rank, mine], parts, *ends, None)
+
+    def carry_out(self, block: int, *ranks: int) -> None:
+        """Kernels, names of threads and arguments of all launches at once."""
+
+        def run(rank: int, thread: int) -> None:
+            kernel, _, _, arguments, _ = self.launches[rank]
+            self.binding.library.become(block, thread)
+            kernel(*arguments.arguments)
+
+        threads = range(launch.ONE_SHOT_THREADS)
+        each = [
+            threading.Thread(target=run, args=pair) for pair in itertools.product(ranks, threads)
+        ]
+        self.binding.library.meet(len(each))
+        for one in each:
+            one.start()
+        for one in each:
+            one.join()
+        self.binding.library.meet(0)
+
+
+def test_a_two_shot_is_exact_on_all_ranks(
+    on_host: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order of the blocks, in successive calls; its words are as before."""
+    torch.manual_seed(1)
+    ranks = TwoShot(on_host, monkeypatch, 9, 7, 2, n=1032)
+    for order in ((0, 1), (1, 0)):
+        for one in ranks.products:
+            one.copy_(torch.randn(one.shape) * 2.0 ** int(torch.randint(-3, 4, ())))
+        ranks.words.zero_()
+        ranks.out.fill_(7.0)
+        for block in order:
+            assert not ranks.words[:, 1].any()
+            ranks.carry_out(block, *ranks.ranks)
+        wanted = in_order(ranks.products, torch.bfloat16)
+        assert all(torch.equal(one, wanted) for one in ranks.out)
+        assert ranks.words.tolist() == [[0, 9] + [0] * 6] * 3
+
+
+@pytest.mark.parametrize("block", range(TwoShot.BLOCKS))
+def test_a_block_of_a_two_shot_meets_that_block_of_the_peer(
+    on_host: Kernels, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """It posts once its sums are at the peer, and keeps what is there when the peer has posted."""
+    ranks = TwoShot(on_host, monkeypatch, 8, 8, n=1024)
+    wanted, arrived = (
+        in_order(ranks.products, torch.bfloat16),
+        torch.full((8, 1024), 3.0).bfloat16(),
+    )
+    units = torch.arange(1024).view(8, 128) // launch.ONE_SHOT_THREADS % ranks.BLOCKS == block
+    its = units.repeat_interleave(8, 1)
+    words, other = ranks.words.view(-1), ranks.words.shape[1]
+    ours, theirs = other + 2 + block, 2 + ranks.BLOCKS + block
+
+    def look() -> tuple[bool, bool]:
+        sent = torch.equal(ranks.come[1, :8], torch.where(its, wanted[:8], 0))
+        ranks.come[0, 8:] = arrived
+        return sent, bool(ranks.out[0, 8:].any())
+
+    with answered(words, [(theirs, 1, ours)], look) as seen:
+        ranks.carry_out(block, 0)
+    assert seen == [(True, False)]
+    assert torch.equal(ranks.out[0, 8:], torch.where(its, arrived, 0))
+    assert words.nonzero().flatten().tolist() == [0, ours]
+
+
+def test_a_two_shot_of_cut_units_is_refused(on_host: Kernels) -> None:
+    rows = torch.zeros(2, 12).bfloat16()
+    given = [], [(0, 0, rows[:1])], 1, Signals(0), None
+    for wrong in (rows[:1], torch.zeros(2, 16).bfloat16()[:, :8]):
+        with pytest.raises(ValueError, match="multiples of 16 bytes"):
+            on_host.two_shot(wrong, [wrong], *given)
 
 
 def test_a_script_goes_from_the_front(on_host: Kernels) -> None:

@@ -155,8 +155,8 @@ def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
 
 def _all_reduced(at: Rank) -> list[torch.Tensor]:
     torch.manual_seed(at.rank)
-    a, b = torch.randn(67, 96), torch.randn(96, 40)  # what is narrower adds up exactly
-    names = "growing", "ring", "one-shot", "one-shot:pieces=3"
+    a, b = torch.randn(67, 96), torch.randn(96, 640)  # what is narrower adds up exactly
+    names = "growing", "ring", "one-shot", "one-shot:pieces=3", "two-shot", "two-shot:pieces=3"
     a, b = a.to(at.device), b.to(at.device)
     return [ficco.matmul_all_reduce(a, b, schedule=name).cpu() for name in names]
 

@@ -139,7 +139,7 @@ def served(problem: Problem, knobs: str) -> list[str]:
     for name in NAMED:
         with suppress(ValueError):  # it does not have the knobs
             schedule = Schedule.parse(f"{name}:{knobs}" if knobs else name)
-            if schedule.grouping != "one-shot" and not refusal(problem, schedule):
+            if not schedule.sums_in_place and not refusal(problem, schedule):
                 names.append(str(schedule))
     return names
 

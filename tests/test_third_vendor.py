@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from cases import all_exact, equal, exact, gathered_a, shard_of
 from ranks import Rank, leave, on_ranks
+from subjects import integers
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_any_call_behind_any_other,
     test_capped_calls_between_others,
@@ -84,6 +85,44 @@ def _by_copies(at: Rank) -> str:
 def test_signals_by_copies() -> None:
     for post in ranks.run(3, _by_copies):
         assert post == "4-byte copy to the peer's memory (asked for)"
+
+
+@on_ranks(3)
+def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
+    """All ranks launch it, then all but one; without rows, or if a row is cut, none. Nothing but
+    the product is beside the launch."""
+    kernels, blocks, counts = thread_driver.ThreadKernels, list[int](), set[tuple[int, int]]()
+    right, prepared = kernels.two_shot, thread_driver.ThreadEngine._run
+
+    def counted(self: Any, *given: Any) -> None:
+        blocks.append(given[4])
+        right(self, *given)
+
+    def prepare(self: Any, program: Any) -> Any:
+        run = prepared(self, program)
+        counts.add((len(run.body), len(run.tail)))
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "two_shot", counted)
+        patch.setattr(thread_driver.ThreadEngine, "_run", prepare)
+        for most, rows, n in ((64, 7, 4096), (1, 7, 4096), (64, 2, 4096), (64, 7, 4095)):
+            ficco.close()
+            patch.setattr(kernels, "most_that_spin", most if at.rank == 1 else 64)
+            blocks.clear()
+            counts.clear()
+            for call in range(6):
+                each = [integers(5, call, rank, 0, shape=(rows, 8)).float() for rank in range(3)]
+                right_b = [integers(5, call, rank, 1, shape=(8, n)).float() for rank in range(3)]
+                found = ficco.matmul_all_reduce(
+                    each[at.rank], right_b[at.rank], schedule="two-shot"
+                )
+                wanted = sum(a @ b for a, b in zip(each, right_b, strict=True))
+                assert torch.equal(found, wanted), (most, rows, n, call)
+            sums = at.rank < rows and n % 4 == 0 and (most > 1 or at.rank != 1)
+            assert {*blocks} == ({2 * -(-rows // 3)} if sums else set()), (most, rows, n)
+            assert (counts == {(2, 0)}) == bool(sums), counts
+    ficco.close()
 
 
 @on_ranks(3)

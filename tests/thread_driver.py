@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
@@ -267,6 +268,33 @@ class ThreadKernels:
                 out.copy_(torch.stack([part.to(wide) for part in parts]).sum(0))
 
         self._launch(total, signals, stream)
+
+    def two_shot(
+        self,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        sends: Sequence[tuple[int, int]],
+        keeps: Sequence[tuple[int, int, torch.Tensor]],
+        blocks: int,
+        signals: Signals,
+        stream: Stream,
+    ) -> None:
+        self.one_shot(out, parts, replace(signals, rear=Script()), stream)
+        posts = [MemOp(WRITE_32, one + 4 * i, 1) for _, one in sends for i in range(blocks)]
+        waits = [MemOp(WAIT_32, one + 4 * i, 1) for _, one, _ in keeps for i in range(blocks)]
+        clears = [MemOp(WRITE_32, op.address, 0) for op in waits]
+
+        def send() -> None:
+            for at, _ in sends:
+                ctypes.memmove(at, out.data_ptr(), out.nbytes)
+
+        def keep() -> None:
+            for at, _, rows in keeps:
+                ctypes.memmove(rows.data_ptr(), at, rows.nbytes)
+
+        for work in (send, Batch([*posts, *waits, *clears]).carry_out, keep):
+            stream.put(work)
+        self.script(signals.rear, stream)
 
     def script(self, script: Script, stream: Stream) -> None:
         stream.put(partial(_follow, script))

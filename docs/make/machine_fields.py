@@ -31,7 +31,12 @@ FROM: dict[str, dict[str, str]] = {
     },
     "Topology": {"measured": "kind bandwidth sharing"},
     "Network": {"fitted": "bandwidth latency", "measured": "sharing"},
-    "Copies": {"asked": "engines", "fitted": "latency gap curve", "measured": "in_front"},
+    "Copies": {
+        "asked": "engines",
+        "fitted": "latency gap curve",
+        "measured": "in_front",
+        "by hand": "two_shot",
+    },
     "Collective": {"measured": "curve"},
     "Gemm": {
         "kept": "peak",

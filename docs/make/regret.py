@@ -31,7 +31,9 @@ from ficco.tools.bench.report import MODE_WORDS, by_operator, measured
 from ficco.version import version
 
 #: Kinds of rows that ``auto`` must be no slower than.
-OTHERS = ("serial-collective", "pytorch", "pytorch-native")
+OTHERS = (
+    *("serial-collective", "pytorch", "pytorch-native", "pytorch-one-shot", "pytorch-two-shot"),
+)
 
 #: The other one, by copy engine.
 SERIAL = Schedule.parse("serial")

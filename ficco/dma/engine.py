@@ -266,6 +266,11 @@ class Engine(ABC):
     def copy(self, program: Program, step: int, transfer: Transfer) -> Op:
         """Copy a region between ranks."""
 
+    def exchanges(self, plan: Plan) -> bool:
+        """Whether :meth:`copies` also serves the sum of a two-shot with all that follows it
+        (:func:`ficco.plan.parts.exchanged`): one launch, which posts and waits by itself."""
+        return False
+
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         """The copies of several steps that are enqueued together, including copies within this
         rank (:func:`ficco.plan.together`)."""

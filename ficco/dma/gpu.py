@@ -78,7 +78,8 @@ from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
 from ficco.machine import Machine
-from ficco.plan import Applied, Attending, Product, Reduction, Region, Signal, Transfer
+from ficco.plan import Applied, Attending, Plan, Product, Reduction, Region, Signal, Transfer
+from ficco.plan.parts import exchanged
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED
 from ficco.schedules import Schedule
@@ -275,9 +276,42 @@ class GpuEngine(WatchedEngine):
             warn_once(warning)
         return most
 
+    def exchanges(self, plan: Plan) -> bool:
+        runs = [run for index in range(len(plan.steps)) if (run := exchanged(plan, index))]
+        if not runs or not self.driver.fuses or not self._sums_by_kernel:
+            return False
+        kernels, blocks = self._kernels_or_none, len(plan.steps[runs[0][1]].posts)
+        if kernels is None or blocks > kernels.most_that_spin:
+            return False
+        row_bytes = plan.nbytes(Region("out", self.rank, 0, 1, 0, plan.shape("out")[1]))
+        return len(runs[0]) <= MAX_PARTS and row_bytes % 16 == 0
+
+    def _exchange(self, program: Program, steps: Sequence[int], reduction: Reduction) -> Op:
+        """The launch of a two-shot (:func:`ficco.plan.parts.exchanged`)."""
+        plan, places, kernels = program.plan, buffers_of(program), self._kernels
+        lane, views = plan.steps[steps[0]].lane, [places.view(part) for part in reduction.parts]
+        result, sends, keeps = places.view(reduction.out), list[Any](), list[Any]()
+        for step in (plan.steps[index] for index in steps[1:]):
+            move, words = step.work, self._addresses(program, step.posts or step.waits)
+            assert isinstance(move, Transfer)
+            if move.local:
+                keeps.append((places.place(move.src)[0], words[0], places.view(move.dst)))
+            else:
+                sends.append((places.place(move.dst)[0], words[0]))
+
+        def work(call: Call, signals: Signals) -> None:
+            parts = [view(call) for view in views]
+            homes = [(come, word, view(call)) for come, word, view in keeps]
+            ends = sends, homes, len(words)
+            kernels.two_shot(result(call), parts, *ends, signals, call.state[lane])
+
+        return Launch(work, self._counter(program, lane), self._words(program).own, sums=True)
+
     def copies(self, program: Program, steps: Sequence[int]) -> Op:
         plan, places = program.plan, buffers_of(program)
         lane = plan.steps[steps[0]].lane
+        if isinstance(reduction := plan.steps[steps[0]].work, Reduction):
+            return self._exchange(program, steps, reduction)
         transfers = [one for index in steps if isinstance(one := plan.steps[index].work, Transfer)]
         if len(steps) > 1 and transfers[0].mover == "dma":  # columns of one copy go by the kernel
             apart = super().copies(program, steps)

@@ -103,7 +103,7 @@ BY_KERNEL = _names("""
 """)
 
 #: For operators that sum: after its products, a kernel reads those of peers in one exchange.
-READING = ("one-shot", "one-shot:pieces=2")
+READING = ("one-shot", "one-shot:pieces=2", "two-shot")
 
 #: One product whose tiles wait. Of equal predictions a schedule of library products wins. With the
 #: rates of ficco/compute/tiled/worklist.py on h200-4, no shape of configs/shapes.csv gains 3 % from
@@ -218,9 +218,9 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     prediction (docs/results/serial-by-kernel-h200-4.csv), and six of problems that were not used
     before took 3 % less to 16 % more (unseen-h200-4.csv there). A kernel that sums after all
     products does not wait either: 24 calls on 2 H200 took 5 % less to 19 % more
-    (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv). With more ranks it was not
-    measured, and in an all-reduce it reads more bytes than other schedules send. On a CPU both
-    offers are the same.
+    (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); a two-shot was not measured
+    yet. With more ranks neither was, and in an all-reduce a one-shot reads more bytes than other
+    schedules send. On a CPU both offers are the same.
     """
     if schedule.grouping == "tiled":
         tiled, sizes = machine.tiled, (problem.n, problem.k)
@@ -239,7 +239,7 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
         return False
     if machine.accelerator == "cpu":
         return False
-    if schedule.grouping == "one-shot":
+    if schedule.sums_in_place:
         return problem.world == 2 and (schedule.pieces, schedule.tail) == (1, 1)
     return is_serial(schedule) and problem.kind.collective == "all-gather"
 

@@ -319,10 +319,12 @@ INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
 
 // Adds `count` parts in their order, in float, and rounds once. Rows of `width` elements lie `pitch`
 // apart in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the result go by
-// 16-byte accesses, `PLACES` of them at a time, the rest by elements.
+// 16-byte accesses, `PLACES` of them at a time, the rest by elements. The vectors also go to `copies` places, where
+// rows lie as in the result.
 template <u32 THREADS, u32 PLACES, typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
-                   u64 pitch, u64 out_pitch, u32 blocks) {
+                   u64 pitch, u64 out_pitch, u32 blocks, void* const* copy = nullptr,
+                   u32 copies = 0) {
   constexpr u32 EACH = 16 / sizeof(Out);
   const u64 first = (u64)block_index() * THREADS + thread_index();
   const u64 stride = (u64)blocks * THREADS;
@@ -348,7 +350,10 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
       Units<Out, EACH> result;
 #pragma unroll
       for (u32 e = 0; e < EACH; e++) from_float(sum[v][e], result.elements[e]);
-      ((u32x4*)out)[in_rows(i, width / EACH, out_pitch / EACH)] = result.units[0];
+      const u64 to = in_rows(i, width / EACH, out_pitch / EACH);
+#pragma unroll 1
+      for (u32 c = 0; c < copies; c++) ((u32x4*)copy[c])[to] = result.units[0];
+      ((u32x4*)out)[to] = result.units[0];
     }
   }
   for (u64 n = vectors * EACH + first; n < elements; n += stride) {
@@ -616,6 +621,71 @@ COMBINE(ficco_combine_float16, f16)
 ONE_SHOT(ficco_one_shot_bfloat16, bf16)
 ONE_SHOT(ficco_one_shot_float16, f16)
 ONE_SHOT(ficco_one_shot_float32, float)
+
+// The second exchange of a two-shot: this rank's sums go to its peers, and theirs come from them.
+struct Shares {
+  void* sent[MAX_PARTS];        // at each peer, where this rank's sums go
+  u32* posts[MAX_PARTS];        // at each peer, the first of one word for each block
+  const void* come[MAX_PARTS];  // here, where the sums of each peer arrive
+  void* kept[MAX_PARTS];        // and their place in the result
+  u64 units[MAX_PARTS];         // how many times 16 bytes
+  u32* waits[MAX_PARTS];        // the first of one word for each block of the peer
+  u32 sends, keeps;             // number of peers
+};
+
+// As a one-shot of this rank's rows, whose sums all ranks then exchange. A block waits only for the
+// same block of each peer: blocks go over sums by the same stride on all ranks, so the one has
+// written what the other copies. Polls are in another warp than the fence, which takes longer.
+#define TWO_SHOT(name, T)                                                                        \
+  KERNEL(ONE_SHOT_THREADS)                                                                       \
+  name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
+       u64 width, u64 pitch, u64 out_pitch, u32* arrived, CONSTANT Script front,                 \
+       CONSTANT Script rear, CONSTANT Shares shares) {                                           \
+    carry_out_front(front);                                                                      \
+    if (vectors <= blocks * ONE_SHOT_THREADS) /* no thread has a second unit to read */          \
+      reduce<ONE_SHOT_THREADS, 1, T, T>(out, parts, count, vectors, elements, width, pitch,      \
+                                        out_pitch, blocks, shares.sent, shares.sends);           \
+    else                                                                                         \
+      reduce<ONE_SHOT_THREADS, ONE_SHOT_IN_FLIGHT, T, T>(out, parts, count, vectors, elements,   \
+                                                         width, pitch, out_pitch, blocks,        \
+                                                         shares.sent, shares.sends);             \
+    exchange_sums(shares, blocks);                                                               \
+    barrier();                                                                                   \
+    if (thread_index() != ONE_SHOT_THREADS - 1) return;                                          \
+    release_device();                                                                            \
+    if (last_of(blocks, arrived)) carry_out(rear, 0, rear.count);                                \
+  }
+
+INLINE void exchange_sums(const Shares& shares, u32 blocks) {
+  const u32 thread = thread_index(), block = block_index();
+  barrier();
+  if (thread < shares.sends) {
+    release_system();
+    store_system(shares.posts[thread] + block, 1u);
+  }
+  // After the posts. No word is cleared before all are there: the watchdog names who is missing.
+  const u32 peer = thread - ASIDE_THREAD;  // of another warp than the posts on CUDA
+  if (peer < shares.keeps) wait_system(shares.waits[peer] + block, 1);
+  barrier();
+  if (peer < shares.keeps) store_system(shares.waits[peer] + block, 0u);
+  const u64 first = (u64)block * ONE_SHOT_THREADS + thread, stride = (u64)blocks * ONE_SHOT_THREADS;
+  for (u32 p = 0; p < shares.keeps; p++) {
+    for (u64 n = first; n < shares.units[p]; n += ONE_SHOT_IN_FLIGHT * stride) {
+      u32x4 held[ONE_SHOT_IN_FLIGHT];
+#pragma unroll
+      for (u32 v = 0; v < ONE_SHOT_IN_FLIGHT; v++)
+        if (n + v * stride < shares.units[p])
+          held[v] = ((const u32x4*)shares.come[p])[n + v * stride];
+#pragma unroll
+      for (u32 v = 0; v < ONE_SHOT_IN_FLIGHT; v++)
+        if (n + v * stride < shares.units[p]) ((u32x4*)shares.kept[p])[n + v * stride] = held[v];
+    }
+  }
+}
+
+TWO_SHOT(ficco_two_shot_bfloat16, bf16)
+TWO_SHOT(ficco_two_shot_float16, f16)
+TWO_SHOT(ficco_two_shot_float32, float)
 
 // Casts to e4m3 by factors that are powers of two, the smallest by which nothing overflows. What
 // shares a factor is a part of a row; so many threads, a power of two, are its team.

@@ -88,7 +88,7 @@ NAMES = (
     "ficco_exchange_aligned",
     "ficco_exchange_shifted",
     *(f"ficco_reduce_{_text(part)}_{_text(out)}" for part, out in REDUCTIONS),
-    *(f"ficco_one_shot_{_text(part)}" for part, out in REDUCTIONS if part == out),
+    *(f"ficco_{n}_shot_{_text(p)}" for n in ("one", "two") for p, out in REDUCTIONS if p == out),
     *(f"ficco_cast_{of}{_text(dtype)}" for of in ("", "short_") for dtype in CASTS),
     *(f"ficco_merge_{_text(dtype)}" for dtype in MERGES),
     *(f"ficco_combine_{_text(dtype)}" for dtype in COMBINES),
@@ -104,6 +104,15 @@ class SumAddresses(ctypes.Structure):
     """Addresses of the parts of a sum."""
 
     _fields_ = [("at", _U64 * MAX_PARTS)]
+
+
+class Shares(ctypes.Structure):
+    """Where the sums of a two-shot go and come from, and their signals, by peer."""
+
+    _fields_ = [
+        *((name, _U64 * MAX_PARTS) for name in ("sent", "posts", "come", "kept", "units", "waits")),
+        *((name, _U32) for name in ("sends", "keeps")),
+    ]
 
 
 class Strides(ctypes.Structure):
@@ -597,6 +606,42 @@ class Kernels:
         blocks = max(1, min(blocks, self.most_that_spin, -(-work // ONE_SHOT_THREADS)))
         name, packed = f"ficco_one_shot_{_text(out.dtype)}", (*arguments(blocks), *_packed(signals))
         self._launch(name, blocks, ONE_SHOT_THREADS, packed, stream)
+
+    def two_shot(
+        self,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        sends: Sequence[tuple[int, int]],
+        keeps: Sequence[tuple[int, int, torch.Tensor]],
+        blocks: int,
+        signals: Signals,
+        stream: Any,
+    ) -> None:
+        """:meth:`one_shot` of this rank's rows of a sum, after which the ranks exchange their sums.
+        A block waits for the same block of each peer, so all ranks launch as many ``blocks``. Rows
+        are contiguous, and multiples of 16 bytes.
+
+        Args:
+            sends: for each peer, the address there of its copy of ``out``, and of the first of
+                ``blocks`` adjacent words.
+            keeps: for each peer with rows, the address here where its sums arrive, that of the
+                first of ``blocks`` adjacent words, which are cleared, and its rows of the result.
+        """
+        check_reduce(out, parts)
+        tensors = [out, *parts, *(rows for _, _, rows in keeps)]
+        if any(t.data_ptr() % 16 or t.nbytes % 16 or not t.is_contiguous() for t in tensors):
+            raise ValueError(
+                "required contiguous rows at multiples of 16 bytes, got others; take one_shot"
+            )
+        shares = Shares(sends=len(sends), keeps=len(keeps))
+        for index, ends in enumerate(sends):
+            shares.sent[index], shares.posts[index] = ends
+        for index, (come, word, rows) in enumerate(keeps):
+            shares.come[index], shares.waits[index] = come, word
+            shares.kept[index], shares.units[index] = rows.data_ptr(), rows.nbytes // 16
+        arguments = *self._sum(out, parts)[0](blocks), *_packed(signals), shares
+        name = f"ficco_two_shot_{_text(out.dtype)}"
+        self._launch(name, blocks, ONE_SHOT_THREADS, arguments, stream)
 
     def _sum(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]

@@ -167,6 +167,10 @@ class Network:
     sharing: Count = 1
 
 
+#: Seconds by which two exchanges of one launch take longer than one, assumed, never measured.
+SECOND_S = 2e-6
+
+
 @dataclass(frozen=True)
 class Copies:
     """Copies between ranks by one kind of mover, in a queue.
@@ -182,6 +186,8 @@ class Copies:
         curve: (bytes, bytes per second) of one copy that does not share its link or port.
         in_front: latency of a copy on a compute lane, which needs no fork and join, measured
             before a product; None: ``latency``.
+        two_shot: latency of both exchanges of a two-shot together, beyond the time of their bytes;
+            None: assumed from ``in_front``.
     """
 
     engines: Count
@@ -190,6 +196,7 @@ class Copies:
     curve: RateCurve
     provenance: Provenance
     in_front: Seconds | None = None
+    two_shot: Seconds | None = None
 
     def rate(self, nbytes: float) -> float:
         """Bytes per second of a copy."""
@@ -198,6 +205,11 @@ class Copies:
     def seen(self, in_front: bool) -> float:
         """Seconds until the signal of a copy is seen, beyond the time of its bytes."""
         return self.latency if self.in_front is None or not in_front else self.in_front
+
+    @property
+    def exchanged(self) -> float:
+        """Seconds of both exchanges of a two-shot, beyond the time of their bytes."""
+        return self.seen(True) + SECOND_S if self.two_shot is None else self.two_shot
 
 
 @dataclass(frozen=True)

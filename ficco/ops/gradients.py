@@ -295,12 +295,12 @@ def _dual_of(call: OperatorCall) -> OperatorCall:
 @cache
 def _schedule(schedule: str | Schedule, whole_rows: bool = True) -> str | Schedule:
     """Return the schedule of a backward: the forward's, or "auto" if it suits only the forward. The
-    dual of a sum is not a sum, so ``one-shot`` and ``beta`` do not suit it. Neither do a user's own
-    schedule, and ``tiled`` if the backward does not multiply ``whole_rows``."""
+    dual of a sum is not a sum, so schedules that sum in place and ``beta`` do not suit it. Neither
+    do own schedules, and ``tiled`` if the backward does not multiply ``whole_rows``."""
     if schedule == "auto":
         return schedule
     parsed = Schedule.parse(schedule) if isinstance(schedule, str) else schedule
-    unsuited = parsed.beta or parsed.grouping in ("one-shot", "own")
+    unsuited = parsed.beta or parsed.sums_in_place or bool(parsed.own)
     return "auto" if unsuited or (parsed.grouping == "tiled" and not whole_rows) else schedule
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer
 
 
 class _Part(NamedTuple):
@@ -191,28 +191,65 @@ TOGETHER_BYTES = 4 << 20
 MOST = 16
 
 
-def together(plan: Plan, batched: float = 0) -> tuple[tuple[int, ...], ...]:
+def together(
+    plan: Plan, batched: float = 0, exchanges: bool = False
+) -> tuple[tuple[int, ...], ...]:
     """The runs of steps of a Plan that are enqueued at once, ordered by the first step of each.
 
     Kernel copies that follow each other on a lane go together if they have one shape, each has
     another peer, and none waits for more than the first; their signals are posted after the last.
     A place of the same shape that follows them joins them. On copy lanes this holds for small
-    copies only. Every other step is a run of its own.
+    copies only. With ``exchanges`` so do the steps of :func:`exchanged`. Every other step is a run
+    of its own.
 
     Args:
         batched: bytes of the largest copies by copy engines that go together on a copy lane, in
             any shapes; 0 for an engine that submits each by itself.
+        exchanges: whether the engine has the launch of a two-shot.
     """
     runs: list[list[int]] = []
     latest: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
         run = latest.get(step.lane)
-        if run is not None and _joins(plan, run, step, batched):
+        if run is not None and index in run:
+            continue
+        if exchanges and (steps := exchanged(plan, index)):
+            latest[step.lane] = [*steps]
+            runs.append(latest[step.lane])
+        elif run is not None and _joins(plan, run, step, batched):
             run.append(index)
         else:
             run = latest[step.lane] = [index]
             runs.append(run)
     return tuple(map(tuple, runs))
+
+
+def exchanged(plan: Plan, index: int) -> tuple[int, ...]:
+    """The steps from a sum on that one launch can carry out: the sum of this rank's rows, copies of
+    the sums to peers, and places of the sums of peers in the same buffer. Each copy posts as many
+    signals as each place waits for; the places clear these. Empty if the steps are not these, all
+    on the caller's lane.
+    """
+    steps, first = plan.steps, plan.steps[index]
+    if not isinstance(first.work, Reduction) or first.lane != "compute0":
+        return ()
+    out, run, places = first.work.out, [index], 0
+    for number, step in enumerate(steps[index + 1 :], index + 1):
+        move = step.work
+        if not isinstance(move, Transfer) or step.lane != first.lane or step.after:
+            break
+        sends = not move.local and move.src == out and not (step.waits or step.clears or places)
+        keeps = move.local and move.dst.buffer == out.buffer and bool(step.waits)
+        if not (sends or keeps and not step.posts) or move.mover != "kernel":
+            break
+        places += keeps
+        run.append(number)
+    both = places and places < len(run) - 1
+    counts = {len(steps[i].posts or steps[i].waits) for i in run[1:]}
+    waits, clears = (
+        {s for i in run[1:] for s in getattr(steps[i], of)} for of in ("waits", "clears")
+    )
+    return tuple(run) if both and len(counts) == 1 and waits == clears else ()
 
 
 def _joins(plan: Plan, run: list[int], step: Step, batched: float) -> bool:

@@ -29,7 +29,7 @@ def compile(
     program = Program(plan, slot, [], source, batched=batched)
     joined = {earlier for step in plan.steps for earlier in step.after}
     entered: set[str] = set()
-    for run in together(plan, batched):
+    for run in together(plan, batched, engine.exchanges(plan) and not timed):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, joined, timed))
         if ranges.STEPS or timed:
@@ -87,7 +87,8 @@ def _operations(
             raise unknown(step, f"the {engine.name} engine")
     if timed:
         yield from (engine.stamp(program, one, end=True) for one in run)
-    if posts := [signal for one in run for signal in program.plan.steps[one].posts]:
+    posts = [signal for one in run for signal in program.plan.steps[one].posts]
+    if posts and not (len(run) > 1 and isinstance(step.work, Reduction)):  # else within the launch
         yield engine.post(program, last, posts)
     for one in joined.intersection(run):
         yield engine.record(program, one)

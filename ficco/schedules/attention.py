@@ -563,7 +563,7 @@ class KeptGradientStage(GradientStage):
 def refusal(problem: AttentionProblem, schedule: Schedule) -> str:
     """Why a schedule cannot serve attention; empty if it can."""
     name, why = f"schedule {schedule}", ""
-    if schedule.own or schedule.grouping in ("one-shot", "tiled"):
+    if schedule.own or schedule.sums_in_place or schedule.grouping == "tiled":
         why = "attention gathers rows, in steps of a library's calls"
     elif schedule.dims == 2:
         why = "attention needs whole rows of keys"

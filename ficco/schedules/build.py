@@ -71,11 +71,17 @@ def refusal(problem: Problem, schedule: Schedule) -> str:
             own_plans(problem, schedule)
         except ValueError as error:
             return str(error)
-    if (schedule.beta or schedule.grouping == "one-shot") and not kind.sums:
-        option = schedule.grouping if schedule.grouping in ("ring", "one-shot") else "beta"
+    if (schedule.beta or schedule.sums_in_place) and not kind.sums:
+        named = schedule.sums_in_place or schedule.grouping == "ring"
+        option = schedule.grouping if named else "beta"
         return (
             f"schedule {schedule}: {option} is for operators that sum over ranks, which "
             f"{problem.operator} does not; leave it out"
+        )
+    if schedule.grouping == "two-shot" and not kind.returns:
+        return (
+            f"schedule {schedule}: required an operator whose sums return to all ranks, got "
+            f"{problem.operator}; take one-shot"
         )
     if schedule.grouping == "tiled" and kind.inner:
         return (
@@ -177,7 +183,7 @@ def _plans(
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
     words = WordAllocator(problem.world)
-    if schedule.grouping == "one-shot":
+    if schedule.sums_in_place:
         summed = OneShotWorld(problem, schedule, words)
         return [OneShotStage(summed, Builder(problem, rank)).plan() for rank in ranks]
     if problem.kind.scatters:

@@ -195,7 +195,8 @@ class Builder:
     def retire(self, waits: tuple[Signal, ...]) -> None:
         """Add the last step: wait for ``waits``, clear all words that this rank waited for, and
         hand its slot to the peers."""
-        waited = [s for step in self.steps for s in (*step.waits, *step.gates) if not s.released]
+        cleared = {signal for step in self.steps for signal in step.clears}
+        waited = [s for step in self.steps for s in (*step.waits, *step.gates) if s not in cleared]
         posts = tuple(released(self.me, peer) for peer in self.peers)
         after = () if self.steps[-1].lane == "sync" else self.lasts()
         self.add(Step(None, "sync", "retire", waits, posts, (*waited, *waits), after))

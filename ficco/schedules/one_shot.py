@@ -2,16 +2,18 @@
 
 Nothing is copied before it is summed. In an all-reduce every rank computes the whole sum, so that
 one exchange suffices. A reduce-scatter moves as many bytes as with other schedules, an all-reduce
-W / 2 times as many. The schedule is for small products.
+W / 2 times as many. In a two-shot each rank sums its rows only and writes the sums to all peers: a
+second exchange, and as many bytes as other schedules. The schedules are for small products.
 
-At the end a rank waits until no peer reads its product any more. It does so within the call if one
-launch runs the whole call or a graph captures it, else after the call. A rank that sums nothing
-gets one signal from each peer, for piece 0: the peer's call has begun.
+At the end of a one-shot a rank waits until no peer reads its product any more. It does so within
+the call if one launch runs the whole call or a graph captures it, else after the call. In a
+two-shot the arrival of the peers' sums tells it. A rank that sums nothing gets one signal from each
+peer, for piece 0: the peer's call has begun.
 """
 
 from __future__ import annotations
 
-from ficco.plan.model import Products, Reduction, Region, Signal, Step
+from ficco.plan.model import Products, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.products import Problem
 from ficco.schedules.builder import (
     REDUCE_LANE,
@@ -28,6 +30,10 @@ from ficco.schedules.space import Schedule
 #: Rows of the product.
 Rows = tuple[int, int]
 
+#: Bytes of sums that a share of a two-shot's piece has at least, and the most shares. Each has a
+#: signal to each peer, so that a block of a launch waits for one block of each peer.
+SHARE_BYTES, MOST_SHARES = 8192, 48
+
 
 class OneShotWorld(World):
     """Pieces that each rank sums, and their signals. They are equal on all ranks.
@@ -35,24 +41,32 @@ class OneShotWorld(World):
     Attributes:
         summed: by rank, the rows of the product that it sums, piece by piece.
         rounds: maximum number of pieces of a rank.
+        two_shot: whether each rank sums its rows only, and sends the sums to all peers.
         product: buffer of a rank's product, which peers read.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
         super().__init__(problem, schedule, words)
+        self.two_shot = schedule.grouping == "two-shot"
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
         self.ready = words.block(max(self.rounds, 1))
-        self.read = words.block(1)
+        rows = max((last - first for pieces in self.summed for first, last in pieces), default=0)
+        row_bytes = problem.n * self.out.itemsize
+        self.shares = min(max(-(-rows * row_bytes // SHARE_BYTES), 1), MOST_SHARES)
+        self.read = words.block(self.shares * self.rounds if self.two_shot else 1)
         self.product = self.out
         if self.world > 1:
             shapes = ((problem.m, problem.n),) * self.world
             self.product = self.buffer("publish", self.out, shapes, leaves=True)
+        if self.world > 1 and self.two_shot:
+            shapes = tuple((problem.m - rows, problem.n) for rows in problem.rows)
+            self.staging = self.buffer("staging", self.out, shapes)
 
     def _pieces(self, rank: int) -> list[Rows]:
         problem, schedule = self.problem, self.schedule
         first, rows = problem.offsets[rank], problem.rows[rank]
-        if problem.kind.returns:
+        if problem.kind.returns and not self.two_shot:
             first, rows = 0, problem.m
         least = problem.cuts[0]
         cuts = enumerate(cut(rows, schedule.pieces or self.world, least))
@@ -63,7 +77,7 @@ class OneShotWorld(World):
 
     def made(self, piece: int) -> list[Rows]:
         """Rows of the product for one piece of every rank, in rising order."""
-        ranks = self.summed[:1] if self.problem.kind.returns else self.summed
+        ranks = self.summed[: 1 if self.problem.kind.returns and not self.two_shot else None]
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
 
     @remembered
@@ -75,6 +89,19 @@ class OneShotWorld(World):
     def done(self, poster: int, waiter: int) -> Signal:
         pieces = self.summed[poster] or [(0, 0)]
         return self.read.signal("done", poster, waiter, 0, (pieces[0][0], pieces[-1][1]))
+
+    def landing(self, rank: int, owner: int, piece: int) -> Region:
+        """Where an owner's sums of a piece arrive at another rank."""
+        before = self.problem.rows[rank] if owner > rank else 0
+        first, last = (row - before for row in self.summed[owner][piece])
+        return Region(self.staging.name, rank, first, last, 0, self.problem.n)
+
+    @remembered
+    def returned(self, poster: int, waiter: int, piece: int) -> tuple[Signal, ...]:
+        """Signals that the poster's sums of a piece have arrived at the waiter, by share."""
+        rows, first = self.summed[poster][piece], piece * self.shares
+        slots = range(first, first + self.shares)
+        return tuple(self.read.signal("summed", poster, waiter, slot, rows) for slot in slots)
 
 
 class OneShotStage(Stage):
@@ -89,6 +116,7 @@ class OneShotStage(Stage):
         self.acquired = 0  # the step that takes over the slots of the peers
         #: Whether sums run on a separate lane. On one lane, steps need no ``after``.
         self.separate_sums = world.rounds > 1
+        self.sum_lane = REDUCE_LANE if self.separate_sums else "compute0"
 
     def run(self) -> None:
         """Add products in pieces, each of them summed after the next product, then "has read"."""
@@ -104,13 +132,17 @@ class OneShotStage(Stage):
         self._sum(world.rounds - 1)
         waited = any(not s.released for step in self.steps for s in step.waits)
         begun = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        posts = tuple(world.done(me, peer) for peer in peers)
-        after = self.builder.lasts()
-        self.add(Step(None, "sync", "has read", begun, posts=posts, after=after))
+        posts = () if world.two_shot else tuple(world.done(me, peer) for peer in peers)
+        if world.two_shot:
+            self._keep()
+        if begun or posts:
+            after = self.builder.lasts()
+            self.add(Step(None, "sync", "has read", begun, posts=posts, after=after))
 
     def silent(self) -> tuple[Signal, ...]:
         """The signals that the peers have read."""
-        return tuple(self.world.done(peer, self.me) for peer in self.peers)
+        peers = () if self.world.two_shot else self.peers
+        return tuple(self.world.done(peer, self.me) for peer in peers)
 
     def _lane(self, piece: int) -> str:
         return f"compute{piece % self.schedule.compute}"
@@ -151,8 +183,27 @@ class OneShotStage(Stage):
             parts = tuple(Region(name, rank, first, last, 0, n) for rank in ranks)
             out = Region(self.world.out.name, self.me, first - begin, last - begin, 0, n)
             reduction = Reduction(parts, tuple(1 << rank for rank in ranks), out)
-            lane = REDUCE_LANE if self.separate_sums else "compute0"
             waits = tuple(self.world.valid(peer, self.me)[piece] for peer in self.peers)
             after = (self.acquired, self.products[piece]) if self.separate_sums else ()
             label = f"sum {piece}"
-            self.add(Step(reduction, lane, label, waits, after=after))
+            self.add(Step(reduction, self.sum_lane, label, waits, after=after))
+            for peer in self.peers if self.world.two_shot else ():
+                posts = self.world.returned(self.me, peer, piece)
+                move = self._sums(out, self.world.landing(peer, self.me, piece))
+                self.add(Step(move, self.sum_lane, f"{label}>{peer}", posts=posts))
+
+    def _keep(self) -> None:
+        """Copy the sums of the peers to the result. The last step clears all words, so that a word
+        that is not posted names a peer whose sums are missing."""
+        world, clears = self.world, tuple[Signal, ...]()
+        pieces = [(peer, i) for peer in self.peers for i in range(len(world.summed[peer]))]
+        for peer, piece in pieces:
+            out = Region(world.out.name, self.me, *world.summed[peer][piece], 0, self.problem.n)
+            move = self._sums(world.landing(self.me, peer, piece), out)
+            waits = world.returned(peer, self.me, piece)
+            clears += waits
+            step = Step(move, self.sum_lane, f"keep {peer}.{piece}", waits)
+            self.add(step._replace(clears=clears if (peer, piece) == pieces[-1] else ()))
+
+    def _sums(self, src: Region, dst: Region) -> Transfer:
+        return Transfer(src, dst, (1 << self.world.world) - 1, mover=self.schedule.mover)

@@ -13,8 +13,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-#: How pieces share steps.
-GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", "one-shot", "tiled", "own")
+#: How pieces share steps. Of the first two, a kernel sums products where they are, at the peers.
+SUMS_IN_PLACE = ("one-shot", "two-shot")
+GROUPINGS = ("fused", "unfused", "growing", "shrinking", "ring", *SUMS_IN_PLACE, "tiled", "own")
 
 #: Group of entry points by which a package registers own schedules. The name of an entry point is
 #: the name of the schedule; its object is the function for :func:`ficco.schedules.register`.
@@ -53,6 +54,8 @@ class Schedule:
               its product to it. In attention keys and values go from rank to rank.
             - ``"one-shot"``, for operators that sum: each rank reads its peers' products in place
               and sums what it needs. In an all-reduce every rank makes the whole sum.
+            - ``"two-shot"``, for an all-reduce: as one-shot, but each rank sums its rows only, and
+              writes the sums to all peers.
             - ``"tiled"``: all pieces. Each tile of one product waits for its piece (gather; Flux,
               section 4, TileLink), or each piece is sent as soon as its last tile is done (scatter;
               FlashOverlap, section 3).
@@ -67,8 +70,8 @@ class Schedule:
             all links of a mesh busy. ``"peer"``: peer after peer, which suits a switch.
         pull: receivers fetch; otherwise senders push.
         mover: ``"dma"``: copy engines. ``"kernel"``: a copy kernel on a few SMs or CUs per peer; in
-            a one-shot the kernel that sums, on all of them. ``"collective"``: the operator's
-            collective by the group's library, for serial only.
+            a one-shot or two-shot the kernel that sums, on more of them. ``"collective"``: the
+            operator's collective by the group's library, for serial only.
         copy: number of copy lanes. Transfers with the same peer share a lane.
         compute: number of compute lanes.
         own: the name of a schedule that :func:`ficco.schedules.register` or an entry point added.
@@ -113,12 +116,12 @@ class Schedule:
                 "ring: required uniform=False, pull=False and beta=True, since a block is pushed "
                 "from rank to rank and ends where it belongs"
             )
-        if self.grouping == "one-shot" and not (
+        if self.sums_in_place and not (
             self.uniform and self.dims == 1 and self.pull and self.mover == "kernel"
         ):
             raise ValueError(
-                "one-shot: required uniform=True, dims=1, pull=True and mover='kernel', since a "
-                "kernel reads rows at the peers and sums them"
+                f"{self.grouping}: required uniform=True, dims=1, pull=True and mover='kernel', "
+                "since a kernel reads rows at the peers and sums them"
             )
         once = not self.uniform and self.dims == self.compute == 1 and not self.beta
         if self.grouping == "tiled" and not once:
@@ -156,6 +159,11 @@ class Schedule:
         for name in ("tail", "copy", "compute"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: required at least 1, got {getattr(self, name)}")
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether a kernel sums products in the memory of the peers."""
+        return self.grouping in SUMS_IN_PLACE
 
     @classmethod
     def parse(cls, name: str) -> Schedule:
@@ -231,7 +239,8 @@ KNOBS = (
 #: The named points. The paper studies four of the eight FiCCO schedules (section V-B).
 #: ``shard-overlap`` is PyTorch's Async TP. ``growing`` and ``shrinking`` are hypercube orders.
 #: ``ring`` needs two pieces, so that one travels while the other is multiplied, also at the end.
-#: ``one-shot`` sums as PyTorch's ``one_shot_all_reduce`` and those of inference engines do.
+#: ``one-shot`` and ``two-shot`` sum as PyTorch's ``one_shot_all_reduce`` and
+#: ``two_shot_all_reduce_`` do.
 #: ``tiled`` is one kernel.
 NAMED: dict[str, Schedule] = {
     "serial": Schedule(True, "fused", 1, pieces=1),
@@ -239,7 +248,9 @@ NAMED: dict[str, Schedule] = {
     "growing": Schedule(False, "growing", 1, pieces=1, order="peer"),
     "shrinking": Schedule(False, "shrinking", 1, pieces=1, order="peer"),
     "ring": Schedule(False, "ring", 1, pieces=2, tail=2, order="peer", beta=True),
-    "one-shot": Schedule(True, "one-shot", 1, pieces=1, pull=True, mover="kernel"),
+    **{
+        name: Schedule(True, name, 1, pieces=1, pull=True, mover="kernel") for name in SUMS_IN_PLACE
+    },
     "tiled": Schedule(False, "tiled", 1, pieces=1, order="peer"),
     **{
         f"{'uniform' if uniform else 'hetero'}-{grouping}-{dims}d": Schedule(

@@ -9,7 +9,8 @@ The model:
   flight as it has engines. Copies of one kernel launch (:func:`ficco.plan.together`) run at the
   rate of all their bytes, without gaps. The launch is enqueued once, and a wait for one of its
   copies is a wait for all. On a compute lane, without fork and join, its signals are visible sooner
-  (``Copies.in_front``).
+  (``Copies.in_front``). Of a two-shot the copies are part of the launch that sums
+  (``Copies.two_shot``).
 - *Drift.* GPUs multiply at different rates, so products to be sent are ready sooner on one rank
   than on another. While ranks are early or late, copies that go to the peers in turns meet copies
   of other ranks at the ports of a switch: see ``DRIFT``. Copies to a single peer (a ring) meet
@@ -179,6 +180,7 @@ class _SimulatedRank:
     launches: list[tuple[int, ...]] = field(default_factory=list)
     launch_bytes: dict[int, int] = field(default_factory=dict)
     placed: set[int] = field(default_factory=set)  # steps included in a launch of copies
+    exchanges: set[int] = field(default_factory=set)  # steps of launches of two-shots
     #: By part of a product: rows of all parts, and whether any part waits.
     tiled: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
@@ -204,7 +206,13 @@ class _SimulatedRank:
         """Group copies into launches, as a GPU engine does. Copies within the rank are complete
         before the copies between ranks."""
         steps = self.plan.steps
-        for whole in together(self.plan):
+        for whole in together(self.plan, exchanges=True):
+            if len(whole) > 1 and isinstance(steps[whole[0]].work, Reduction):
+                self.exchanges.update(whole)
+                self.launches = [
+                    whole if i in whole else one for i, one in enumerate(self.launches)
+                ]
+                continue
             moved = {i: move for i in whole if (move := steps[i].copy)}
             copies = tuple(moved)
             if len(whole) > 1:
@@ -534,6 +542,8 @@ class Simulation:
         elif isinstance(work, MOVES) and index not in rank.placed and self._move_seconds(work):
             reads = _reads_peers(work)
             latency = self.copies.seen(lane.computes) if reads else self.memory.latency
+            if index in rank.exchanges:
+                latency = self.copies.exchanged if reads else 0.0
             self._push(self.now + latency, _SERVE, lane)
         elif isinstance(work, Crossing):
             self._begin_crossing(lane, rank, work.moves)
@@ -826,7 +836,8 @@ class Simulation:
         if rank.launches[index][-1] == index:
             free += self.copies.gap
         self._push(free, _ENGINE, lane)
-        self._finish(lane, self.now + self.copies.seen(lane.computes), free)
+        seen = 0.0 if index in rank.exchanges else self.copies.seen(lane.computes)
+        self._finish(lane, self.now + seen, free)
 
     def _free_engine(self, lane: _SimulatedLane) -> None:
         rank = self.ranks[lane.rank]

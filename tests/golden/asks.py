@@ -58,8 +58,8 @@ PRODUCTS = (
     *("hetero-unfused-1d:pieces=3+2+1,order=peer", "hetero-unfused-2d:pieces=2,compute=2"),
     *("hetero-fused-2d:pieces=4,pull", "uniform-fused-1d:pieces=4,copy=2,compute=2"),
     *("uniform-fused-2d:pieces=2,tail=2", "uniform-unfused-1d:order=peer", "uniform-unfused-2d"),
-    *("ring", "ring:pieces=1", "one-shot", "one-shot:pieces=3,tail=2,compute=2", "tiled"),
-    *("tiled:pieces=3", "tiled:pull,pieces=2"),
+    *("ring", "ring:pieces=1", "one-shot", "one-shot:pieces=3,tail=2,compute=2", "two-shot"),
+    *("tiled", "tiled:pieces=3", "tiled:pull,pieces=2", "two-shot:pieces=3,tail=2,compute=2"),
     *("shard-overlap:beta", "hetero-fused-1d:pieces=2,pull,beta,tail=2", "growing:beta,compute=2"),
 )
 FEWER = (

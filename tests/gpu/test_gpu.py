@@ -450,6 +450,19 @@ def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
 
 
 @ranks(2, 4)
+@pytest.mark.parametrize("sizes", [(64, 96), (64, 4096), (64, 32768), (64, 97)])
+def test_two_shots_in_one_graph(world: int, sizes: tuple[int, int]) -> None:
+    """Of one share of the sums and of many, and of rows that no launch exchanges."""
+    names = ["two-shot", "one-shot", "two-shot", "two-shot:pieces=3", "two-shot"]
+    run(
+        world,
+        first_in_a_graph,
+        alike("matmul_all_reduce", world, names, sizes=sizes),
+        device="cuda",
+    )
+
+
+@ranks(2, 4)
 @pytest.mark.parametrize("schedules", [GRAPHED, *on_hopper_only(TILED)], ids=["library", "tiled"])
 def test_gathers_in_one_graph(world: int, schedules: Sequence[str]) -> None:
     names = [name for name in schedules if name in (*graphed_by(backend_on_gpus(world)), *TILED)]
@@ -831,7 +844,8 @@ def assert_in_time(found: dict[str, Any]) -> None:
 def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
     """What survivors are told by a call, or a graph of one, and by another call, once a rank has
     died."""
-    operator = ficco.matmul_all_reduce if schedule == "one-shot" else ficco.all_gather_matmul
+    sums = schedule.endswith("-shot")
+    operator = ficco.matmul_all_reduce if sums else ficco.all_gather_matmul
     a = torch.ones(64, 32, dtype=torch.bfloat16, device=at.device)
     b = torch.ones(32, 48, dtype=torch.bfloat16, device=at.device)
 
@@ -871,6 +885,8 @@ KILLED = (
     (0, "serial:kernel", "replay"),
     (1, "one-shot", "eager"),
     (0, "one-shot", "replay"),
+    (1, "two-shot", "eager"),
+    (0, "two-shot", "replay"),
     # NCCL does not give up a communicator that a graph holds.
     (1, "serial:collective", "eager"),
 )
@@ -903,7 +919,7 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str, handles: b
                 assert one["rank"] != victim
             assert_in_time(mine)
             text = mine["first"].text
-        operator = "matmul_all_reduce" if schedule == "one-shot" else "all_gather_matmul"
+        operator = "matmul_all_reduce" if schedule.endswith("-shot") else "all_gather_matmul"
         # This rank, or another survivor, of which it has heard first.
         waited = [f"rank {peer} waited" in text for peer in range(world) if peer != victim]
         assert any(waited), text

@@ -1194,7 +1194,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
-// Names of the other kernels. The last seven are found, but not carried out.
+// Names of the other kernels. The last ten are found, but not carried out.
 const std::set<std::string> KERNELS = {
     "ficco_post",
     "ficco_wait",
@@ -1206,6 +1206,9 @@ const std::set<std::string> KERNELS = {
     "ficco_one_shot_bfloat16",
     "ficco_one_shot_float16",
     "ficco_one_shot_float32",
+    "ficco_two_shot_bfloat16",
+    "ficco_two_shot_float16",
+    "ficco_two_shot_float32",
     "ficco_script",
 };
 

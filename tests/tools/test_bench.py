@@ -158,6 +158,8 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert {"gemm", "collective", "copies", "pytorch-serial", "growing", "auto"} <= found
     fused, first = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
     assert ("pytorch-fused" in found) == fused
+    shots = {"two-shot", "pytorch-one-shot", "pytorch-two-shot"}
+    assert shots & found == (shots if problem.kind.returns else set())
     assert ("pytorch-pieces" in found) == ("pytorch-native" in found) == first
     assert ("ring" in found) == ("shard-overlap:beta" in found) == problem.kind.sums
     assert any("@stages" in name for name in found) != problem.kind.scatters
@@ -560,7 +562,8 @@ def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Pat
     names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
     assert wrong == {("matmul_reduce_scatter", n): "wrong result on ranks [1]" for n in names}
     skipped = {key[1]: row.note for key, row in found.items() if row.status == "skipped"}
-    assert skipped.keys() == {"pytorch-fused", PRODUCT, *COPY_ENGINES}
+    shots = {"pytorch-one-shot", "pytorch-two-shot"}
+    assert skipped.keys() == {"pytorch-fused", PRODUCT, *COPY_ENGINES, *shots}
     assert all(note.startswith("not here: ") for note in skipped.values())
     for operator in set(OPERATORS) - {OPERATOR, "matmul_reduce_scatter"}:
         for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "auto"):

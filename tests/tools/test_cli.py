@@ -205,7 +205,7 @@ OF_BENCH = (
     ("attention --schedules slowing", "slowing"),
     *(
         (f"--device cpu --ranks 2 --schedules {name}", f"schedule {name}: {kind} is for")
-        for kind, name in (("ring", "ring"), ("ring", "ring:pieces=3"), ("one-shot", "one-shot"))
+        for kind, name in (("ring", "ring"), ("ring", "ring:pieces=3"), ("two-shot", "two-shot"))
     ),
 )
 TOO_MANY = "--device cpu --ranks 4096"
@@ -513,7 +513,8 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     lines = text.splitlines()
     rows = (tmp_path / "demo.csv").read_text().splitlines()[2:]
     picture = tmp_path / "timelines.png"
-    assert {*NAMED, *demo.KNOBS[:2]} - {row.split(",")[0] for row in rows} == {"ring", "one-shot"}
+    drawn = {row.split(",")[0] for row in rows}
+    assert {*NAMED, *demo.KNOBS[:2]} - drawn == {"ring", "one-shot", "two-shot"}
     assert all(",True," in row for row in rows)
     assert code == 0 and f"demo ok: {len(rows)} schedules exact on 2 ranks" in lines
     assert picture.stat().st_size > 10_000 and lines[-1].startswith(f"open {picture}: ")

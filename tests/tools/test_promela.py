@@ -101,7 +101,10 @@ CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
     (made, ("growing", two(PROBLEM, hosts=2)), 2),
     *((made, (name, two(SUMMED)), 2) for name in ("hetero-fused-1d:pieces=2", "ring", "one-shot")),
     *((made, (name, two(SUMMED)), 2) for name in ("serial:kernel", "growing:beta")),
-    *((made, (name, two(RETURNED)), 2) for name in ("uniform-fused-2d:pieces=2", "one-shot")),
+    *(
+        (made, (name, two(RETURNED)), 2)
+        for name in ("uniform-fused-2d:pieces=2", "one-shot", "two-shot")
+    ),
     *((made, (name, two(TURNED)), 2) for name in ("growing", "growing:pull,pieces=2")),
     (made, ("growing", sent("all_to_all_matmul")), 2),
     (made, ("growing:pull", sent("matmul_all_to_all")), 2),
@@ -116,6 +119,7 @@ CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
     (made, ("growing:pull", replace(PROBLEM, rows=THREE)), 1),
     (made, ("hetero-fused-1d:pieces=2", replace(PROBLEM, rows=THREE)), 1),
     (made, ("one-shot", replace(SUMMED, rows=THREE)), 2),
+    (made, ("two-shot", replace(RETURNED, rows=THREE)), 1),
     (made, ("ring", replace(SUMMED, rows=THREE)), 1),
     (made, ("shard-overlap", sent("all_to_all_matmul", 3)), 2),
 ]

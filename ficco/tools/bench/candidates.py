@@ -83,6 +83,12 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
 
+#: PyTorch's sums of products in symmetric memory, by candidate.
+SHOTS = {
+    "pytorch-one-shot": "one_shot_all_reduce",
+    "pytorch-two-shot": "two_shot_all_reduce_",
+}
+
 #: References of every shape.
 REFERENCES = (
     BenchCandidate("gemm", "gemm"),
@@ -104,6 +110,7 @@ REFERENCES = (
         )
         for name, (collectives, _) in baselines.COPY_ENGINES.items()
     ),
+    *(BenchCandidate(name, name, operators=("matmul_all_reduce",)) for name in SHOTS),
 )
 
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
@@ -261,21 +268,30 @@ def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -
     """Reason why a candidate does not exist for a shape, device and number of hosts; empty if it
     exists."""
     scaling = operands.problem.scaling
-    if hosts > 1 and candidate.kind in ("pytorch", "pytorch-native", "quack", "copy-engines"):
+    if hosts > 1 and candidate.kind in (
+        "pytorch",
+        "pytorch-native",
+        "quack",
+        "copy-engines",
+        *SHOTS,
+    ):
         return "it copies through memory that ranks of one host share"
     if candidate.kind in ("copy-engines", "product-by"):
         return baselines.lacking(candidate.name, operands.device, operands.problem.equal)
     if candidate.kind == "pieces" and scaling:
         return "PyTorch has no batched product of float8"
-    if candidate.kind in ("pytorch", "pytorch-native"):
+    if candidate.kind in ("pytorch", "pytorch-native", *SHOTS):
         if operands.device.type != "cuda":
             return "PyTorch has it on GPUs only"
         from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
 
-        if not hasattr(torch.ops.symm_mem, _fused_name(operands.problem)):
+        op = SHOTS.get(candidate.kind) or _fused_name(operands.problem)
+        if not hasattr(torch.ops.symm_mem, op):
             return "this PyTorch does not have it"
         if scaling and scaling.recipe == "block":
             return "PyTorch's has no factors of blocks"
+    if candidate.kind in SHOTS and scaling:
+        return "PyTorch's product of float8 cannot write to symmetric memory here"
     if candidate.kind == "quack":
         if operands.device.type != "cuda" or find_spec("quack") is None:
             return "QuACK is not installed (pip install quack-kernels, for NVIDIA GPUs)"
@@ -467,11 +483,7 @@ def _pieces(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
 
 
 def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    from torch.distributed import _symmetric_memory
-
-    enable = _symmetric_memory.enable_symm_mem_for_group
-    if not hasattr(enable, "__deprecated__"):  # older releases must be told
-        enable(group.group_name)
+    _enable_symmetric_memory(group)
     op = getattr(torch.ops.symm_mem, _fused_name(operands.problem))
     if operands.problem.scaling:
         return Runner(partial(_pytorch_scaled, op, operands, group.group_name))
@@ -486,6 +498,32 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
         return Runner(run)
     # The native path is chosen by a variable that is read in every call.
     return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
+
+
+def _enable_symmetric_memory(group: ProcessGroup) -> None:
+    from torch.distributed import _symmetric_memory
+
+    enable = _symmetric_memory.enable_symm_mem_for_group
+    if not hasattr(enable, "__deprecated__"):  # older releases must be told
+        enable(group.group_name)
+
+
+def _shot(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
+    """A product in symmetric memory, summed there by PyTorch."""
+    from torch.distributed import _symmetric_memory
+
+    problem, op = operands.problem, getattr(torch.ops.symm_mem, SHOTS[candidate.kind])
+    dtype = getattr(torch, problem.out_dtype)
+    _enable_symmetric_memory(group)
+    product = _symmetric_memory.empty((problem.m, problem.n), dtype=dtype, device=operands.device)
+    _symmetric_memory.rendezvous(product, group)
+
+    def run() -> torch.Tensor:
+        torch.mm(operands.a_LK, operands.b_KN, out=product)
+        total: torch.Tensor = op(product, "sum", group.group_name)
+        return total
+
+    return Runner(run)
 
 
 def _fused_name(problem: Problem) -> str:
@@ -603,5 +641,6 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
         operands.product, "product", context=baselines.preferred
     ),
     "copy-engines": _copy_engines,
+    **dict.fromkeys(SHOTS, _shot),
     "ficco": _ficco,
 }

@@ -27,6 +27,7 @@ OPERATOR = "all_gather_matmul"
 OPTIONAL = (
     *("pytorch-pieces", "pytorch-fused", "pytorch-native", "quack"),
     *(PRODUCT, *COPY_ENGINES),
+    *("pytorch-one-shot", "pytorch-two-shot"),
 )
 
 #: The operator that gives the gradient of its B.
@@ -260,12 +261,13 @@ def _shipped(name: str) -> tuple[str, Callable[[], list[Case]]]:
 
 
 #: By name: layers of dense models, large and small, at four ranks; products of less than about half
-#: a millisecond on one H200; a few rows for layers of Llama 3 8B and 70B; problems drawn at random
-#: from the widths of real models, of at most about 25 ms, which nothing is fitted to; the paper's;
-#: experts whose products take about as long as their rows travel; fifteen of the first sets, mostly
-#: short ones, for products whose tiles wait; shapes for the CPU engine.
+#: a millisecond on one H200; a few rows for layers of Llama 3 8B and 70B; few to many rows behind
+#: which sums return to all ranks; problems drawn at random from the widths of real models, of at
+#: most about 25 ms, which nothing is fitted to; the paper's; experts whose products take about as
+#: long as their rows travel; fifteen of the first sets, mostly short ones, for products whose tiles
+#: wait; shapes for the CPU engine.
 SETS: dict[str, Callable[[], list[Case]]] = {
-    **dict(map(_shipped, ("measured", "small", "decode", "unseen"))),
+    **dict(map(_shipped, ("measured", "small", "decode", "sums", "unseen"))),
     "scenarios": scenarios,
     "weight-gradients": weight_gradients,
     "experts": experts,

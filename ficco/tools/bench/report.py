@@ -25,7 +25,7 @@ from ficco.tools.bench.frames import Schema, cells, markdown, place, show, show_
 
 #: Baselines: the serial compositions, and PyTorch's fused op.
 SERIALS = ("pytorch-serial", "serial", *COPY_ENGINES)
-PYTORCH = ("pytorch-fused", "pytorch-native")
+PYTORCH = ("pytorch-fused", "pytorch-native", "pytorch-one-shot", "pytorch-two-shot")
 
 #: Kind of the first serial composition, whose name was ``serial-collective`` in older files.
 SERIAL = "serial-collective"

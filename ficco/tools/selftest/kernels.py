@@ -279,6 +279,15 @@ class _Trial:
                 problems.append(f"the sum of {tile} with scripts is wrong")
             if words.tolist() != [0, 7, 9, 5, 0]:
                 problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
+        for dtype in dtypes:  # a rank that is its own peer
+            words, parts = self.words(1 + PLACES), self.integers(dtype, PLACES, 17, 512)
+            total, come, home = torch.empty_like(parts)
+            first = words.data_ptr() + 4
+            ends = [(come.data_ptr(), first)], [(come.data_ptr(), first, home)], PLACES
+            signals = Signals(words.data_ptr())
+            self.kernels.two_shot(total, list(parts), *ends, signals, self.stream)
+            if not total.equal(_sum(list(parts), dtype)) or not home.equal(total) or words.any():
+                problems.append(f"the exchanged sum of 17 x 512 {dtype} is wrong")
         return problems
 
     def new_stream(self) -> Any:
