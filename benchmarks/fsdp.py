@@ -76,7 +76,7 @@ def exact(model: Any, device: torch.device) -> None:
             own = out.narrow(0, count * rank, count).copy_(slices[rank])
             gathers(out, own, ranks)
             assert torch.equal(out.float(), torch.cat(slices).float()), f"gather {turn}"
-        if isinstance(sums, fsdp.Sums):
+        if isinstance(sums, fsdp.GradientSums):
             source = torch.cat([one + 1000 * rank for one in slices]).float()
             summed = torch.empty(count, device=device)
             sums(summed, source, ranks, dist.ReduceOp.AVG)

@@ -330,7 +330,7 @@ class Gathers(_Hook):
             return _Arrival(stream.record_event())
 
 
-class Sums(_Hook):
+class GradientSums(_Hook):
     """FSDP's reduce-scatters: float32 sums in the order of ranks, then a factor."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -429,7 +429,7 @@ def use(
         rest = current(), buffer_bytes
         module.set_custom_all_gather(Gathers(one, one._all_gather_comm, *rest))
         if reduce_scatter:
-            module.set_custom_reduce_scatter(Sums(one, one._reduce_scatter_comm, *rest))
+            module.set_custom_reduce_scatter(GradientSums(one, one._reduce_scatter_comm, *rest))
     return rows
 
 

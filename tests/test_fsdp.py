@@ -152,11 +152,11 @@ class Before:
 
 
 @contextmanager
-def hooks(limit: int | None = None) -> Iterator[tuple[fsdp.Gathers, fsdp.Sums, Before]]:
+def hooks(limit: int | None = None) -> Iterator[tuple[fsdp.Gathers, fsdp.GradientSums, Before]]:
     """Hooks of the group of all ranks, and PyTorch's collectives behind them."""
     before, world = Before(), dist.group.WORLD
     rest = Group(world), before, current(), limit
-    yield fsdp.Gathers(*rest), fsdp.Sums(*rest), before
+    yield fsdp.Gathers(*rest), fsdp.GradientSums(*rest), before
     ficco.close(world)
 
 
