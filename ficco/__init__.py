@@ -46,6 +46,7 @@ import typing
 from ficco.options import Options, options, set_options
 
 if typing.TYPE_CHECKING:
+    from ficco import fsdp as fsdp
     from ficco import heuristics as heuristics
     from ficco import machine as machine
     from ficco import nn as nn
@@ -152,6 +153,7 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 #: Public modules, imported on first use.
 _MODULES = (
+    "fsdp",
     "heuristics",
     "integrations",
     "machine",

@@ -75,7 +75,7 @@ def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
     watchdog, kept = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
     found.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
     found.repeated = {}
-    found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], **more})
+    found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], "held": [], **more})
     return found
 
 

@@ -73,7 +73,7 @@ class Buffer(NamedTuple):
         shapes: rows and columns by rank.
         memory: ``"operand"``, the caller's; ``"result"``, returned to the caller; ``"local"``,
             this rank's, for one call; ``"slot"``, symmetric memory that calls on a slot share.
-        symmetric: an operand that peers can read in place.
+        symmetric: an operand that peers read in place, or a result that they write in place.
         leaves: rows are numbered as they leave a rank, otherwise as they land.
         first: by rank, the number of the first row; empty: 0 everywhere.
         left: by rank, the number of the first column; empty: 0 everywhere.

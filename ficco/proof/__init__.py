@@ -19,8 +19,8 @@ lanes prove the claim for every interleaving. The rules:
    separately, and are read after the last of them.
 4. Calls compose: a rank touches the shared memory of a peer only after the peer has handed over its
    slot, and before the peer hands the slot on. The previous and the next call obey the same rule,
-   so no pair of calls needs a proof. A rank reads a peer's input only after the peer has begun this
-   call.
+   so no pair of calls needs a proof. A rank reads a peer's operand, or writes a peer's result, only
+   after the peer has begun this call. The peer's caller waits for the write.
 
 The proof assumes two things about the engine: the steps of a call start after all steps of the
 rank's previous call on the same slot, and work that the caller enqueues after the call starts after

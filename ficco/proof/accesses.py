@@ -272,6 +272,7 @@ class Footprint:
         matrix = of.holds[src.buffer]
         says = (terms > 0) == self.terms[matrix]
         demand(says, who, "does not say whose products it moves, or says so of an operand")
+        self._own_terms(terms, src, who)
         copy = src.rank != dst.rank
         demand((src.rank == me) | (dst.rank == me), who, "moves between the wrong ranks")
         sent = bools(map(MOVER.__eq__, movers))
@@ -730,7 +731,7 @@ class Footprint:
         local &= self.steps.host[part.rank] == self.steps.host[me[each]]
         local |= part.rank == me[each]
         local &= of.holds[part.buffer] == of.holds[here.buffer]
-        local &= ~of.operand[part.buffer] & ~of.result[part.buffer]
+        local &= ~of.result[part.buffer]
         local &= (here.rank == me[each]) & of.placed[here.buffer]
         demand(local, who, "sums in the wrong buffers")
         sizes = (part.rows == here.rows) & (part.cols == here.cols)
@@ -740,8 +741,15 @@ class Footprint:
         in_place = ~of.placed[part.buffer] | (down == self._begins(part)) & (across == 0)
         demand(in_place, who, "sums rows that do not belong together")
         terms = self._terms(mask for reduction in reductions for mask in reduction.terms)
+        self._own_terms(terms, part, who)
         reads = Accesses.of(part_step, part, down, across, terms=terms)
         return reads, Accesses.of(step, out, begins, terms=left)
+
+    def _own_terms(self, terms: Ints, source: Regions, who: Who) -> None:
+        """Check that an operand of a summed matrix is read as the term of its rank alone."""
+        own = self._terms(1 << rank for rank in source.rank.tolist())
+        operand = self.buffers.operand[source.buffer] & (terms > 0)
+        demand(~operand | (terms == own), who, "takes an operand for the term of another rank")
 
     def _union(self, reduction: Reduction, step: int) -> int:
         """Set of ranks that a reduction sums. Checks that each rank occurs once, in order."""

@@ -283,14 +283,29 @@ def call_claims(
     owner, first = owner[peer], first[peer]
     why = "uses the slot of a peer that has not handed it over"
     handed_over = Claim(waits[steps.rank[first], owner], first, steps.by_step(first), why)
-    # A peer's input is valid once that peer has begun this call.
-    inputs = footprint.buffers.operand[access.buffer] & (access.rank != me)
-    inputs &= host[access.rank] == host[me]
-    owner, first, _ = _touches(steps, access.step[inputs], access.rank[inputs])
+    # Operands and results of a peer belong to this call once that peer has begun the call.
+    callers = ~footprint.buffers.slot[access.buffer] & (access.rank != me)
+    callers &= host[access.rank] == host[me]
+    owner, first, _ = _touches(steps, access.step[callers], access.rank[callers])
     begun, who = _heard(steps, signals, order)[steps.rank[first], owner], steps.by_step(first)
-    why = "reads the input of a peer that may not have begun this call"
+    why = "uses an operand or a result of a peer that may not have begun this call"
     demand(begun >= 0, who, why)
+    callers[: footprint.reads] = False
+    _awaited(steps, signals, access.step[callers], access.rank[callers])
     return [handed_on, handed_over, Claim(begun, first, who, why)]
+
+
+def _awaited(steps: Steps, signals: SignalColumns, step: Ints, owner: Ints) -> None:
+    """Check that the caller of a rank waits for the writes of peers to its results. After the write
+    the peer's lane posts a signal, which the rank waits for on a lane that the caller's stream
+    joins: on any lane but ``sync``."""
+    joined = np.array([name != "sync" for _, name in steps.lanes], np.bool_)
+    waits = joined[steps.lane[signals.waits.step]]
+    posts, waiters = signals.poster[signals.waits.word[waits]], signals.waits.step[waits]
+    for one, rank in zip(step.tolist(), owner.tolist(), strict=True):
+        heard = (posts >= one) & (steps.lane[posts] == steps.lane[one])
+        if not (heard & (steps.rank[waiters] == rank)).any():
+            raise PlanError(f"{steps.name(one)} writes a result that its rank does not wait for")
 
 
 def _touches(steps: Steps, step: Ints, owner: Ints) -> tuple[Ints, Ints, Ints]:

@@ -121,7 +121,7 @@ class Steps:
         slot = buffer.memory == "slot"
         known = buffer.memory in ("operand", "result", "local", "slot")
         known &= buffer.layout in ("rows", "columns", "transposed")
-        known &= buffer.memory == "operand" or not buffer.symmetric
+        known &= buffer.memory in ("operand", "result") or not buffer.symmetric
         known &= slot or buffer.layout != "columns"
         # All ranks know one row pitch.
         known &= not slot or len({cols for _, cols in buffer.shapes}) == 1

@@ -192,6 +192,7 @@ class Workspace:
         calls: number of the latest call, the same on every rank.
         limit_s: seconds that a call waits for a peer, unless the options set a limit.
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
+        held: the allocations that ficco itself has requested.
         programs: cached Plans and Programs, by the key of a kind of call.
         repeated: kinds of eager calls by their arguments alone, with the options of the latest
             call; for operands that are used as they are. See :func:`repeat`.
@@ -229,6 +230,7 @@ class Workspace:
         self._watched: dict[int, Slot | None] = {}  # slots of collectives
         self._pinned: list[Slot] = []
         self.allocations: dict[int, Symmetric] = {}
+        self.held: list[Symmetric] = []
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
         self.engine.interrupt = self.interrupt
 
@@ -419,8 +421,10 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of symmetric memory of all slots, without tensors from :meth:`empty`."""
-        return sum(slot.memory.nbytes for slot in self.slots if slot.memory is not None)
+        """Bytes of symmetric memory of all slots and of :attr:`held`, without other tensors from
+        :meth:`empty`."""
+        slots = [slot.memory for slot in self.slots if slot.memory is not None]
+        return sum(memory.nbytes for memory in (*slots, *self.held))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor in symmetric memory. Collective.
@@ -501,7 +505,8 @@ class Workspace:
             carry_out([*steps, self.engine.close, self.board.close])
         finally:
             pools = self._slots, self._watched, self._pinned
-            for cache in (self.programs, self.repeated, *pools, self.allocations):
+            allocated = self.allocations, self.held
+            for cache in (self.programs, self.repeated, *pools, *allocated):
                 cache.clear()
 
 

@@ -200,6 +200,7 @@ OF_BENCH = (
     ("attention experts", "required one family, got attention and experts"),
     ("attention --set cpu", "--set: required none for attention"),
     ("layers --schedules auto", "--schedules: required none for layers"),
+    ("fsdp --schedules auto", "--schedules: required none for fsdp"),
     ("attention --only 1k --device cpu", "some of 256, got '1k'"),
     ("attention --schedules slowing", "slowing"),
     *(
@@ -220,6 +221,7 @@ TOO_MANY = "--device cpu --ranks 4096"
         ("replay --world 4 --rank 4", "--rank: required 0 to 3, got 4"),
         ("replay --world 4 --mode graph", "queued or idle"),
         ("replay layers --world 4", "required one of a call, got layers"),
+        ("replay fsdp --world 4", "required one of a call, got fsdp"),
         ("demo --ranks 0", "--ranks: required at least 1, got 0"),
         *(
             (f"{command} {TOO_MANY}", "got 4096; --oversubscribe starts")

@@ -33,27 +33,28 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "passes": (1960, 1165),
     "plan": (1110, 540),
     "problems": (2430, 1095),
-    "proof": (1775, 1230),
-    "runtime": (1990, 1125),
+    "proof": (1800, 1245),
+    "runtime": (1995, 1130),
     "schedules": (4840, 2845),
     "simulate": (1260, 820),
-    "tools": (14355, 7655),
-    "__init__.py": (190, 50),
+    "tools": (14495, 7735),
+    "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
     "errors.py": (270, 85),
+    "fsdp.py": (500, 285),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
     "warn.py": (35, 20),
     # Of the package.
-    "files": 167,
-    "loose files": 9,
+    "files": 169,
+    "loose files": 10,
     "lines of the longest file": 900,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
-    "files that name hosts": 34,
+    "files that name hosts": 35,
     "files that name attention": 24,
     "files that name experts": 11,
     "files that name tiled": 18,
@@ -64,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 43_080
+LINES_OF_TESTS = 43_940
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
@@ -105,7 +106,7 @@ LAYERS = (
     ("options",),
     ("runtime",),
     ("ops",),
-    ("api", "passes"),
+    ("api", "fsdp", "passes"),
     ("nn", "tile"),
     ("integrations",),
     ("ficco",),

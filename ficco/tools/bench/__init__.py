@@ -10,6 +10,7 @@ measure     rounds, modes, clocks; calls timed exclusively or during other calls
 harness     the one bench: workloads, variants, proofs, rounds, rows, timed calls
 products    workload: a product by all candidates; errors of float sums
 layers      workload: forward and backward of tensor-parallel layers
+fsdp        workload: forward and backward of a stack of blocks under FSDP2
 attention   workload: attention with one right answer
 experts     workload: a layer of experts
 replay      one rank on one GPU, whose peers a stream plays

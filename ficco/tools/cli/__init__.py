@@ -117,9 +117,9 @@ FAMILIES = {
     for one in ASKABLE.values()
 }
 
-#: Steps of layers, which bench takes like an operator; names that may follow a command.
-LAYERS = "layers"
-OPERATOR_NAMES = tuple(dict.fromkeys((*ASKABLE, *FAMILIES, LAYERS)))
+#: Steps, which bench takes like an operator; names that may follow a command.
+STEPS = ("layers", "fsdp")
+OPERATOR_NAMES = tuple(dict.fromkeys((*ASKABLE, *FAMILIES, *STEPS)))
 
 
 def _bare(names: str) -> str:

@@ -29,9 +29,9 @@ from ficco.tools.cli import (
     FILE,
     FLAG,
     GATHERS,
-    LAYERS,
     NAMES,
     OPERATOR_NAMES,
+    STEPS,
     add_fields,
     add_files,
     add_ranks,
@@ -56,7 +56,7 @@ BENCH_START_S = 180.0
 
 #: Options of products. :data:`KINDS` are the other kinds: modules of ``ficco.tools.bench``.
 OF_PRODUCTS = ("set", "shapes", "dtype", "without")
-KINDS = ("attention", "experts", LAYERS)
+KINDS = ("attention", "experts", *STEPS)
 
 
 def _add_measured(parser: Any) -> Any:
@@ -67,8 +67,9 @@ def _add_measured(parser: Any) -> Any:
         **NAMES,
         choices=OPERATOR_NAMES,
         help=f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
-        f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; {LAYERS} for "
-        "forward and backward of two layers of Llama 3 70B, with their weights sharded (default: "
+        f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
+        "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for "
+        "those of six blocks of Llama 3 8B under FSDP2 (default: "
         f"{cases.OPERATOR}, or those of the set)",
     )
     measured.add_argument(
@@ -189,8 +190,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--rank: required 0 to {world - 1}, got {rank}")
     if "graph" in (arguments.mode or ""):
         raise ValueError("--mode: required queued or idle, got graph")
-    if LAYERS in (arguments.operator or ()):
-        raise ValueError(f"--operator: required one of a call, got {LAYERS}; `ficco bench` has it")
+    if steps := {*STEPS}.intersection(arguments.operator or ()):
+        name = steps.pop()
+        raise ValueError(f"--operator: required one of a call, got {name}; `ficco bench` has it")
     if launch.default_device() != "cuda":
         raise ValueError("required a GPU, whose copy engines are the clock of a replay")
     # All hardware queues: in a shared queue, the courier's stream would block a lane.
@@ -213,7 +215,7 @@ def kind_of(arguments: argparse.Namespace) -> str:
     )
     if others:
         raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
-    unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind == LAYERS))
+    unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind in STEPS))
     for name in unserved if kind in KINDS else ():
         if getattr(arguments, name, None):
             raise ValueError(f"--{name}: required none for {kind}")

@@ -1,0 +1,211 @@
+"""Times a step of FSDP2 on stacks of Llama-8B blocks, a GPU each rank: with PyTorch's collectives,
+with ``ficco.fsdp``, gathers alone and with reduce-scatters, and with PyTorch's symmetric memory
+(``--variants pytorch symmetric``, by itself: it changes the allocator of the process):
+``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
+
+Writes ``steps.csv`` (a row for each variant of each shuffled round) and ``products.csv`` (products
+alone, and during gathers). A variant is timed only if its losses are those of PyTorch's collectives
+to the last bit, and its hooks gather and sum whole numbers exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import faulthandler
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+import ficco
+from ficco import fsdp
+from ficco.tools.bench.fsdp import BLOCKS, SHAPES, stack
+
+#: Sizes of a block.
+CASE = SHAPES["cuda"][0]
+WIDTH, HIDDEN = CASE.hidden, CASE.inner
+BASELINE = "pytorch"
+
+
+def symmetric(model: Any) -> None:
+    for module in (model, *model):
+        module.set_symm_mem_for_comm()
+
+
+def variants(names: list[str]) -> dict[str, Callable[[Any], Any]]:
+    """By name, how a model is prepared after ``fully_shard``."""
+    ways: dict[str, Callable[[Any], Any]] = {
+        BASELINE: lambda model: None,
+        "gathers": lambda model: fsdp.use(model, reduce_scatter=False),
+        "both": fsdp.use,
+    }
+    if hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        ways["symmetric"] = symmetric
+    return {name: ways[name] for name in names if name in ways}
+
+
+def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).float().square().mean()
+    loss.backward()
+    for weight in model.parameters():
+        weight.grad = None
+    return loss.detach()
+
+
+def exact(model: Any, device: torch.device) -> None:
+    """Whole numbers that depend on the step and the rank, through the hooks of the first block."""
+    rank, world, count = dist.get_rank(), dist.get_world_size(), 3_000_001
+    (group,) = fsdp._param_groups(model[0])
+    gathers, sums = group._all_gather_comm, group._reduce_scatter_comm
+    ranks = group._all_gather_process_group
+    for turn in range(4):
+        slices = [
+            (torch.arange(count, device=device) * (turn + 3) + 17 * one) % 251
+            for one in range(world)
+        ]
+        if isinstance(gathers, fsdp.Gathers):
+            out = gathers.allocate((count * world,), dtype=torch.bfloat16, device=device)
+            own = out.narrow(0, count * rank, count).copy_(slices[rank])
+            gathers(out, own, ranks)
+            assert torch.equal(out.float(), torch.cat(slices).float()), f"gather {turn}"
+        if isinstance(sums, fsdp.GradientSums):
+            source = torch.cat([one + 1000 * rank for one in slices]).float()
+            summed = torch.empty(count, device=device)
+            sums(summed, source, ranks, dist.ReduceOp.AVG)
+            mean = slices[rank].float() + 1000 * (world - 1) / 2
+            assert torch.equal(summed, mean), f"sum {turn}"
+
+
+def largest(seconds: float, device: torch.device) -> float:
+    value = torch.tensor([seconds], device=device, dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device) -> list[Any]:
+    """Rows of tokens, round, variant, milliseconds of the slowest rank, and of its host alone."""
+    rank, shuffle, rows = dist.get_rank(), random.Random(tokens), []
+    torch.manual_seed(100 + rank)
+    x = torch.randn(1, tokens, WIDTH, device=device, dtype=torch.bfloat16)
+    losses = {name: [step(model, x).item() for _ in range(3)] for name, model in models.items()}
+    for name in list(models):
+        same = torch.tensor([losses[name] == losses[BASELINE]], device=device, dtype=torch.int32)
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        if rank == 0:
+            print(
+                f"{tokens} tokens, {name}: losses {losses[name]}, equal: {bool(same)}", flush=True
+            )
+        if not same:
+            raise SystemExit(f"{name} computes other losses")
+    for turn in range(rounds + 2):
+        names = list(models)
+        shuffle.shuffle(names)
+        for name in names:
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            step(models[name], x)
+            host = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            whole = time.perf_counter() - begin
+            times = [largest(one, device) * 1e3 for one in (whole, host)]
+            if turn > 1:
+                rows.append((tokens, turn - 2, name, *times))
+    return rows
+
+
+def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[Any]:
+    """Rows of round, variant and milliseconds of products on the GPU, alone or during gathers."""
+    a = torch.randn(8192, WIDTH, device=device, dtype=torch.bfloat16)
+    b = torch.randn(WIDTH, HIDDEN, device=device, dtype=torch.bfloat16)
+    side, shuffle, rows = torch.cuda.Stream(priority=-1), random.Random(1), []
+    out = torch.empty(8192, HIDDEN, device=device, dtype=torch.bfloat16)
+    count = 109_000_000
+    names = ["alone", *models]
+    for turn in range(rounds + 1):
+        shuffle.shuffle(names)
+        for name in names:
+            dist.barrier()
+            torch.cuda.synchronize()
+            if name != "alone":
+                (group,) = fsdp._param_groups(models[name][0])
+                gathers, ranks = group._all_gather_comm, group._all_gather_process_group
+                with torch.cuda.stream(side):
+                    for _ in range(20):
+                        size = (count * dist.get_world_size(),)
+                        whole = gathers.allocate(size, dtype=torch.bfloat16, device=device)
+                        own = whole.narrow(0, count * dist.get_rank(), count)
+                        gathers(output_tensor=whole, input_tensor=own, group=ranks)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(5):
+                torch.mm(a, b, out=out)
+            end.record()
+            torch.cuda.synchronize()
+            if turn:
+                rows.append((turn - 1, name, largest(begin.elapsed_time(end) / 5, device)))
+    return rows
+
+
+def write(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        writer.writerows(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--variants", nargs="+", default=[BASELINE, "gathers", "both"])
+    parser.add_argument("--limit", type=float, default=120, help="seconds until stacks are printed")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.limit, exit=True)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    ficco.set_options(timeout_s=30)
+    models = {}
+    for name, prepare in variants(args.variants).items():
+        models[name] = stack(CASE, device, args.blocks)
+        report = prepare(models[name])
+        if report and dist.get_rank() == 0:
+            print(name, *report, sep="\n  ", flush=True)
+    for model in models.values():
+        exact(model, device)
+        torch.cuda.synchronize()
+    rows = []
+    for tokens in args.tokens:
+        rows += steps(models, tokens, args.rounds, device)
+    others = products(models, args.rounds, device)
+    if dist.get_rank() == 0:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        write(args.folder / "steps.csv", ("tokens", "round", "variant", "ms", "host_ms"), rows)
+        write(args.folder / "products.csv", ("round", "variant", "ms"), others)
+        for tokens in args.tokens:
+            for name in models:
+                mine = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, name)}
+                base = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, BASELINE)}
+                ratio = median(mine[r] / base[r] for r in base)
+                print(tokens, name, f"{median(mine.values()):.2f} ms, {ratio:.3f} of {BASELINE}")
+        for name in ("alone", *models):
+            print("products", name, f"{median(ms for _, n, ms in others if n == name):.3f} ms")
+        print("symmetric memory:", ficco.memory() >> 20, "MiB", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    ficco.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,631 @@
+"""FSDP2 with ``ficco.fsdp.use``: Plans, hooks, training, faults.
+
+Weights, inputs and gradients of training are small whole numbers that depend on the step and the
+rank, so that every order of sums has one right value and models stay bitwise equal.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hip_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Body, Died, Failure, Rank, caught, gave_up, on_ranks, ranks, run, since
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import ficco
+from ficco import fsdp
+from ficco.fsdp import GATHER, SUM, WeightProblem, weight_plans
+from ficco.machine import find
+from ficco.options import current
+from ficco.plan import Plan, Reduction, render
+from ficco.proof import PlanError, check
+from ficco.runtime.workspace import workspaces
+from ficco.schedules import Schedule
+from ficco.simulate import simulate
+from ficco.tools.bench import fsdp as stacks
+from ficco.tools.bench.cases import BenchSettings
+from ficco.tools.bench.harness import bench
+
+MACHINE = find("h200-4", None)
+#: Hooks of FSDP: older releases are refused.
+HOOKS = since("2.9", "has no hooks for the collectives of FSDP2")
+#: Seconds after which calls give up on a peer, and for which they wait for one that has ended.
+PATIENCE_S, LONG_S = 1.0, 20.0
+
+
+# Plans.
+
+
+def plans(
+    operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3"
+) -> list[Plan]:
+    return weight_plans(WeightProblem(operator, world, count, "bfloat16"), Schedule.parse(name))
+
+
+@pytest.mark.parametrize("operator", [GATHER, SUM])
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_plans_are_proven(operator: str, world: int) -> None:
+    for count in (1, 2, 1000):
+        for name in ("serial", "serial:pieces=3", "serial:pieces=7,copy=2", "serial:copy=7"):
+            check(plans(operator, world, count, name))
+
+
+def test_plans_are_simulated_and_drawn() -> None:
+    for operator in (GATHER, SUM):
+        few, many = (plans(operator, 4, count) for count in (1 << 20, 1 << 24))
+        assert 0 < simulate(few, MACHINE).stop_s < simulate(many, MACHINE).stop_s
+        assert "copy" in render(few[0])
+
+
+def edited(operator: str, edit: Callable[[Any], Any]) -> list[Plan]:
+    """The Plans of two ranks with each step edited."""
+    return [replace(one, steps=tuple(map(edit, one.steps))) for one in plans(operator, 2)]
+
+
+def _unawaited(step: Any) -> Any:
+    return step._replace(lane="sync") if step.label == "arrived" else step
+
+
+def _too_early(step: Any) -> Any:
+    """Copies do not wait until the peer has begun; the last step does."""
+    early = tuple(one for one in step.waits if one.kind == "begun")
+    if early:
+        return step._replace(waits=())
+    begun = tuple(one for one in step.clears if one.kind == "begun")
+    return step._replace(waits=begun) if begun else step
+
+
+def _swapped(step: Any) -> Any:
+    terms = getattr(step.work, "terms", 0)
+    swap = step.copy is not None and terms
+    return step._replace(work=step.work._replace(terms=3 - terms)) if swap else step
+
+
+def _own_twice(step: Any) -> Any:
+    if not isinstance(step.work, Reduction):
+        return step
+    own = next(part for part in step.work.parts if part.buffer == "grads")
+    return step._replace(work=step.work._replace(parts=(own, own)))
+
+
+@pytest.mark.parametrize(
+    ("operator", "edit", "why"),
+    [
+        (GATHER, _unawaited, "writes a result that its rank does not wait for"),
+        (GATHER, _too_early, "result of a peer that may not have begun"),
+        (SUM, _swapped, "takes an operand for the term of another rank"),
+        (SUM, _own_twice, "takes an operand for the term of another rank"),
+    ],
+)
+def test_proof_refuses_wrong_plans(operator: str, edit: Callable[[Any], Any], why: str) -> None:
+    check(plans(operator, 2))
+    with pytest.raises(PlanError, match=why):
+        check(edited(operator, edit))
+
+
+# Hooks.
+
+
+def integers(most: int, *seed: int, size: Sequence[int]) -> torch.Tensor:
+    """Whole numbers from -most to most."""
+    mixed = 0
+    for part in seed:
+        mixed = mixed * 7919 + part + 1
+    generator = torch.Generator().manual_seed(mixed)
+    return torch.randint(-most, most + 1, tuple(size), generator=generator)
+
+
+class Group:
+    """The fields of FSDP's object of a parameter group that hooks read."""
+
+    def __init__(self, group: Any) -> None:
+        self._all_gather_process_group = group
+
+
+class Before:
+    """PyTorch's collectives, counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, **how: Any) -> torch.Tensor:
+        return torch.empty(*size, **how)
+
+    def __call__(self, out: torch.Tensor, source: torch.Tensor, group: Any, *rest: Any) -> None:
+        self.calls += 1
+        if out.numel() > source.numel():
+            dist.all_gather_into_tensor(out, source, group)
+
+
+@contextmanager
+def hooks(limit: int | None = None) -> Iterator[tuple[fsdp.Gathers, fsdp.GradientSums, Before]]:
+    """Hooks of the group of all ranks, and PyTorch's collectives behind them."""
+    before, world = Before(), dist.group.WORLD
+    rest = Group(world), before, current(), limit
+    yield fsdp.Gathers(*rest), fsdp.GradientSums(*rest), before
+    ficco.close(world)
+
+
+def of(at: Rank) -> torch.device:
+    """The device of a rank, as tensors name it."""
+    return torch.empty(0, device=at.device).device
+
+
+def gathered(
+    at: Rank, gathers: fsdp.Gathers, step: int, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A gather as FSDP makes it, of a slice that lies in the result. The slices of all ranks are
+    checked."""
+    every = torch.cat([integers(9, step, rank, size=(count,)) for rank in range(at.world)])
+    every = every.abs().to(dtype) if not dtype.is_signed else every.to(dtype)
+    out = gathers.allocate((count * at.world,), dtype=dtype, device=of(at))
+    own = out.narrow(0, count * at.rank, count)
+    own.copy_(every[count * at.rank :][:count])
+    gathers(output_tensor=out, input_tensor=own, group=dist.group.WORLD)
+    assert torch.equal(out.cpu(), every), (step, count, dtype)
+    return out
+
+
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.int64, torch.complex128)
+
+
+def all_gathers(at: Rank) -> None:
+    with hooks() as (gathers, _, before):
+        for step, dtype in enumerate(DTYPES):
+            for count in (1, 5, 4096):
+                gathered(at, gathers, step, count, dtype)
+        with mock.patch.object(fsdp, "PIECE_BYTES", 1000):
+            held = [gathered(at, gathers, step, 4097, torch.float32) for step in range(5)]
+        assert len({one.data_ptr() for one in held}) == 5, "tensors in use share no buffer"
+        places = {one.data_ptr() for one in held}
+        del held
+        again = [gathered(at, gathers, step, 4097, torch.float32).data_ptr() for step in range(9)]
+        assert places.issuperset(again), "dropped tensors free their buffers"
+        out = gathers.allocate((0,), dtype=torch.float32, device=of(at))
+        assert not before.calls and not out.numel()
+        # A slice elsewhere is copied to its place.
+        out = gathers.allocate((3 * at.world,), dtype=torch.float32, device=of(at))
+        own = torch.full((3,), float(at.rank), device=at.device)
+        gathers(out, own, dist.group.WORLD)
+        assert out.view(at.world, 3).tolist() == [[float(rank)] * 3 for rank in range(at.world)]
+
+
+def all_sums(at: Rank) -> None:
+    operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
+    with hooks() as (_, sums, before), mock.patch.object(fsdp, "SUM_BYTES", 256):
+        for step, op in enumerate(operations):
+            dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
+            for dtype in dtypes if at.device.type == "cpu" else dtypes[:3]:
+                for count, room in ((1, 64 << 20), (4097, 64 << 20), (4097, 1024)):
+                    size = at.world, at.world, count
+                    every = integers(9, step, count, size=size).to(dtype)
+                    source = sums.allocate((at.world * count,), dtype=dtype, device=at.device)
+                    source.copy_(every[at.rank].flatten())
+                    out = torch.full((count,), float("nan"), dtype=dtype, device=at.device)
+                    with mock.patch.object(fsdp, "STAGING_BYTES", room):
+                        sums(output_tensor=out, input_tensor=source, group=dist.group.WORLD, op=op)
+                    wide = every.double().sum(0)[at.rank]
+                    factor = (1, 1 / at.world, 0.25)[step]
+                    expected = (wide.to(dtype) * factor).to(dtype)
+                    if step == 1:
+                        expected = wide.to(dtype) / at.world
+                    assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
+                    assert torch.equal(source.cpu(), every[at.rank].flatten())
+        assert not before.calls
+
+
+def sums_in_order(at: Rank) -> None:
+    """Random bfloat16 gradients: float32 sums in the order of ranks, rounded once, twice alike."""
+    with hooks() as (_, sums, _):
+        torch.manual_seed(7)
+        every = torch.randn(at.world, at.world, 999).bfloat16()
+        total = every[0, at.rank].float()
+        for rank in range(1, at.world):
+            total = total + every[rank, at.rank].float()
+        for _ in range(2):
+            source, out = every[at.rank].flatten().to(at.device), torch.empty(999).bfloat16()
+            out = out.to(at.device)
+            sums(out, source, dist.group.WORLD, dist.ReduceOp.SUM)
+            assert torch.equal(out.cpu(), total.bfloat16())
+
+
+def left(at: Rank) -> None:
+    """Collectives that find no room, or that are no sums, stay and are counted."""
+    ficco.counters(reset=True)
+    with hooks(limit=4096) as (gathers, sums, before):
+        first = gathered(at, gathers, 0, 512 // at.world, torch.float32)
+        gathered(at, gathers, 1, 4096, torch.float32)
+        assert before.calls == 1
+        del first
+        gathered(at, gathers, 2, 100 // at.world, torch.float32)
+        assert before.calls == 1
+        out = torch.empty(4, device=at.device)
+        sums(out, torch.ones(4 * at.world, device=at.device), dist.group.WORLD, dist.ReduceOp.MAX)
+        whole = torch.empty(4, dtype=torch.int64, device=at.device)
+        sums(whole, whole.repeat(at.world), dist.group.WORLD, dist.ReduceOp.SUM)
+        assert before.calls == 3
+    counts = {name: one for (_, name), one in ficco.counters().items()}
+    assert counts["all-gather"].left == 1 and counts["reduce-scatter"].left == 2
+    assert counts[GATHER].calls == 2 and SUM not in counts
+
+
+@HOOKS
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order, left])
+def test_hooks(world: int, body: Callable[[Rank], None]) -> None:
+    run(world, body)
+
+
+@HOOKS
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
+def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
+    hip_ranks.run(2, body)
+
+
+# Training.
+
+
+class Block(nn.Module):
+    """Two layers of sizes that no number of ranks divides, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def sharded(at: Rank, mode: str) -> Model:
+    """A model under FSDP2 as a mode wants it."""
+    model = Model().to(at.device)
+    how: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
+    if mode == "mixed":
+        types = torch.bfloat16, torch.float32
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
+    if mode == "kept":
+        how["reshard_after_forward"] = False
+    if mode == "to two ranks":
+        how["reshard_after_forward"] = 2
+    if mode == "replicated":
+        names = ("replicate", "shard")
+        how["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
+    for block in model.blocks:
+        if mode == "compiled":
+            block.compile(backend="eager")
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    blocks: list[Any] = list(model.blocks)
+    if mode == "prefetched":
+        for one, two, three in zip(blocks, blocks[1:], blocks[2:], strict=False):
+            one.set_modules_to_forward_prefetch([two, three])
+            three.set_modules_to_backward_prefetch([two, one])
+    if mode == "summed":
+        for one in (model, *blocks):
+            one.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def trained(at: Rank, model: Any, mode: str, step: int) -> list[torch.Tensor]:
+    """Loss, gradients and weights of a step that begins with weights of its own."""
+    with torch.no_grad():
+        for index, weight in enumerate(model.parameters()):
+            local = weight.to_local()
+            local.copy_(integers(1, step, at.rank, index, size=local.shape))
+    if mode == "accumulated":
+        model.set_requires_gradient_sync(step % 3 == 2)
+    if mode == "unsharded before":
+        handles = [block.unshard(async_op=True) for block in model.blocks]
+        for handle in handles:
+            handle.wait()
+    x = integers(2, step, at.rank, size=(4, 3)).float().to(at.device)
+    loss = model(x).float().sum()
+    loss.backward()
+    if mode == "evaluated":
+        with torch.inference_mode():
+            loss = loss + model(x).float().sum()
+        model.reshard()
+    weights = [weight.to_local().clone() for weight in model.parameters()]
+    grads = [
+        weight.grad.to_local().clone() for weight in model.parameters() if weight.grad is not None
+    ]
+    if mode != "accumulated" or step % 3 == 2:
+        model.zero_grad()
+    return [loss.detach().clone(), *grads, *weights]
+
+
+MODES = (
+    *("plain", "mixed", "kept", "prefetched", "accumulated", "summed", "unsharded before"),
+    *("evaluated", "compiled", "gathers only", "replicated", "to two ranks"),
+)
+#: Modes that need four ranks.
+WIDE = MODES[-2:]
+
+
+@HOOKS
+@ranks(2, 4)
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks()
+def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
+    """Three models in one process: PyTorch's collectives, and two that copy engines serve."""
+    if mode in WIDE and at.world < 4:
+        return
+    ficco.counters(reset=True)
+    models = [sharded(at, mode) for _ in range(3)]
+    for model in models[1:]:
+        rows = fsdp.use(model, reduce_scatter=mode != "gathers only")
+        assert [row.module for row in rows] == ["", *(f"blocks.{i}" for i in range(4))]
+        assert not any(row.left for row in rows)
+    for step in range(6):
+        expected, *others = (trained(at, model, mode, step) for model in models)
+        for other in others:
+            assert len(expected) == len(other)
+            for one, two in zip(expected, other, strict=True):
+                assert torch.equal(one, two), (mode, step)
+    counts = ficco.counters()
+    assert not any(one.left for one in counts.values())
+    assert sum(one.calls for (_, name), one in counts.items() if name == GATHER) >= 2 * 6 * 5
+    assert any(name == SUM for _, name in counts) == (mode != "gathers only")
+    for workspace in workspaces():  # a buffer for the model itself, and two for blocks
+        sizes = [one.memory.nbytes for one in fsdp._buffers[workspace]]
+        assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
+        assert workspace.nbytes >= sum(sizes)
+    ficco.close()
+
+
+@HOOKS
+@ranks(2, 4)
+@on_ranks()
+def test_beside_tensor_parallelism(at: Rank) -> None:
+    """Products of other groups of the same ranks, between the layers of a served model."""
+    wide = at.world // 2
+    mesh = init_device_mesh(at.device.type, (2, wide), mesh_dim_names=("shard", "tensor"))
+    models, group = [Model().to(at.device) for _ in range(2)], mesh["tensor"].get_group()
+    for model in models:
+        for block in model.blocks:
+            block.register_forward_hook(partial(_multiplied, group, at.rank))
+            fully_shard(block, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+    fsdp.use(models[1])
+    for step in range(6):
+        expected, found = (trained(at, model, "plain", step) for model in models)
+        for one, two in zip(expected, found, strict=True):
+            assert torch.equal(one, two), step
+    ficco.close()
+
+
+def _multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    """Add products whose sums are exact, and their gradients."""
+    b = integers(1, rank, size=(5, 5)).float().to(out.device)
+    y = ficco.all_gather_matmul(out, b, group=group, schedule="hetero-fused-1d:pieces=2")
+    return out + ficco.matmul_reduce_scatter(y, torch.eye(5, device=out.device), group=group)
+
+
+@HOOKS
+@pytest.mark.slow
+def test_training_on_the_double_of_hip() -> None:
+    body = Body(__name__, "test_training_is_that_of_pytorch")
+    for mode in ("mixed", "prefetched"):
+        hip_ranks.run(2, body, mode)
+
+
+@HOOKS
+@pytest.mark.multigpu
+@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order, left])
+def test_hooks_on_gpus(body: Callable[[Rank], None]) -> None:
+    run(2, body, device="cuda")
+
+
+@HOOKS
+@pytest.mark.multigpu
+@pytest.mark.parametrize("mode", MODES)
+def test_training_on_gpus(mode: str) -> None:
+    world = 4 if mode in WIDE else 2
+    run(world, Body(__name__, "test_training_is_that_of_pytorch"), mode, device="cuda")
+
+
+@HOOKS
+@on_ranks(2)
+def test_checkpoints_are_untouched(at: Rank) -> None:
+    """Names, placements and values of a state dict, before and after steps; it loads elsewhere."""
+    models = [sharded(at, "plain") for _ in range(2)]
+    fsdp.use(models[1])
+    for step in range(2):
+        for model in models:
+            trained(at, model, "plain", step)
+    one, two = (model.state_dict() for model in models)
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert weight.placements == two[name].placements
+        assert torch.equal(weight.to_local(), two[name].to_local())
+    models[0].load_state_dict(two)
+    ficco.close()
+
+
+def _benched(at: Rank, folder: Path) -> Any:
+    """A short bench of all ways, and of one whose weights are others."""
+
+    def spoil(model: Any) -> None:
+        with torch.no_grad():
+            model[0].down.weight.to_local().zero_()
+
+    ways = {**stacks.WAYS, "spoilt": stacks.StackWay(spoil)}
+    with mock.patch.object(stacks, "WAYS", ways):
+        return bench(
+            BenchSettings(
+                subject=stacks.SUBJECT,
+                cases=stacks.SHAPES["cpu"],
+                modes=("idle",),
+                device="cpu",
+                rounds=2,
+                seconds=600.0,
+                csv=folder / "fsdp.csv",
+            )
+        )
+
+
+@HOOKS
+def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
+    rows, _ = run(2, _benched, tmp_path, timeout=250.0)
+    by_way = rows.set_index("way")
+    assert by_way["status"].to_dict() == {**dict.fromkeys(stacks.WAYS, "ok"), "spoilt": "wrong"}
+    assert (by_way["ms"][[*stacks.WAYS]] > 0).all()
+
+
+# Faults and bad input.
+
+
+def _ends(how: str, *_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+
+def _with_a_casualty(at: Rank, victim: int, how: str, when: str) -> Any:
+    model = sharded(at, "plain")
+    with ficco.options(timeout_s=PATIENCE_S if how == "stop" else LONG_S):
+        fsdp.use(model)
+    trained(at, model, "plain", 0)
+    if at.rank == victim:
+        block = model.blocks[2]
+        if when == "forward":
+            block.register_forward_pre_hook(partial(_ends, how))
+        else:
+            block.down.register_full_backward_hook(partial(_ends, how))
+    first = caught(lambda: trained(at, model, "plain", 1))
+    return first, caught(lambda: model(torch.zeros(4, 3)))
+
+
+@HOOKS
+@pytest.mark.parametrize(
+    ("victim", "how", "when"),
+    [(0, "kill", "forward"), (1, "kill", "backward"), (1, "stop", "forward")],
+)
+def test_a_lost_rank_is_named(victim: int, how: str, when: str) -> None:
+    lost = {victim} if how == "stop" else ()
+    found = run(3, _with_a_casualty, victim, how, when, fresh=True, catch=True, lost=lost)
+    if how == "kill":
+        assert isinstance(found[victim], Died)
+    for rank in {0, 1, 2} - {victim}:
+        first, again = found[rank]
+        for facts in gave_up(first):
+            assert facts["operator"] in (GATHER, SUM)
+            assert facts["peer"] == victim and facts["ended"] == (how == "kill"), first.text
+        assert isinstance(again, Failure) and "an earlier call of this group failed" in again.text
+
+
+def _alone(at: Rank) -> Any:
+    model = sharded(at, "plain")
+    if at.rank == 1:
+        at.barrier()
+        return None
+    with ficco.options(timeout_s=PATIENCE_S):
+        failure = caught(lambda: fsdp.use(model))
+    at.barrier()
+    return failure
+
+
+@HOOKS
+def test_use_on_one_rank_only() -> None:
+    failure, _ = run(2, _alone, fresh=True)
+    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
+    assert failure.fields["operator"] == "fsdp.use"
+
+
+def _differently(at: Rank) -> Any:
+    model = sharded(at, "plain")
+    return caught(lambda: fsdp.use(model, reduce_scatter=at.rank == 0))
+
+
+@HOOKS
+def test_use_with_different_arguments() -> None:
+    for failure in run(2, _differently, fresh=True):
+        assert failure.type == "RankMismatch", failure
+        assert "reduce_scatter=True" in failure.text and "reduce_scatter=False" in failure.text
+
+
+def _refused(at: Rank) -> list[Failure]:
+    model, calls = sharded(at, "plain"), list[Callable[[], Any]]()
+    calls += [lambda: fsdp.use(nn.Linear(2, 2)), lambda: fsdp.use("model")]  # type: ignore[arg-type]
+    calls.append(lambda: fsdp.use(model, buffer_bytes=-1))
+    calls.append(lambda: fsdp.use(model, reduce_scatter="yes"))  # type: ignore[arg-type]
+    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    calls.append(lambda: fsdp.use(offloaded))
+    failures = [caught(call) for call in calls]
+    assert not any(failure is None for failure in failures)
+    fsdp.use(model)
+    failures.append(caught(lambda: fsdp.use(model.blocks[1])))  # type: ignore[arg-type]
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
+        del FSDPModule.set_custom_reduce_scatter
+        failures.append(caught(lambda: fsdp.use(model)))
+    trained(at, model, "plain", 1)  # the group has stayed usable
+    ficco.close()
+    return failures
+
+
+REFUSALS = (
+    ("InvalidArgument", "model: required a module .* got Linear without; call fully_shard first"),
+    ("InvalidArgument", "model: required a module .* got str without; call fully_shard first"),
+    ("InvalidArgument", "buffer_bytes: required a number of at least 0, or None, got -1"),
+    ("InvalidArgument", "reduce_scatter: required True or False, got 'yes'"),
+    ("NotImplementedError", "required parameters that stay .* got CPUOffloadPolicy .*leave out"),
+    (
+        "InvalidArgument",
+        "model: required modules that are .* yet, got .*; call fsdp.use once",
+    ),
+    ("NotImplementedError", "required PyTorch 2.9 or later, .* got .*; update PyTorch"),
+)
+
+
+@HOOKS
+def test_bad_input_is_refused() -> None:
+    for failures in run(2, _refused):
+        for failure, (kind, text) in zip(failures, REFUSALS, strict=True):
+            assert failure.type == kind and re.search(text, failure.text), failure
+
+
+def _on_hosts(at: Rank) -> list[Any]:
+    os.environ["FICCO_HOST"] = f"host-{at.rank}"
+    try:
+        model = sharded(at, "plain")
+        rows = fsdp.use(model)
+        trained(at, model, "plain", 1)
+        return [*rows, *map(str, rows)]
+    finally:
+        del os.environ["FICCO_HOST"]
+        ficco.close()
+
+
+@HOOKS
+def test_groups_of_several_hosts_and_of_one_rank_are_left() -> None:
+    for rows in run(2, _on_hosts):
+        assert {row.left for row in rows[:5]} == {"its ranks are on 2 hosts"}
+        assert rows[5] == "model: 32 elements, 2 ranks: left to PyTorch: its ranks are on 2 hosts"
+    for rows in run(1, _on_hosts):
+        assert {row.left for row in rows[:5]} == {"it has one rank"}
