@@ -161,7 +161,8 @@ def _composed(route: WeightRoute, schedule: Schedule, me: int) -> Plan:
     first = 0 if problem.gathers else schedule.copy
     builder.lane_of = {peer: f"copy{first + i % schedule.copy}" for i, peer in enumerate(targets)}
     traffic, every = Traffic(builder, schedule, route), range(problem.world)
-    builder.acquire(traffic.begun())
+    traffic.announce()
+    builder.acquire()
     for items in traffic.leaving(targets):
         traffic.push(items)
     if problem.gathers:
@@ -173,7 +174,7 @@ def _composed(route: WeightRoute, schedule: Schedule, me: int) -> Plan:
         waits, _ = traffic.arrivals(((peer, piece) for peer in targets), "compute0")
         work = Reduction(parts, tuple(1 << one for one in every), Region("out", me, 0, 1, *span))
         builder.add(Step(work, "compute0", f"sum {piece}", waits))
-    builder.retire(())
+    builder.retire()
     return builder.plan(str(schedule), route.buffers, route.words)
 
 
@@ -477,9 +478,8 @@ def _checked(
 def _param_groups(module: Any) -> list[Any]:
     """FSDP's objects of a module's parameter groups. Until PyTorch 2.11 it has at most one."""
     state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [one for one in (state._fsdp_param_group,) if one is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [one for one in ([state._fsdp_param_group] if groups is None else groups) if one]
 
 
 def _row(name: str, module: Any, param_group: Any) -> Served:
