@@ -5,7 +5,7 @@
 Prints milliseconds of six calls of each kind, synchronised in between. A second run has warm caches
 on disk. ``--prepare`` calls ``ficco.prepare`` for all kinds before the first call, and prints its
 time. ``--profile`` prints the functions of the very first call by their cumulative time; the
-profiler makes that call slower. This program has not run on GPUs yet.
+profiler makes that call slower.
 """
 
 from __future__ import annotations

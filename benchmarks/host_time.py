@@ -7,7 +7,7 @@ Each figure is the median of paired rounds, in microseconds, of the slower rank.
 is the same on all ranks. ``host`` is the time until a call returns while the device is idle, the
 third of three calls in a row; ``idle`` is the time from the first work of a call on the device to
 its last. The last lines compare ``auto`` with the faster of the other libraries. No schedule is
-fitted to the shapes of ``UNSEEN``. This program has not run on GPUs yet.
+fitted to the shapes of ``UNSEEN``.
 """
 
 from __future__ import annotations
